@@ -1,0 +1,125 @@
+"""graphrun: plans where every component of a diffusion pipeline lives, before anything is loaded, then does exactly that.
+
+    graph    = graphrun.load("graphs/flux-dev.yaml")
+    problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
+    solution = graphrun.plan(problem)                        # raises Infeasible, which explains itself
+    trace    = graphrun.run(solution, graph, inputs={"prompt": "a lighthouse"})
+
+Importing this package imports no torch; each function imports what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, OutOfMemory, PlanError, TransferFailed
+from graphrun.units import parse_size
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.planner.problem import Hardware, Problem
+    from graphrun.planner.solve import Solution
+    from graphrun.trace import Trace
+
+__version__ = "0.1.0"
+__all__ = [
+    "BrokenPlan",
+    "GraphError",
+    "GraphrunError",
+    "InputError",
+    "OutOfMemory",
+    "PlanError",
+    "TransferFailed",
+    "estimate",
+    "load",
+    "plan",
+    "run",
+]
+
+
+def load(path: str | Path) -> Graph:
+    """The graph in the YAML file at ``path``. Raises GraphError with file and line."""
+    from graphrun.graph.load import load as read
+
+    return read(path)
+
+
+def estimate(
+    graph: Graph,
+    *,
+    vram: str | int,
+    ram: str | int = "auto",
+    hardware: str | Hardware | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Problem:
+    """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
+
+    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
+    machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`; None takes the CUDA device that is
+    found, else rtx4090.
+    """
+    from graphrun.estimator import hardware as devices
+    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.estimator.numbers import problem_of
+    from graphrun.estimator.probe import probe
+
+    if hardware is None:
+        hardware = devices.found() or devices.hardware(devices.DEFAULT)
+    elif isinstance(hardware, str):
+        hardware = devices.hardware(hardware)
+    known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
+    budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
+    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    values = graph.for_planning(inputs or {})
+    return problem_of(graph, probe(graph, values), hardware, budget_bytes, ram_bytes, values)
+
+
+def plan(problem: Problem) -> Solution:
+    """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would."""
+    from graphrun.planner.solve import solve
+
+    return solve(problem)
+
+
+def run(
+    solution: Solution,
+    graph: Graph,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    modules: Mapping[str, Any] | None = None,
+    random_weights: bool = False,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Trace:
+    """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
+
+    ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
+    times without loading twice). ``random_weights`` ignores the graph's source. Raises PlanError before anything is loaded when the
+    plan is not for this graph or breaks a rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device
+    back at its baseline.
+    """
+    from graphrun.components.build import build
+    from graphrun.executor.executor import execute, refuse_unfit
+    from graphrun.executor.open import open_device
+
+    values = planned_inputs(solution.problem, graph, inputs or {})
+    refuse_unfit(solution.problem, solution.plan, graph)
+    if modules is None:
+        graph = graph.without_sources() if random_weights else graph
+        modules = {name: build(graph.components[name], graph) for name in (c.name for c in solution.problem.components)}
+    device = open_device(solution.problem)
+    return execute(solution.problem, solution.plan, graph, values, device, modules, progress)
+
+
+def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """``inputs`` completed from the plan's settings and the graph's defaults.
+
+    Raises PlanError when one that the plan depends on differs from what was planned.
+    """
+    planned = dict(problem.settings)
+    values = graph.resolve({**planned, **inputs})
+    for name, text in planned.items():
+        if str(values[name]) != text:
+            raise PlanError(f"the plan is for {name}={text}, this run has {name}={values[name]}: plan again, or leave {name} out")
+    return values

@@ -1,0 +1,252 @@
+"""The command line: parses, calls, prints. The only place that prints, and the only one that knows a terminal.
+
+Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+import graphrun
+from graphrun.errors import GraphrunError, InputError
+from graphrun.report import planfile
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.split("\n", 1)[0])
+
+GraphFile = Annotated[Path, typer.Argument(help="A graph (YAML), or a plan saved with -o (JSON).", show_default=False)]
+Vram = Annotated[str, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)]
+Ram = Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has.")]
+HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
+DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A graph with its solution, and how long solving took (None where it was read from a file)."""
+
+    graph: Any
+    solution: Any
+    inputs: dict[str, str]
+    solve_seconds: float | None
+
+
+@app.command()
+def plan(
+    graph: GraphFile,
+    vram: Vram,
+    ram: Ram = "auto",
+    hardware: HardwareName = None,
+    device: DeviceName = None,
+    set_: Sets = None,
+    out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
+    made = _planned(graph, vram, ram, hardware, device, set_)
+    summary = _summary(made)
+    if out is not None:
+        planfile.save(out, graph, made.solution, summary)
+    _show(summary, as_json, _plan_screen(made))
+
+
+@app.command()
+def run(
+    graph: GraphFile,
+    vram: Annotated[str | None, typer.Option(help="VRAM budget; a saved plan has its own.", show_default=False)] = None,
+    ram: Ram = "auto",
+    hardware: HardwareName = None,
+    device: DeviceName = None,
+    set_: Sets = None,
+    prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the picture goes; default out/<graph>.png.", show_default=False)
+    ] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
+    trace_file: Annotated[Path | None, typer.Option("--trace", help="Save the trace to this file.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a graph, or a saved plan, and show what was planned beside what was measured."""
+    from graphrun.report.screen import measured_screen
+    from graphrun.report.summary import broken_caps
+
+    made = _planned(graph, vram, ram, hardware, device, [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])])
+    graphrun.planned_inputs(made.solution.problem, made.graph, made.inputs)
+    if not as_json:
+        typer.echo(_plan_screen(made))
+    with _Progress(made.solution.plan, quiet=as_json) as progress:
+        trace = graphrun.run(made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress)
+    summary = _summary(made, trace)
+    if plan_file is not None:
+        planfile.save(plan_file, planfile.graph_path(graph), made.solution, summary)
+    if trace_file is not None:
+        planfile.write_json(trace_file, trace.to_json())
+    written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
+    _show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
+    if broken_caps(made.solution, trace):
+        raise typer.Exit(4)
+
+
+@app.command()
+def explain(
+    graph: GraphFile,
+    vram: Annotated[str | None, typer.Option(help="VRAM budget; a saved plan has its own.", show_default=False)] = None,
+    ram: Ram = "auto",
+    hardware: HardwareName = None,
+    device: DeviceName = None,
+    set_: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show every slot of a plan: what it does, what it holds, and where its time goes."""
+    from graphrun.report.screen import explain_screen
+
+    made = _planned(graph, vram, ram, hardware, device, set_)
+    _show(_summary(made), as_json, explain_screen(made.solution))
+
+
+@app.command()
+def check(
+    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+) -> None:
+    """Check a saved plan against its own numbers: every rule that it breaks, with the place and the bytes."""
+    from graphrun.planner.simulate import simulate
+    from graphrun.report.screen import check_screen
+
+    problem, candidate, _ = planfile.read(plan)
+    planfile.refuse_violations(plan, problem, candidate)
+    typer.echo(check_screen(problem, candidate, simulate(problem, candidate)))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of graph files, for editors."""
+    from graphrun.graph.schema import schema_text
+
+    typer.echo(schema_text(), nl=False)
+
+
+def main() -> NoReturn:
+    """Entry point of the ``graphrun`` command. Errors that graphrun raises on purpose become one message and an exit code."""
+    warnings.filterwarnings("ignore")
+    for name in ("bitsandbytes", "diffusers", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        app()
+    except GraphrunError as error:
+        typer.echo(_error_text(error), err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _error_text(error: GraphrunError) -> str:
+    from graphrun.planner.infeasible import Infeasible
+
+    if isinstance(error, Infeasible):
+        from graphrun.report.infeasible import infeasible_screen
+
+        return infeasible_screen(error)
+    return f"graphrun: {error}"
+
+
+def _planned(path: Path, vram: str | None, ram: str, hardware: str | None, device: str | None, sets: list[str] | None) -> Planned:
+    inputs = _inputs(sets)
+    if path.suffix == ".json":
+        return _read_plan(path, inputs, vram, hardware, device)
+    graph = graphrun.load(path)
+    if vram is None:
+        raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
+    if device not in (None, "cuda", "sim"):
+        raise InputError(f"device {device!r} is not known; it is cuda or sim")
+    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=hardware or ("sim" if device == "sim" else None), inputs=inputs)
+    start = time.perf_counter()
+    solution = graphrun.plan(problem)
+    return Planned(graph, solution, inputs, time.perf_counter() - start)
+
+
+def _read_plan(path: Path, inputs: dict[str, str], *given: str | None) -> Planned:
+    if any(given):
+        raise InputError(f"{path} is a plan: it has its own budget, hardware and device; leave --vram, --hardware and --device out")
+    problem, candidate, saved = planfile.read(path)
+    planfile.refuse_violations(path, problem, candidate)
+    return Planned(
+        graphrun.load(planfile.graph_path(path)),
+        planfile.solution_of(problem, candidate, saved),
+        inputs,
+        saved.get("solve_seconds"),
+    )
+
+
+def _inputs(sets: list[str] | None) -> dict[str, str]:
+    found = {}
+    for text in sets or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise InputError(f"--set {text!r} is not name=value")
+        found[name.strip()] = value
+    return found
+
+
+def _summary(made: Planned, trace: Any = None) -> dict[str, Any]:
+    from graphrun.report.summary import summarize
+
+    return summarize(made.solution, made.solve_seconds, trace)
+
+
+def _plan_screen(made: Planned) -> str:
+    from graphrun.report.screen import plan_screen
+
+    return plan_screen(made.solution, made.solve_seconds)
+
+
+def _show(summary: dict[str, Any], as_json: bool, screen: str) -> None:
+    typer.echo(json.dumps(summary, indent=1) if as_json else screen)
+
+
+class _Progress:
+    """A bar on a terminal, a line per slot elsewhere, nothing for JSON."""
+
+    def __init__(self, plan: Any, *, quiet: bool) -> None:
+        from rich.console import Console
+
+        self.plan = plan
+        self.quiet = quiet
+        self.console = Console(stderr=True)
+        self.bar: Any = None
+        self.task: Any = None
+        self.slot = -1
+
+    def __enter__(self) -> _Progress:
+        if not self.quiet and self.console.is_terminal:
+            from rich.progress import Progress
+
+            self.bar = Progress(console=self.console, transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("loading", total=sum(max(slot.calls, 1) for slot in self.plan.slots))
+        return self
+
+    def __call__(self, slot: int, call: int, calls: int) -> None:
+        name = f"{self.plan.slots[slot].phase} {self.plan.slots[slot].part}".strip()
+        if self.bar is not None:
+            done = sum(max(s.calls, 1) for s in self.plan.slots[:slot]) + call
+            self.bar.update(self.task, completed=done, description=f"{name} {call}/{calls}" if calls > 1 else name)
+        elif not self.quiet and slot != self.slot:
+            typer.echo(f"  slot {slot + 1}/{len(self.plan.slots)} {name}", err=True)
+        self.slot = slot
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,251 @@
+"""Makes the modules and parts that a graph declares: as ghosts on meta, with random weights, or with those of a source.
+
+Decides how a class and a config become a module. Must not know plans, devices other than the CPU, or pipelines.
+
+    ghost    class + config                        on meta, no weights: for sizes
+    build    class + config + source (or seed)     on the CPU, real weights
+    both     the same tensors, shapes and dtypes; frozen; in eval mode
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.components.classes import resolve_class
+from graphrun.components.random_weights import fill
+from graphrun.components.weights import find_folder, weight_files
+from graphrun.errors import GraphError
+from graphrun.graph.document import read_json
+from graphrun.graph.graph import Component, Graph, Part
+from graphrun.graph.values import did_you_mean
+
+__all__ = ["build", "build_part", "ghost", "resolve_class"]
+
+# A configuration that a library saved holds keys of other versions and of its own; one written by hand does not.
+_SAVED = frozenset({"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"})
+_TOKENIZER_KEYS = frozenset(
+    {"model_max_length", "padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces"}
+    | {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")}
+)
+
+
+def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
+    """``component`` on the meta device: its class, config, shapes and dtypes, without a byte of weights.
+
+    Frozen and in eval mode. Raises GraphError at the component's line when its class or config will not do.
+    """
+    kind = _module_class(component, allow)
+    with torch.device("meta"):
+        module = _construct(kind, component)
+    return _freeze(module, component)
+
+
+def build(component: Component, graph: Graph) -> nn.Module:
+    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone.
+
+    Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
+    missing, a file is corrupt, the source has other shapes than the config.
+    """
+    kind = _module_class(component, graph.allow)
+    if component.source is not None:
+        return _from_source(kind, component, graph.allow)
+    with _empty_parameters():
+        module = _construct(kind, component)
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()
+    module = _freeze(module, component)
+    fill(module, f"{component.seed}/{component.name}")
+    return module
+
+
+def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
+    """The tokenizer, scheduler or processor that ``part`` declares.
+
+    A tokenizer comes from its source, or from its ``file`` when there is no source or while ``planning``: a stand-in does there,
+    since texts are padded. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
+    """
+    kind = resolve_class(part.class_path, graph.allow, part.where)
+    with _explained(f"parts.{part.name}", part.class_path, part.where):
+        if part.file is not None and (planning or part.source is None):
+            return _tokenizer(part, part.file)
+        if part.has_config and part.file is None:
+            if hasattr(kind, "from_config"):
+                _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
+                return kind.from_config(part.config)
+            return kind(**part.config)
+        if part.source is None or not hasattr(kind, "from_pretrained"):
+            raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
+        folder = find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
+        return kind.from_pretrained(folder, local_files_only=True)
+
+
+def _tokenizer(part: Part, file: Path) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+
+
+def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:
+    kind = resolve_class(component.class_path, allow, component.where)
+    if not issubclass(kind, nn.Module):
+        raise GraphError(f"components.{component.name}: {component.class_path} is not a torch module", component.where)
+    return kind
+
+
+def _construct(kind: type[Any], component: Component) -> Any:
+    """The module as `from_pretrained` would construct it before it reads weights: its tensors made in the component's dtype."""
+    place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
+    config = copy.deepcopy(component.config)
+    if not component.has_config:
+        folder = find_folder(component.source or "", ("config.json",), component.where)
+        config = read_json(folder / "config.json")
+    if not _SAVED & config.keys():
+        _check_keys(config, _parameters_of(kind), place, component.where)
+    with _explained(place, component.class_path, component.where), _default_dtype(dtype):
+        if hasattr(kind, "load_config"):  # diffusers
+            return kind.from_config(config)
+        if getattr(kind, "config_class", None) is not None:  # transformers
+            return kind(kind.config_class(**{**config, "dtype": component.dtype}))
+        return kind(**config)
+
+
+def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) -> nn.Module:
+    folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where)
+    files = weight_files(folder, component.where)
+    place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
+    with _explained(place, component.class_path, component.where):
+        if hasattr(kind, "load_config"):  # diffusers
+            module, found = kind.from_pretrained(folder, torch_dtype=dtype, **_READING)
+        elif getattr(kind, "config_class", None) is not None:  # transformers
+            module, found = kind.from_pretrained(folder, dtype=dtype, **_READING)
+        else:
+            module, found = _load(kind, component, files)
+    if missing := sorted(found["missing_keys"]):
+        raise GraphError(f"{place}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
+    _compare(module, ghost(component, allow), component)
+    return _freeze(module, component)
+
+
+_READING = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+
+
+def _load(kind: type[Any], component: Component, files: Sequence[Path]) -> tuple[nn.Module, dict[str, list[str]]]:
+    """For classes that have no `from_pretrained`: the tensors of ``files`` under their own names."""
+    from safetensors.torch import load_file
+
+    with _empty_parameters():
+        module: nn.Module = _construct(kind, component)
+    module = _freeze(module, component)
+    like = module.state_dict()
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    tensors = {name: tensor.to(like[name].dtype) if name in like else tensor for name, tensor in tensors.items()}
+    found = module.load_state_dict(tensors, strict=False, assign=True)
+    return module, {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
+
+
+def _freeze(module: Any, component: Component) -> nn.Module:
+    """Frozen, in eval mode, with the dtypes that `from_pretrained` would give: kept in fp32 where the class asks for it."""
+    dtype = getattr(torch, component.dtype)
+    made: dict[int, torch.Tensor] = {}
+    for prefix, child in module.named_modules():
+        for tensors, buffers in ((child._parameters, False), (child._buffers, True)):
+            for key, tensor in tensors.items():
+                if tensor is None or (buffers and key in child._non_persistent_buffers_set):
+                    continue
+                wanted = _dtype_of(module, f"{prefix}.{key}" if prefix else key, tensor.dtype, dtype)
+                if wanted != tensor.dtype:
+                    new = tensor.detach().to(wanted)
+                    tensors[key] = made.setdefault(id(tensor), new if buffers else nn.Parameter(new))
+    return module.requires_grad_(False).eval()
+
+
+def _dtype_of(module: Any, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the tensor ``name`` after `from_pretrained` in ``dtype``; ``own`` is what the constructor gave it.
+
+    diffusers casts everything but the modules it keeps, matched by whole names (`load_model_dict_into_meta`); transformers leaves
+    what the constructor decided, and keeps T5's ``wo`` only in fp16, matched anywhere in the name (`_get_dtype_plan`).
+    """
+    if not own.is_floating_point or dtype == torch.float32:
+        return own
+    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    if hasattr(module, "load_config"):  # diffusers
+        return torch.float32 if any(keep in name.split(".") for keep in kept) else dtype
+    if dtype != torch.float16:
+        kept = ()
+    kept = [*kept, *(getattr(module, "_keep_in_fp32_modules_strict", None) or ())]
+    return torch.float32 if any(re.search(keep.replace("*", ".*"), name) for keep in kept) else own
+
+
+def _compare(module: nn.Module, wanted: nn.Module, component: Component) -> None:
+    """The numbers a plan is made from come from the ghost: a source with other tensors would break every promise."""
+    described = [
+        {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in (*m.named_parameters(), *m.named_buffers())}
+        for m in (module, wanted)
+    ]
+    here, config = described
+    differing = [f"{name} is {here.get(name)}, not {config.get(name)}" for name in config if here.get(name) != config.get(name)]
+    differing += [f"{name} is {here[name]}, not None" for name in here if name not in config]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise GraphError(
+            f"components.{component.name}: {component.source} is not what its config says: {'; '.join(differing[:3])}{more}",
+            component.where,
+        )
+
+
+def _parameters_of(kind: type[Any]) -> frozenset[str]:
+    """The keys that a configuration of ``kind`` may have."""
+    config_class = getattr(kind, "config_class", None)
+    if config_class is None:
+        return frozenset(inspect.signature(kind.__init__).parameters) - {"self"}
+    declared = {key for base in config_class.__mro__ for key in getattr(base, "__annotations__", {})}
+    return frozenset(declared | set(config_class.attribute_map))
+
+
+def _check_keys(config: dict[str, Any], known: frozenset[str], place: str, where: str) -> None:
+    for key in config:
+        if key not in known:
+            raise GraphError(f"{place}.config: unknown key {key!r}{did_you_mean(key, known)}", where)
+
+
+@contextmanager
+def _explained(place: str, class_path: str, where: str) -> Iterator[None]:
+    """Whatever a library's constructor or loader raises becomes a GraphError at ``where``."""
+    try:
+        yield
+    except GraphError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise GraphError(f"{place}: {class_path} cannot be made: {type(error).__name__}: {text[:400]}", where) from error
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _empty_parameters() -> Iterator[None]:
+    """Parameters are constructed on meta, buffers for real: those that are not saved with the weights are computed there."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        yield

@@ -1,0 +1,105 @@
+"""The boundary of a component: its entry points are wrapped on the instance, and only the outermost entry counts.
+
+Decides nothing: it hands each entry to a function. The wrapping is a subclass given to the instance for as long as the boundary
+stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores everything. While it
+stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+# Entry points that pipelines of diffusers call besides the module itself. `forward` is reached through `__call__`.
+ENTRY_POINTS = (
+    "encode",
+    "decode",
+    "generate",
+    "get_text_features",
+    "get_image_features",
+    "encode_text",
+    "encode_image",
+)
+
+Around = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Boundary:
+    """A context manager that hands every outermost entry into ``modules`` to a function.
+
+    ``around(component, entry, proceed, args, kwargs)`` returns the entry's result; ``proceed(*args, **kwargs)`` runs the
+    component's own code. In place of ``around``: ``on_enter(component, entry)`` before that code and ``on_exit`` after it returned.
+    ``device`` may be changed while the boundary stands.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+        on_enter: Callable[[str, str], None] | None = None,
+        on_exit: Callable[[str, str], None] | None = None,
+        *,
+        around: Around | None = None,
+    ) -> None:
+        self.modules = dict(modules)
+        self.device = device
+        self._around = around or functools.partial(_enter_and_exit, on_enter, on_exit)
+        self._inside = False
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+
+    def __enter__(self) -> Boundary:
+        for name, module in self.modules.items():
+            self._classes.append((module, type(module)))
+            module.__class__ = self._bounded(name, type(module))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._classes:
+            module, kind = self._classes.pop()
+            module.__class__ = kind
+
+    def _bounded(self, name: str, kind: type[nn.Module]) -> type[nn.Module]:
+        members: dict[str, Any] = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__call__": self._wrapped(name, "forward", kind.__call__),
+            "device": property(lambda _: self.device),
+        }
+        for entry in ENTRY_POINTS:
+            if callable(method := getattr(kind, entry, None)):
+                members[entry] = self._wrapped(name, entry, method)
+        return type(kind.__name__, (kind,), members)
+
+    def _wrapped(self, name: str, entry: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return method(module, *args, **kwargs)
+            self._inside = True
+            try:
+                return self._around(name, entry, functools.partial(method, module), args, kwargs)
+            finally:
+                self._inside = False
+
+        return enter
+
+
+def _enter_and_exit(
+    on_enter: Callable[[str, str], None] | None,
+    on_exit: Callable[[str, str], None] | None,
+    component: str,
+    entry: str,
+    proceed: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if on_enter is not None:
+        on_enter(component, entry)
+    result = proceed(*args, **kwargs)
+    if on_exit is not None:
+        on_exit(component, entry)
+    return result

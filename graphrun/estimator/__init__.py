@@ -1,0 +1,1 @@
+"""How much: a graph, a device and two budgets become a `Problem`, with no weights and no GPU."""

@@ -1,0 +1,68 @@
+"""The record of a dry run: every allocation and release in order, and the marks at which stages and components begin.
+
+Hardware-independent: what a card adds (scratch, reserved memory, seconds) is computed from it afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kind of call into a component, traced once for a signature of argument shapes.
+
+    ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, < 0 for scratch of that size, in order; every key
+    is released before the end. ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
+    ``touched``: names of parameters and buffers an op read. ``flops``: by block path, in the order in which blocks were entered.
+    """
+
+    component: str
+    entry: str
+    events: tuple[tuple[int, int], ...]
+    peak_bytes: int
+    input_bytes: int
+    touched: frozenset[str]
+    flops: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place on the tape: a component is entered (``name`` is it, ``call`` what happened inside), or a stage has ended."""
+
+    kind: Literal["enter", "stage"]
+    name: str
+    call: Call | None = None
+
+
+@dataclass(slots=True)
+class Tape:
+    """Allocations (key, nbytes > 0), releases (key, 0) and marks of a whole dry run, outside of components and in order.
+
+    ``values``: per stage output, the keys of the storages it holds when its stage ends.
+    """
+
+    items: list[tuple[int, int] | Mark] = field(default_factory=list)
+    values: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        """Called by the simulated accelerator for every storage that comes to life on it."""
+        self.items.append((key, nbytes))
+
+    def freed(self, key: int) -> None:
+        """Called by the simulated accelerator for every storage that goes."""
+        self.items.append((key, 0))
+
+    def entries(self) -> list[tuple[str, Call]]:
+        """(stage, call) in order."""
+        found: list[tuple[str, Call]] = []
+        waiting: list[Call] = []
+        for item in self.items:
+            if isinstance(item, Mark):
+                if item.call is not None:
+                    waiting.append(item.call)
+                else:
+                    found += [(item.name, call) for call in waiting]
+                    waiting = []
+        return found

@@ -1,0 +1,177 @@
+"""Turns a dry run into a `Problem` for one device: phases, activations, blocks, values, seconds, each with its basis."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from graphrun.components.blocks import lay_out
+from graphrun.estimator.allocator import ROUND_BYTES
+from graphrun.estimator.events import Call, Tape
+from graphrun.estimator.probe import Probed
+from graphrun.estimator.weights import classify
+from graphrun.estimator.windows import Window, windows_of
+from graphrun.graph.graph import Graph, Reference
+from graphrun.planner.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.units import round_up
+
+LONGEST_PATTERN = 6
+ALTERNATIONS = 3  # from this many repetitions on, components that alternate are one phase with all of them
+
+
+def problem_of(
+    graph: Graph, probed: Probed, hardware: Hardware, budget_bytes: int, ram_bytes: int, inputs: Mapping[str, Any]
+) -> Problem:
+    """The problem of running ``graph`` once, as ``probed``, on ``hardware`` within the two budgets."""
+    entries = probed.tape.entries()
+    spans = phase_spans(entries)
+    components = {name: _component(graph, name, probed, hardware, entries) for name in probed.ghosts}
+    windows = windows_of(probed.tape, spans, hardware)
+    values = _values(graph, probed.tape, [entries[begin][0] for begin, _ in spans])
+    phases = tuple(
+        _phase(
+            entries[begin:end],
+            number - _first_of_stage(spans, entries, begin),
+            windows[number],
+            sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
+            components,
+            hardware,
+        )
+        for number, (begin, end) in enumerate(spans)
+    )
+    used = {use.component for phase in phases for use in phase.uses}
+    return Problem(
+        graph=graph.name,
+        graph_digest=graph.digest,
+        settings=settings_of(graph, inputs),
+        hardware=hardware,
+        budget_bytes=budget_bytes,
+        ram_bytes=ram_bytes,
+        components=tuple(numbers for name, numbers in components.items() if name in used),
+        phases=phases,
+        values=values,
+        versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
+    )
+
+
+def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
+    """Half-open ranges of ``entries``, one to a phase: a run of entries into one component, or a loop that alternates several."""
+    names = [(stage, call.component) for stage, call in entries]
+    spans: list[tuple[int, int]] = []
+    begin = 0
+    while begin < len(names):
+        end = begin + max(_run(names, begin, 1), _longest_alternation(names, begin))
+        spans.append((begin, end))
+        begin = end
+    return spans
+
+
+def _run(names: Sequence[Any], begin: int, period: int) -> int:
+    """How many entries from ``begin`` on repeat their first ``period``."""
+    end = begin + period
+    while end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]:
+        end += 1
+    return min(end, len(names)) - begin
+
+
+def _longest_alternation(names: Sequence[Any], begin: int) -> int:
+    found = [
+        (length, period)
+        for period in range(2, LONGEST_PATTERN + 1)
+        if (length := _run(names, begin, period)) >= ALTERNATIONS * period
+    ]
+    return max((length for length, _ in found), default=0)
+
+
+def _first_of_stage(spans: Sequence[tuple[int, int]], entries: Sequence[tuple[str, Call]], begin: int) -> int:
+    stage = entries[begin][0]
+    return next(number for number, (start, _) in enumerate(spans) if entries[start][0] == stage)
+
+
+def _component(
+    graph: Graph, name: str, probed: Probed, hardware: Hardware, entries: Sequence[tuple[str, Call]]
+) -> ComponentNumbers:
+    module = probed.ghosts[name]
+    calls = {id(call): call for _, call in entries if call.component == name}
+    classes = classify(module, probed.entered[name], [call.touched for call in calls.values()])
+    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    block_bytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+    variant = Variant(
+        precision=graph.components[name].dtype,
+        home="pinned",
+        device="device",
+        block_bytes=block_bytes,
+        load_seconds=tuple(nbytes / hardware.h2d_bytes_per_second for nbytes in block_bytes),
+        host_bytes=sum(len(k.blocks) * nbytes for k, nbytes in zip(classes, block_bytes, strict=True)),
+    )
+    return ComponentNumbers(name, sum(p.numel() for p in module.parameters()), classes, (variant,))
+
+
+def _phase(
+    entries: Sequence[tuple[str, Call]],
+    index: int,
+    window: Window,
+    value_bytes: int,
+    components: Mapping[str, ComponentNumbers],
+    hardware: Hardware,
+) -> PhaseNumbers:
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for _, call in entries:
+        calls[call.component].append(call)
+    return PhaseNumbers(
+        stage=entries[0][0],
+        index=index,
+        uses=tuple(_use(components[name], made, hardware) for name, made in calls.items()),
+        carry_bytes=max(0, window.entry_bytes - value_bytes),
+        first_bytes=max(0, window.first_bytes - window.entry_bytes),
+        rest_bytes=max(0, window.rest_bytes - window.entry_bytes),
+    )
+
+
+def _use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
+    reads = {
+        id(call): frozenset(_class_of(component, name) for name in call.touched) for call in {id(c): c for c in calls}.values()
+    }
+    class_calls, seconds = [], []
+    for number, k in enumerate(component.classes):
+        read = sum(number in reads[id(call)] for call in calls)
+        paths = frozenset(k.blocks)
+        flops = sum(amount for call in calls for path, amount in call.flops if path in paths)
+        class_calls.append(read)
+        seconds.append(flops / (len(k.blocks) * max(1, read)) / hardware.flops_per_second)
+    return Use(component.name, len(calls), tuple(class_calls), tuple(seconds))
+
+
+def _class_of(component: ComponentNumbers, tensor: str) -> int:
+    """The class whose block has the longest path that is a prefix of the tensor's name."""
+    best, length = 0, -1
+    for number, k in enumerate(component.classes):
+        for path in k.blocks:
+            if len(path) > length and (not path or tensor.startswith(f"{path}.")):
+                best, length = number, len(path)
+    return best
+
+
+def _values(graph: Graph, tape: Tape, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
+    """The values that later stages consume; ``stages`` names the stage of each phase."""
+    sizes = {item[0]: round_up(item[1], ROUND_BYTES) for item in tape.items if isinstance(item, tuple) and item[1] > 0}
+    order = {stage.name: number for number, stage in enumerate(graph.stages)}
+    found = []
+    for name, keys in tape.values.items():
+        producer, output = name.split(".", 1)
+        wanted = Reference("stage", producer, output)
+        consumers = tuple(stage.name for stage in graph.stages if wanted in stage.arguments.values())
+        phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
+        if phases and keys:
+            found.append(ValueNumbers(name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1]))
+    return tuple(found)
+
+
+def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The inputs that sizes and times depend on: all but texts (padded to a fixed length by the pipelines) and seeds."""
+    given = [stage.arguments.get("seed") for stage in graph.stages]
+    seeds = {value.name for value in given if isinstance(value, Reference)}
+    kept = (name for name in sorted(inputs) if graph.inputs[name].type != "str" and name not in seeds)
+    return tuple((name, str(inputs[name])) for name in kept)

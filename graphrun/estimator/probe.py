@@ -1,0 +1,148 @@
+"""Runs a graph's ops with no weights and no GPU, and returns the tape of what they would do.
+
+The ops' own code runs for real on an unlimited simulated accelerator, where every allocation is heard; schedulers, tokenizers and
+image processors work as always. A component is a ghost on meta: a call into it is traced there once for each signature of
+argument shapes, and zeros of the right shape come back. The 28 denoising steps of an image therefore cost one traced call.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphrun import sim
+from graphrun.components.build import ghost
+from graphrun.components.entry import Boundary
+from graphrun.estimator.events import Call, Mark, Tape
+from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
+from graphrun.estimator.weights import unit_paths
+from graphrun.graph.graph import Graph
+from graphrun.ops import run_stages
+from graphrun.units import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A dry run: the tape, and every component as a ghost (its structure and sizes) with the order in which its blocks ran."""
+
+    tape: Tape
+    ghosts: Mapping[str, nn.Module]
+    entered: Mapping[str, tuple[str, ...]]
+
+
+def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
+    """The dry run of ``graph`` for resolved ``inputs``. Raises what the pipeline's own code raises for them."""
+    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    prober = _Prober(ghosts)
+    with sim.Machine() as machine, prober.boundary:
+        machine.listener = prober.tape
+
+        def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
+            for name, value in outputs.items():
+                prober.tape.values[f"{stage}.{name}"] = frozenset(
+                    machine.key(t) for t in tensors_in(value) if t.device == sim.device
+                )
+            prober.tape.items.append(Mark("stage", stage))
+
+        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage)
+    return Probed(prober.tape, ghosts, {name: tuple(order) for name, order in prober.entered.items()})
+
+
+class _Prober:
+    def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
+        self.ghosts = ghosts
+        self.tape = Tape()
+        self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
+        self.boundary = Boundary(ghosts, sim.device, around=self.answer)
+        self._known: dict[Any, tuple[Call, Any]] = {}
+
+    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = (component, entry, _signature(args), _signature(kwargs))
+        if signature not in self._known:
+            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
+        call, template = self._known[signature]
+        self.tape.items.append(Mark("enter", component, call))
+        return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
+
+    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+        module = self.ghosts[component]
+        meta = torch.device("meta")
+        self.boundary.device = meta
+        try:
+            with _disable_current_modes():
+                recorder = Recorder(module, unit_paths(module))
+                on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
+                recorder.ignore(tensors_in(on_meta))
+                with torch.no_grad(), FusedAttention(recorder), recorder:
+                    out = proceed(*on_meta[0], **on_meta[1])
+                peak_bytes = recorder.peak_bytes
+                template = walk(out, lambda t: torch.empty_like(t))
+                del out
+                recorder.close()
+        finally:
+            self.boundary.device = sim.device
+        self.entered[component].update(dict.fromkeys(recorder.entered))
+        input_bytes = sum(
+            round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
+        )
+        flops = tuple((path, recorder.flops.get(path, 0.0)) for path in dict.fromkeys(("", *recorder.entered)))
+        return Call(component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), flops), template
+
+
+def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of ``value`` with ``change`` applied to every tensor, through containers and the libraries' output classes."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [walk(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [walk(item, change) for item in value]
+    if isinstance(value, dict):
+        if not hasattr(value, "to_tuple"):
+            return {key: walk(item, change) for key, item in value.items()}
+        twin = copy.copy(value)
+        for key in list(twin):
+            twin[key] = walk(twin[key], change)
+        return twin
+    if _is_library_object(value):
+        twin = copy.copy(value)
+        for key, item in vars(twin).items():
+            setattr(twin, key, walk(item, change))
+        return twin
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, as `walk` finds them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    walk(value, note)
+    return found
+
+
+def _is_library_object(value: Any) -> bool:
+    if isinstance(value, (nn.Module, type, types.FunctionType)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.startswith(("diffusers", "transformers"))
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((key, _signature(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_signature(item) for item in value)
+    return value if isinstance(value, (bool, int, str, type(None))) else type(value)

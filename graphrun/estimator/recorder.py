@@ -1,0 +1,147 @@
+"""Runs one call into a component on meta and records what it would allocate, read and compute. No weights, no device.
+
+Attention and convolution are the two places where meta shows something else than a card does:
+
+    attention      on meta falls back to the math backend and shows a tensor of S x S that no fused kernel makes. It is answered
+                   before dispatch: its output, and as scratch the fp32 logsumexp that the fused kernels return.
+    convolution    takes scratch that no dispatcher sees: bytes(input) + bytes(output) + bytes(weight). That rule brought ten
+                   measured points of VAE decoding on an RTX 4090 from -20 % to within 0.4 % (InvokeAI's VAE benchmark report).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from graphrun.units import round_up
+
+ROUND_BYTES = 512
+aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
+
+    On meta a mask is taken to be full and an index to hit everything: ``item()`` answers True or 1, ``nonzero`` its largest shape.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.peak_bytes = 0
+        self.touched: set[str] = set()
+        self.flops: dict[str, float] = defaultdict(float)
+        self.entered: list[str] = []
+        self._now = 0
+        self._next = 0
+        self._live: dict[int, tuple[int, int, Any]] = {}
+        self._stack = [""]
+        self._names: dict[int, str] = {}
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+            self._names.setdefault(tensor.untyped_storage()._cdata, name)
+        self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
+        self._ignored: set[int] = set()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The inputs of the call: they are there already."""
+        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def close(self) -> None:
+        """Take the hooks off, and release what is still live (the call's outputs) at the end of the record."""
+        for hook in self._hooks:
+            hook.remove()
+        for cdata in list(self._live):
+            self._release(cdata)
+
+    def scratch(self, nbytes: int) -> None:
+        """Note ``nbytes`` that are taken and given back within one kernel."""
+        if nbytes:
+            self.events.append((0, -nbytes))
+
+    def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
+        def begin(*_: Any) -> None:
+            self._stack.append(path)
+            self.entered.append(path)
+
+        def end(*_: Any) -> None:
+            self._stack.pop()
+
+        return block.register_forward_pre_hook(begin), block.register_forward_hook(end)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1
+        if func is aten.nonzero.default and args[0].is_meta:
+            out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
+        else:
+            out = func(*args, **kwargs)
+        for tensor in _tensors(args):
+            if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
+                self.touched.add(name)
+        for tensor in _tensors((out,)):
+            self._keep(tensor)
+        if func is aten.convolution.default:
+            self.scratch(sum(t.numel() * t.element_size() for t in (args[0], args[1], out)))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops[self._stack[-1]] += formula(*args, **kwargs, out_val=out)
+        return out
+
+    def count_attention(self, flops: float) -> None:
+        """Add the FLOPs of an attention that was answered before dispatch."""
+        self.flops[self._stack[-1]] += flops
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        cdata = storage._cdata
+        if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
+            return
+        self._next += 1
+        nbytes = round_up(storage.nbytes(), ROUND_BYTES)
+        self._live[cdata] = self._next, nbytes, weakref.ref(storage, lambda _, cdata=cdata: self._release(cdata))
+        self.events.append((self._next, nbytes))
+        self._now += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def _release(self, cdata: int) -> None:
+        if (found := self._live.pop(cdata, None)) is not None:
+            self.events.append((found[0], 0))
+            self._now -= found[1]
+
+
+class FusedAttention(TorchFunctionMode):
+    """Answers `scaled_dot_product_attention` as a fused kernel does: output ``[b h s d]``, logsumexp ``[b h s]`` in fp32, no S x S.
+
+    FLOPs: two matrix products, 2 b h s_q s_k (d_k + d_v).
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        rows = query.numel() // query.shape[-1]
+        self.recorder.scratch(4 * rows)
+        self.recorder.count_attention(2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        return out
+
+
+def _tensors(items: Any) -> Iterable[torch.Tensor]:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)

@@ -1,0 +1,115 @@
+"""Splits a component into blocks: which modules pass one after another when it is streamed, and what stays together as the rest.
+
+Decides names and classes from the module's structure and from a trace's order; bytes come from `components.blocks.lay_out`.
+
+    transformer_blocks.0 .. .18          class "transformer_blocks"          19 equal blocks
+    single_transformer_blocks.0 .. .37   class "single_transformer_blocks"   38 equal blocks
+    x_embedder, norm_out, ...            class "rest"                        one, never streamed
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from graphrun.components.blocks import lay_out
+from graphrun.planner.problem import BlockClass
+
+# A class of blocks that holds less than this share of its component is not worth a staging ring: it stays with the rest.
+SMALLEST_SHARE = 1 / 8
+
+# Blocks of one class differ by less than this: T5's first block holds the table of relative positions besides.
+SAME_SIZE = 1.1
+
+
+def unit_paths(module: nn.Module) -> list[str]:
+    """Paths of the modules in which ``module`` may be streamed, in the order of their creation.
+
+    A unit is an element of a list of at least two modules of one class and equal bytes. Where the elements themselves hold such
+    lists that make up most of them (a UNet's attention: ten transformer blocks each), the inner elements are the units.
+    """
+    return [path for path, _ in _units(module, "")]
+
+
+def _units(module: nn.Module, prefix: str) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList) and _alike(child):
+            found += [unit for index, element in enumerate(child) for unit in _element(element, f"{path}.{index}")]
+        else:
+            found += _units(child, f"{path}.")
+    return found
+
+
+def _element(element: nn.Module, path: str) -> list[tuple[str, int]]:
+    nbytes = _nbytes(element)
+    inner = _units(element, f"{path}.")
+    return inner if 2 * sum(size for _, size in inner) > nbytes else [(path, nbytes)]
+
+
+def _alike(modules: nn.ModuleList) -> bool:
+    sizes = [_nbytes(element) for element in modules]
+    same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
+    return same and 0 < max(sizes) <= SAME_SIZE * min(sizes)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def classify(module: nn.Module, entered: Sequence[str], touched: Sequence[Iterable[str]]) -> tuple[BlockClass, ...]:
+    """The classes of blocks of ``module``, in call order, the rest first.
+
+    ``entered``: paths of `unit_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the names of
+    the parameters and buffers it read. Units are of one class when they lie under the same child of the component and have equal
+    bytes. A child outside all classes that other calls read than the rest becomes a class of one under its own name (a VAE's
+    encoder where only `decode` is called).
+    """
+    units = list(dict.fromkeys(path for path in entered if path in set(unit_paths(module))))
+    sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
+    groups: list[list[str]] = []
+    for path in units:
+        for group in groups:
+            near = max(sizes[path], sizes[group[0]]) <= SAME_SIZE * min(sizes[path], sizes[group[0]])
+            if near and path.split(".")[0] == group[0].split(".")[0]:
+                group.append(path)
+                break
+        else:
+            groups.append([path])
+    least = SMALLEST_SHARE * sum(sizes.values())
+    kept = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
+    apart = _apart(module, [path for group in kept for path in group], touched)
+    taken = {"rest", *apart}
+    streamed = [BlockClass(_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
+    return (BlockClass("rest", ("",), False), *(BlockClass(child, (child,), False) for child in apart), *streamed)
+
+
+def _name(top: str, taken: set[str]) -> str:
+    name = next(name for name in (top, *(f"{top}_{number}" for number in range(2, 1000))) if name not in taken)
+    taken.add(name)
+    return name
+
+
+def _apart(module: nn.Module, blocks: Sequence[str], touched: Sequence[Iterable[str]]) -> list[str]:
+    """Children whose remaining tensors are read by other calls than most of the rest is."""
+    inside = tuple(f"{path}." for path in blocks)
+    names = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)]
+    calls = [frozenset(names_read) for names_read in touched]
+    pattern: dict[str, set[int]] = defaultdict(set)
+    weight: dict[str, int] = defaultdict(int)
+    for name, tensor in names:
+        top = name.split(".")[0]
+        pattern[top] |= {number for number, read in enumerate(calls) if name in read}
+        weight[top] += tensor.numel()
+    shares: dict[frozenset[int], int] = defaultdict(int)
+    for top, found in pattern.items():
+        if found:
+            shares[frozenset(found)] += weight[top]
+    if not shares:
+        return []
+    most = max(shares, key=shares.__getitem__)
+    children = dict(module.named_children())
+    return [top for top, found in pattern.items() if frozenset(found) != most and top in children]

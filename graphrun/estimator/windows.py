@@ -1,0 +1,103 @@
+"""Replays a dry run's tape through a device's allocator, and reads off what lives in each phase's window.
+
+    tape        enter te   enter te2      stage   enter dit x28          stage   enter vae   stage
+    phases      |encode/0  |encode/1              |denoise/0                     |decode/0
+                |<-window->|<---- window -------->|<---- first | rest ---------->|<--------->
+
+A window runs from a phase's first entry to the next phase's: that is where the executor acts, so what lives there is what has to
+fit beside the phase's weights, the glue code between two stages included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphrun.estimator.allocator import Allocator, Caching, Counting
+from graphrun.estimator.events import Call, Mark, Tape
+from graphrun.planner.problem import Hardware
+
+
+@dataclass(slots=True)
+class Window:
+    """Bytes seen in one phase: at its entry, and the most in each part."""
+
+    entry_bytes: int = 0
+    first_bytes: int = 0
+    rest_bytes: int = 0
+
+
+def windows_of(tape: Tape, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[Window]:
+    """What lives in each phase's window, replayed through the device's allocator."""
+    replay = _Replay(hardware)
+    windows: list[Window] = []
+    starts = {begin: number for number, (begin, _) in enumerate(spans)}
+    position, waiting, rest = 0, set[str](), False
+    members = [{e[1].component for e in tape.entries()[begin:end]} for begin, end in spans]
+    for item in tape.items:
+        if not isinstance(item, Mark):
+            replay.apply(*item)
+        elif item.call is not None:
+            if position in starts:
+                _close(windows, replay, rest)
+                windows.append(replay.open())
+                waiting, rest = set(members[starts[position]]), False
+            elif not waiting and not rest:
+                _close(windows, replay, rest)
+                rest = True
+            waiting.discard(item.name)
+            replay.enter(item.call)
+            position += 1
+    _close(windows, replay, rest)
+    return windows
+
+
+def _close(windows: list[Window], replay: _Replay, rest: bool) -> None:
+    if windows:
+        setattr(windows[-1], "rest_bytes" if rest else "first_bytes", replay.peak_bytes)
+    elif replay.peak_bytes:
+        replay.prelude_bytes = replay.peak_bytes
+    replay.peak_bytes = replay.allocator.used_bytes
+
+
+class _Replay:
+    """Feeds a tape to an allocator. Keys of calls are made distinct from the tape's own by a running offset."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.allocator: Allocator = Caching() if hardware.caching_allocator else Counting()
+        self.scratch = hardware.convolution_scratch
+        self.peak_bytes = 0
+        self.prelude_bytes = 0
+        self._live: set[int] = set()
+        self._offset = -1
+
+    def open(self) -> Window:
+        """A phase is entered: pages that hold nothing go back, and what lives now is its entry."""
+        self.allocator.trim()
+        self.peak_bytes = self.allocator.used_bytes
+        window = Window(max(self.allocator.used_bytes, self.prelude_bytes))
+        self.prelude_bytes = 0
+        return window
+
+    def apply(self, key: int, nbytes: int) -> None:
+        if nbytes > 0:
+            self._live.add(key)
+            self.allocator.allocate(key, nbytes)
+            self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
+        elif key in self._live:
+            self._live.remove(key)
+            self.allocator.release(key)
+
+    def enter(self, call: Call) -> None:
+        low = self._offset
+        for key, nbytes in call.events:
+            if nbytes > 0:
+                self.allocator.allocate(low - key, nbytes)
+                self._offset = min(self._offset, low - key)
+                self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
+            elif nbytes == 0:
+                self.allocator.release(low - key)
+            elif self.scratch:
+                self.allocator.allocate(low, -nbytes)
+                self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
+                self.allocator.release(low)

@@ -1,0 +1,167 @@
+"""A CUDA device, by PyTorch's documented semantics of streams and of its caching allocator. Holds no decision of a plan.
+
+Streams. Ops run on the current stream of the session ("compute"); weights arrive on a side stream ("copy"). All memory is allocated
+on compute. ``Tensor.record_stream`` is not used: it defers a free by an event that is polled later, so that peaks would depend on
+timing; the executor's marks order every reuse instead (device.py's drawing). Neither stream is ever waited for by the host except at
+a slot's barrier.
+
+Bytes. A card must hold what the allocator *reserves*, so peaks are peaks of reserved bytes, less cuBLAS's workspace, which PyTorch
+takes from the same allocator and a problem counts apart. Expandable segments keep reserved close to allocated; they are a setting of
+the process, PYTORCH_ALLOC_CONF=expandable_segments:True, and must be in the environment before CUDA starts. The command line sets it;
+`expandable_segments` says whether it holds.
+
+Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two (pytorch/pytorch#150517): 17 GiB would lock 32. An arena is
+therefore ordinary memory that is registered with cudaHostRegister after it is filled, exact to the page.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
+from graphrun.executor.device import Stream
+from graphrun.units import show_size
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process (CUDA runtime API, memory management)
+
+
+class CudaDevice:
+    """CUDA device number ``index``, with ``workspace_bytes`` of cuBLAS's scratch counted apart from tensors.
+
+    Raises InputError when there is no such device.
+    """
+
+    def __init__(self, index: int = 0, workspace_bytes: int = 0) -> None:
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise InputError(f"cuda:{index} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device sim")
+        self._index = index
+        self._workspace_bytes = workspace_bytes
+        self._copy = torch.cuda.Stream(device=index)
+        self._compute = torch.cuda.current_stream(index)
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(self._compute)
+
+    @property
+    def name(self) -> str:
+        """The card's name, as the driver gives it."""
+        return torch.cuda.get_device_name(self._index)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``cuda:index``."""
+        return torch.device("cuda", self._index)
+
+    @property
+    def expandable_segments(self) -> bool:
+        """Whether the allocator runs with expandable segments, as plans assume."""
+        settings = torch.cuda.memory.memory_snapshot()
+        return any(segment.get("is_expandable", False) for segment in settings)
+
+    @contextmanager
+    def session(self, cap_bytes: int) -> Iterator[None]:
+        """The device is current and its allocator refuses to reserve more than ``cap_bytes`` and the workspace.
+
+        The fraction counts what the caching allocator reserves, not the context (torch.cuda.set_per_process_memory_fraction).
+        Leaving empties the cache and lifts the cap.
+        """
+        before = torch.cuda.get_per_process_memory_fraction(self._index)
+        total_bytes = torch.cuda.get_device_properties(self._index).total_memory
+        with torch.cuda.device(self._index):
+            self._compute = torch.cuda.current_stream(self._index)
+            torch.cuda.empty_cache()
+            share = (cap_bytes + self._workspace_bytes) / total_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
+            try:
+                yield
+            finally:
+                torch.cuda.set_per_process_memory_fraction(before, self._index)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor, allocated on the compute stream."""
+        with torch.cuda.stream(self._compute):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def pin(self, arena: torch.Tensor) -> None:
+        """Registers ``arena``'s pages, and unregisters them when its storage dies. Raises InputError when the system refuses.
+
+        The finalizer runs before the storage frees its memory, as weak references to a Python object are cleared first.
+        """
+        if arena.numel() == 0 or arena.is_pinned():
+            return
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(arena.data_ptr(), arena.numel(), PORTABLE))
+        if code:
+            raise InputError(
+                f"the system refused to pin {show_size(arena.numel())} (cudaError {code}): "
+                "raise the limit on locked memory (ulimit -l), or give a smaller --ram"
+            )
+        weakref.finalize(arena.untyped_storage(), runtime.cudaHostUnregister, arena.data_ptr())
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``cudaMemcpyAsync`` on the copy stream; from pageable memory the driver makes the host wait."""
+        try:
+            with torch.cuda.stream(self._copy):
+                target.copy_(source, non_blocking=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise TransferFailed(f"copying {show_size(source.numel())} to {self.torch_device} failed: {error}") from None
+
+    def mark(self, stream: Stream) -> torch.cuda.Event:
+        """A timing event recorded on ``stream``."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, mark: torch.cuda.Event) -> None:
+        """``cudaStreamWaitEvent``."""
+        self._stream(stream).wait_event(mark)
+
+    def barrier(self) -> None:
+        """Both streams are drained. Errors of kernels and copies that ran asynchronously surface here."""
+        self._copy.synchronize()
+        self._compute.synchronize()
+
+    def seconds_at(self, mark: torch.cuda.Event) -> float:
+        """Seconds from this object's making, to about half a microsecond (cudaEventElapsedTime)."""
+        return self._origin.elapsed_time(mark) / 1e3
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of live blocks of the caching allocator."""
+        return torch.cuda.memory_allocated(self._index)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was reserved since `reset_peak`, less the workspace."""
+        return max(0, torch.cuda.max_memory_reserved(self._index) - self._workspace_bytes)
+
+    def reset_peak(self) -> None:
+        """The peak restarts at what is reserved now."""
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def release_cached(self) -> None:
+        """Unmaps cached pages, and drops cuBLAS's workspaces, which are taken again at the next product."""
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def holders(self) -> tuple[str, ...]:
+        """Live blocks of the allocator by size."""
+        blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+        sizes = sorted((int(block["size"]) for block in blocks if block["state"] == "active_allocated"), reverse=True)
+        return tuple(show_size(size) for size in sizes)
+
+    def explain(self, error: BaseException) -> GraphrunError | None:
+        """Out of memory by its type. A CUDA error is sticky and asynchronous, so where it came from is not known."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return OutOfMemory(f"{self.torch_device} refused an allocation: {str(error).splitlines()[0]}")
+        if isinstance(error, torch.AcceleratorError):
+            return BrokenPlan(f"{self.torch_device} failed: {str(error).splitlines()[0]}; this process cannot use it again")
+        return None
+
+    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+        return self._copy if stream == "copy" else self._compute

@@ -1,0 +1,98 @@
+"""A simulated machine as a device for the executor. Bytes move at once; its virtual clock is as asynchronous as a card's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphrun import sim
+from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
+from graphrun.executor.device import Stream
+from graphrun.units import show_size
+
+
+class SimulatedDevice:
+    """``machine`` behind the protocol of `graphrun.executor.device.Device`."""
+
+    def __init__(self, machine: sim.Machine) -> None:
+        self.machine = machine
+
+    @property
+    def name(self) -> str:
+        """``sim``."""
+        return "sim"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """``sim:0``."""
+        return sim.device
+
+    @contextmanager
+    def session(self, cap_bytes: int) -> Iterator[None]:
+        """The machine is active, with a capacity of at most ``cap_bytes``; leaving restores its own."""
+        before = self.machine.capacity_bytes
+        with self.machine:
+            self.machine.capacity_bytes = cap_bytes if before is None else min(before, cap_bytes)
+            try:
+                yield
+            finally:
+                self.machine.capacity_bytes = before
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor on the machine."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=sim.device)
+
+    def pin(self, arena: torch.Tensor) -> None:
+        """Nothing: the simulated bus is as fast from any memory."""
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The bytes move now; the copy timeline is charged."""
+        with self.machine.on_copy_stream():
+            target.copy_(source)
+
+    def mark(self, stream: Stream) -> float:
+        """The time at which what was issued to ``stream`` will be done."""
+        return self.machine.record(stream)
+
+    def wait(self, stream: Stream, mark: float) -> None:
+        """``stream`` goes on no earlier than ``mark``."""
+        self.machine.wait(stream, mark)
+
+    def barrier(self) -> None:
+        """Joins the two timelines."""
+        self.machine.synchronize()
+
+    def seconds_at(self, mark: float) -> float:
+        """A mark is its time."""
+        return mark
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the storages that live, rounded as the machine counts them."""
+        return self.machine.allocated_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated since `reset_peak`."""
+        return self.machine.peak_bytes
+
+    def reset_peak(self) -> None:
+        """The peak restarts at what is allocated now."""
+        self.machine.reset_peak()
+
+    def release_cached(self) -> None:
+        """Nothing: the machine caches no memory."""
+
+    def holders(self) -> tuple[str, ...]:
+        """Size, dtype and shape of every storage that lives."""
+        return tuple(f"{show_size(nbytes)} {dtype} {tuple(shape)}" for nbytes, shape, dtype in self.machine.live())
+
+    def explain(self, error: BaseException) -> GraphrunError | None:
+        """Refused allocations and failed copies, injected or not."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return OutOfMemory(str(error))
+        if isinstance(error, sim.SimulatedCopyError):
+            return TransferFailed(str(error))
+        return None

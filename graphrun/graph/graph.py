@@ -1,0 +1,209 @@
+"""A pipeline as a DAG: inputs, components with weights, parts without, stages, outputs. What, never where or when.
+
+Decides the order of stages and what values an input may take. Must not know YAML, torch or devices.
+
+    inputs --> encode --embeds--> denoise --latents--> decode --> outputs
+                 |                   |                   |
+              text_encoder       transformer            vae        components
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import networkx as nx
+
+from graphrun.errors import InputError
+from graphrun.graph.values import did_you_mean, fit
+
+InputType = Literal["str", "int", "float", "bool"]
+DEFAULT_ALLOW = ("diffusers", "transformers")
+
+# A prompt that nobody gave, while planning: texts are padded to a fixed length, so no size depends on it.
+PLANNING_TEXT = "a photo"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """``$prompt`` is ``Reference("input", "prompt", "")``, ``$encode.embeds`` is ``Reference("stage", "encode", "embeds")``."""
+
+    kind: Literal["input", "stage"]
+    name: str
+    output: str = ""
+
+    def __str__(self) -> str:
+        return f"${self.name}.{self.output}" if self.output else f"${self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value the user gives to a run. ``minimum`` and ``maximum`` are inclusive."""
+
+    name: str
+    type: InputType
+    default: Any = None
+    required: bool = False
+    multiple_of: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A module with weights.
+
+    ``source`` is the folder or hub path (``owner/repo/subfolder``) of this component alone, None for random weights made from
+    ``seed``. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the constructor's defaults. ``where`` is
+    ``file:line``.
+    """
+
+    name: str
+    class_path: str
+    source: str | None
+    config: dict[str, Any]
+    has_config: bool
+    dtype: str
+    precision: tuple[str, ...]
+    seed: int = 0
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A thing without weights that pipeline code needs: a tokenizer, a scheduler. ``source`` as for a `Component`."""
+
+    name: str
+    class_path: str
+    config: dict[str, Any]
+    has_config: bool = False
+    file: Path | None = None
+    source: str | None = None
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One op with its arguments (literals and references) and the components it uses."""
+
+    name: str
+    op: str
+    uses: tuple[str, ...]
+    arguments: Mapping[str, Any]
+    where: str = field(default="", compare=False)
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """The references among the arguments, in the order they are written."""
+        return tuple(value for value in self.arguments.values() if isinstance(value, Reference))
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file."""
+
+    name: str
+    path: Path | None
+    pipeline: str
+    source: str | None
+    pipeline_config: dict[str, Any]
+    allow: tuple[str, ...]
+    inputs: Mapping[str, Input]
+    components: Mapping[str, Component]
+    parts: Mapping[str, Part]
+    stages: tuple[Stage, ...]
+    outputs: Mapping[str, Reference]
+
+    def component(self, name: str) -> Component:
+        """The component called ``name``; KeyError if there is none."""
+        return self.components[name]
+
+    def stage(self, name: str) -> Stage:
+        """The stage called ``name``; KeyError if there is none."""
+        return {s.name: s for s in self.stages}[name]
+
+    def producers(self, name: str) -> tuple[str, ...]:
+        """Names of the stages whose outputs the stage ``name`` reads, each once."""
+        return tuple(dict.fromkeys(r.name for r in self.stage(name).references if r.kind == "stage"))
+
+    def consumers(self, name: str) -> tuple[str, ...]:
+        """Names of the stages that read outputs of the stage ``name``, in topological order."""
+        return tuple(stage.name for stage in self.stages if name in self.producers(stage.name))
+
+    def resolve(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A value of the declared type for every input of the graph: the one given, else the default.
+
+        Text is converted, so that values may come from a command line. Raises InputError, one line per problem: an unknown
+        name, a missing required input, a wrong type, a value out of range.
+        """
+        return self._resolve(inputs, planning=False)
+
+    def for_planning(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Like `resolve`, but a missing required text becomes ``"a photo"``: sizes do not depend on it."""
+        return self._resolve(inputs, planning=True)
+
+    def _resolve(self, inputs: Mapping[str, Any], *, planning: bool) -> dict[str, Any]:
+        problems = [f"unknown input {name!r}{did_you_mean(name, self.inputs)}" for name in inputs if name not in self.inputs]
+        values: dict[str, Any] = {}
+        for declared in self.inputs.values():
+            try:
+                if declared.name in inputs:
+                    values[declared.name] = fit(declared, inputs[declared.name], text=True)
+                elif not declared.required:
+                    values[declared.name] = declared.default
+                elif planning and declared.type == "str":
+                    values[declared.name] = PLANNING_TEXT
+                else:
+                    raise InputError(f"input {declared.name!r} is missing; it is a {declared.type} and has no default")
+            except InputError as error:
+                problems.append(str(error))
+        if problems:
+            raise InputError("\n".join(problems))
+        return values
+
+    @property
+    def digest(self) -> str:
+        """First 16 hexadecimal digits of SHA-256 over what numbers depend on.
+
+        Classes, configurations, dtypes, stages, arguments; not paths, comments, key order, seeds, nor where weights come from.
+        """
+        content = {
+            "pipeline": [self.pipeline, self.pipeline_config],
+            "inputs": {i.name: [i.type, i.default, i.required, i.multiple_of, i.minimum, i.maximum] for i in self.inputs.values()},
+            "components": {
+                c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, c.precision] for c in self.components.values()
+            },
+            "parts": {p.name: [p.class_path, p.config if p.has_config else p.source, _content(p.file)] for p in self.parts.values()},
+            "stages": {s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}] for s in self.stages},
+            "outputs": {name: str(reference) for name, reference in self.outputs.items()},
+        }
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
+    """``stages`` in topological order, ties in the order given. Raises InputError naming the members of a cycle."""
+    dag = nx.DiGraph()
+    dag.add_nodes_from(stages)
+    for stage in stages.values():
+        dag.add_edges_from((r.name, stage.name) for r in stage.references if r.kind == "stage" and r.name in stages)
+    place = {name: index for index, name in enumerate(stages)}
+    try:
+        return tuple(stages[name] for name in nx.lexicographical_topological_sort(dag, key=place.__getitem__))
+    except nx.NetworkXUnfeasible:
+        members = [edge[0] for edge in nx.find_cycle(dag)]
+        first = members.index(min(members, key=place.__getitem__))
+        members = members[first:] + members[:first]
+        raise InputError(f"stages form a cycle: {' -> '.join([*members, members[0]])}") from None
+
+
+def _plain(value: Any) -> Any:
+    return {"$": str(value)} if isinstance(value, Reference) else value
+
+
+def _content(file: Path | None) -> str | None:
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()

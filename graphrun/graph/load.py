@@ -1,0 +1,175 @@
+"""Reads a graph file into a `Graph`: shape first, then whether the pieces fit together. Every problem is found, with its line.
+
+Decides what a graph file may say. Must not import torch, nor the packages whose classes it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from graphrun.errors import GraphError, InputError
+from graphrun.graph.document import Document, Location, Problems, read_document, read_json
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Input, Part, Stage, order_stages
+from graphrun.graph.shape import note_shape
+from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, PartSpec
+from graphrun.graph.stages import check_uses, read_outputs, read_stages
+from graphrun.graph.values import did_you_mean, fit
+
+# Where libraries keep the configuration of a component or part in its folder.
+_CONFIG_FILES = ("config.json", "scheduler_config.json")
+
+
+def load(path: str | Path) -> Graph:
+    """The graph in the YAML file ``path``.
+
+    Raises GraphError; its text has one line per problem, each ``file:line: place: what is wrong``.
+    """
+    document = read_document(Path(path))
+    problems = Problems(document)
+    try:
+        spec = GraphSpec.model_validate(document.data)
+    except ValidationError as error:
+        note_shape(error, document.data, problems)
+        problems.raise_if_any()
+        raise  # pydantic found something and nothing was noted: a bug here
+    reader = _Reader(document, spec, problems)
+    graph = reader.read()
+    problems.raise_if_any()
+    return graph
+
+
+class _Reader:
+    """Turns a spec of the right shape into a graph, noting what does not fit."""
+
+    def __init__(self, document: Document, spec: GraphSpec, problems: Problems) -> None:
+        self.document, self.spec, self.problems = document, spec, problems
+        self.folder = document.path.parent
+        self.allow = tuple(spec.allow) if spec.allow is not None else DEFAULT_ALLOW
+
+    def read(self) -> Graph:
+        spec, problems = self.spec, self.problems
+        self._check_class(("pipeline",), spec.pipeline)
+        inputs = {name: self._input(name, item) for name, item in spec.inputs.items()}
+        components = {name: self._component(name, item) for name, item in spec.components.items()}
+        parts = {name: self._part(name, item) for name, item in spec.parts.items()}
+        for name in components.keys() & parts.keys():
+            problems.add(("parts", name), "a component has this name too")
+        for name in inputs.keys() & spec.stages.keys():
+            problems.add(("stages", name), "an input has this name too")
+        stages = read_stages(spec, inputs, self.document, problems)
+        outputs = read_outputs(spec, problems)
+        check_uses(spec, stages, outputs, problems)
+        return Graph(
+            name=spec.name,
+            path=self.document.path,
+            pipeline=spec.pipeline,
+            source=self._source(spec.source) if spec.source else None,
+            pipeline_config=dict(spec.pipeline_config),
+            allow=self.allow,
+            inputs=inputs,
+            components=components,
+            parts=parts,
+            stages=self._ordered(stages),
+            outputs=outputs,
+        )
+
+    def _ordered(self, stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
+        try:
+            return order_stages(stages)
+        except InputError as error:
+            self.problems.add(("stages",), str(error))
+            return tuple(stages.values())
+
+    def _input(self, name: str, spec: InputSpec) -> Input:
+        at = ("inputs", name)
+        numeric = {"multiple_of": ("int",), "minimum": ("int", "float"), "maximum": ("int", "float")}
+        for key, types in numeric.items():
+            if getattr(spec, key) is not None and spec.type not in types:
+                self.problems.add((*at, key), f"only for {' and '.join(types)}, and {name!r} is a {spec.type}")
+        required = "default" not in spec.model_fields_set
+        # A size that must be a multiple of 16 is at least 16.
+        minimum = spec.minimum if spec.minimum is not None else spec.multiple_of
+        declared = Input(name, spec.type, spec.default, required, spec.multiple_of, minimum, spec.maximum)
+        if not required:
+            try:
+                return Input(name, spec.type, fit(declared, spec.default), required, spec.multiple_of, minimum, spec.maximum)
+            except InputError as error:
+                self.problems.add((*at, "default"), str(error).removeprefix(f"input {name!r}: "))
+        return declared
+
+    def _component(self, name: str, spec: ComponentSpec) -> Component:
+        at = ("components", name)
+        self._check_class((*at, "class"), spec.class_path)
+        source = self._own_source(name, spec.source)
+        config = self._config((*at, "config"), spec.config, source)
+        if config is None and source is None:
+            self.problems.add(at, "neither config nor source; give config: {} for the defaults of its class")
+        return Component(
+            name=name,
+            class_path=spec.class_path,
+            source=source,
+            config=config or {},
+            has_config=config is not None,
+            dtype=spec.dtype,
+            precision=tuple(spec.precision or (spec.dtype,)),
+            seed=spec.seed,
+            where=self.document.where(at),
+        )
+
+    def _part(self, name: str, spec: PartSpec) -> Part:
+        at = ("parts", name)
+        self._check_class((*at, "class"), spec.class_path)
+        source = self._own_source(name, spec.source)
+        config = self._config((*at, "config"), spec.config, source)
+        file = self.folder / spec.file if spec.file else None
+        if file is not None and not file.is_file():
+            self.problems.add((*at, "file"), f"no such file: {file}")
+            file = None
+        elif config is None and source is None and file is None:
+            self.problems.add(at, "no config, file or source; give config: {} for the defaults of its class")
+        return Part(name, spec.class_path, config or {}, config is not None, file, source, self.document.where(at))
+
+    def _check_class(self, at: Location, class_path: str) -> None:
+        package = class_path.split(".")[0]
+        if package not in self.allow:
+            allowed = ", ".join(self.allow)
+            self.problems.add(
+                at, f"{class_path} is outside the allowed packages ({allowed}){_meant(package, self.allow)}; to trust it, add it to allow:"
+            )
+
+    def _config(self, at: Location, given: str | dict[str, Any] | None, source: str | None) -> dict[str, Any] | None:
+        """The configuration given, or the one in a local source's folder; None when the hub has it, or nobody."""
+        if isinstance(given, dict):
+            return given
+        files = [self.folder / given] if given else [Path(source) / name for name in _CONFIG_FILES] if _is_local(source) else []
+        for file in files:
+            if given or file.is_file():
+                try:
+                    return read_json(file)
+                except GraphError as error:
+                    self.problems.add(at, str(error))
+        return None
+
+    def _own_source(self, name: str, own: str | None) -> str | None:
+        if own is not None:
+            return self._source(own)
+        return f"{self._source(self.spec.source)}/{name}" if self.spec.source else None
+
+    def _source(self, text: str) -> str:
+        """A hub path as it is; a folder, taken relative to the graph file, as an absolute path."""
+        folder = self.folder / Path(text).expanduser()
+        looks_local = text.startswith((".", "/", "~")) or "/" not in text
+        return str(folder.resolve()) if looks_local or folder.is_dir() else text
+
+
+def _is_local(source: str | None) -> bool:
+    return source is not None and Path(source).is_absolute()
+
+
+def _meant(name: str, known: tuple[str, ...]) -> str:
+    text = did_you_mean(name, known)
+    return text.removesuffix("?") if "did you mean" in text else ""

@@ -1,0 +1,64 @@
+"""The signatures of the ops, as data: what a stage may pass to an op, and what it gets back.
+
+Decides which arguments and outputs exist and of which kind they are. Must not know how an op works: that is `graphrun.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image"]
+
+# Kinds that are written in a graph file or given to a run; the others only flow from stage to stage.
+PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a stage that names this op must pass (``required``), may pass (``optional``) and produces (``outputs``)."""
+
+    name: str
+    required: Mapping[str, Kind]
+    optional: Mapping[str, Kind]
+    outputs: Mapping[str, Kind]
+
+    @property
+    def arguments(self) -> dict[str, Kind]:
+        """Every argument with its kind, the required ones first."""
+        return {**self.required, **self.optional}
+
+
+def _table(*operations: Operation) -> Mapping[str, Operation]:
+    return MappingProxyType({operation.name: operation for operation in operations})
+
+
+OPERATIONS: Mapping[str, Operation] = _table(
+    Operation(
+        "encode_prompt",
+        required={"prompt": "str"},
+        optional={"negative_prompt": "str", "guidance_scale": "float", "num_images": "int", "max_sequence_length": "int"},
+        outputs={"embeds": "embeds"},
+    ),
+    Operation(
+        "denoise",
+        required={"embeds": "embeds"},
+        optional={
+            "height": "int",
+            "width": "int",
+            "steps": "int",
+            "guidance_scale": "float",
+            "seed": "int",
+            "num_images": "int",
+        },
+        outputs={"latents": "latents"},
+    ),
+    Operation(
+        "decode",
+        required={"latents": "latents", "embeds": "embeds"},
+        optional={"height": "int", "width": "int"},
+        outputs={"image": "image"},
+    ),
+)

@@ -1,0 +1,81 @@
+"""The shape of a graph file, as pydantic models: which keys there are and what type each has. Where outside text enters.
+
+Decides nothing about how the pieces fit together (`load` does), and knows neither files nor line numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$")]
+Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+Scalar = str | bool | int | float
+Dtype = Literal["bfloat16", "float16", "float32"]
+Precision = Literal["bfloat16", "float16", "float32", "int8", "nf4"]
+Config = Annotated[
+    Text | dict[str, Any], Field(description="A JSON file, relative to the graph file, or the configuration itself; {} is the defaults.")
+]
+Source = Annotated[Text, Field(description="A repository on the Hugging Face hub or a local folder, in the layout of diffusers.")]
+
+
+class Spec(BaseModel):
+    """Strict: no unknown keys, no conversions between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class InputSpec(Spec):
+    """A value that a run is given. Without ``default`` it is required."""
+
+    type: Literal["str", "int", "float", "bool"]
+    default: Scalar | None = None
+    multiple_of: Annotated[int, Field(gt=0)] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+class ComponentSpec(Spec):
+    """A module with weights. ``source`` here is the component's own folder; the graph's source is a pipeline's."""
+
+    class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.AutoencoderKL.")
+    config: Config | None = None
+    source: Source | None = None
+    dtype: Dtype
+    precision: list[Precision] | None = Field(default=None, min_length=1, description="Precisions a plan may choose from.")
+    seed: int = Field(default=0, ge=0, description="Of the random weights a component without a source gets.")
+
+
+class PartSpec(Spec):
+    """Something without weights that the pipeline's code needs: a tokenizer, a scheduler."""
+
+    class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.DDIMScheduler.")
+    config: Config | None = None
+    source: Source | None = None
+    file: Text | None = Field(default=None, description="A tokenizer of the tokenizers library (JSON), relative to the graph file.")
+
+
+class StageSpec(Spec):
+    """One op, the components it uses, and its arguments: literals, ``$input`` or ``$stage.output``."""
+
+    op: Name
+    uses: list[Name] = Field(default_factory=list)
+    arguments: dict[Name, Scalar] = Field(alias="with", default_factory=dict)
+
+
+class GraphSpec(Spec):
+    """A graph file of graphrun: a diffusion pipeline as a DAG of stages."""
+
+    graphrun: Literal[1] = Field(description="The version of this file format.")
+    name: Text
+    pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
+    pipeline_config: dict[Name, Scalar | None] = Field(default_factory=dict, description="More constructor arguments of the pipeline.")
+    source: Source | None = None
+    allow: list[Name] | None = Field(default=None, description="Packages that classes may come from; default diffusers, transformers.")
+    inputs: dict[Name, InputSpec] = Field(default_factory=dict)
+    components: dict[Name, ComponentSpec] = Field(min_length=1)
+    parts: dict[Name, PartSpec] = Field(default_factory=dict)
+    stages: dict[Name, StageSpec] = Field(min_length=1)
+    outputs: dict[Name, Text] = Field(min_length=1)

@@ -1,0 +1,126 @@
+"""How stages fit together: ops and their arguments, references, kinds, and whether everything declared is used.
+
+Decides what may be passed where. Must not know files or classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphrun.graph.document import Document, Location, Problems
+from graphrun.graph.graph import Input, Reference, Stage
+from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind
+from graphrun.graph.spec import GraphSpec, StageSpec
+from graphrun.graph.values import did_you_mean, of_type
+
+
+def read_stages(spec: GraphSpec, inputs: Mapping[str, Input], document: Document, problems: Problems) -> dict[str, Stage]:
+    """The stages of ``spec`` in the order of the file; what does not fit is added to ``problems``."""
+    return {name: _stage(name, item, spec, inputs, document, problems) for name, item in spec.stages.items()}
+
+
+def read_outputs(spec: GraphSpec, problems: Problems) -> dict[str, Reference]:
+    """The graph's outputs, each a stage's output."""
+    outputs: dict[str, Reference] = {}
+    for name, text in spec.outputs.items():
+        at = ("outputs", name)
+        if not text.startswith("$"):
+            problems.add(at, f"{text!r} is not a reference such as $decode.image")
+        elif (reference := _reference(text, at, spec, problems)) is not None:
+            if reference.kind == "input":
+                problems.add(at, f"{text} is an input; an output comes from a stage, such as $decode.image")
+            outputs[name] = reference
+    return outputs
+
+
+def check_uses(spec: GraphSpec, stages: Mapping[str, Stage], outputs: Mapping[str, Reference], problems: Problems) -> None:
+    """Everything declared must be used: components and inputs by stages, stages by stages or outputs."""
+    used = {component for stage in stages.values() for component in stage.uses}
+    for name in spec.components:
+        if name not in used:
+            problems.add(("components", name), "no stage uses it; add it to a stage's uses, or remove it")
+    references = {r for stage in stages.values() for r in stage.references} | set(outputs.values())
+    read = {(r.kind, r.name) for r in references}
+    # A reference that could not be read is a problem of its own; it still says what its writer meant to use.
+    for section, kind, unused in (("inputs", "input", "no stage reads it"), ("stages", "stage", "nothing reads its outputs")):
+        for name in getattr(spec, section):
+            if (kind, name) not in read:
+                problems.add((section, name), f"{unused}; remove it, or pass it on")
+
+
+def _stage(
+    name: str, item: StageSpec, spec: GraphSpec, inputs: Mapping[str, Input], document: Document, problems: Problems
+) -> Stage:
+    at = ("stages", name)
+    for index, component in enumerate(item.uses):
+        if component not in spec.components:
+            problems.add((*at, "uses", index), f"unknown component {component!r}{did_you_mean(component, spec.components)}")
+        elif component in item.uses[:index]:
+            problems.add((*at, "uses", index), f"{component!r} stands twice")
+    arguments: dict[str, Any] = {}
+    for key, value in item.arguments.items():
+        if not (isinstance(value, str) and value.startswith("$")):
+            arguments[key] = value
+        elif (reference := _reference(value, (*at, "with", key), spec, problems)) is not None:
+            arguments[key] = reference
+    operation = OPERATIONS.get(item.op)
+    if operation is None:
+        problems.add((*at, "op"), f"unknown op {item.op!r}{did_you_mean(item.op, OPERATIONS)}")
+        return Stage(name, item.op, tuple(item.uses), arguments, document.where(at))
+    for key in operation.required:
+        if key not in item.arguments:
+            problems.add(at, f"{item.op} needs {key!r}; add it to with:")
+    for key, value in arguments.items():
+        if key not in operation.arguments:
+            problems.add((*at, "with", key), f"{item.op} has no argument {key!r}{did_you_mean(key, operation.arguments)}")
+        elif text := _misfit(operation.arguments[key], value, spec, inputs):
+            problems.add((*at, "with", key), text)
+        elif not isinstance(value, Reference):
+            arguments[key] = of_type(operation.arguments[key], value)
+    return Stage(name, item.op, tuple(item.uses), arguments, document.where(at))
+
+
+def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> Reference | None:
+    name, dot, output = text[1:].partition(".")
+    if not dot:
+        if name in spec.inputs:
+            return Reference("input", name)
+        if name in spec.stages:
+            problems.add(at, f"{text} is a stage; say which of its outputs, such as {text}.{_an_output(spec.stages[name])}")
+        else:
+            problems.add(at, f"there is no input {name!r}{did_you_mean(name, spec.inputs)}")
+        return None
+    if name not in spec.stages:
+        problems.add(at, f"there is no stage {name!r}{did_you_mean(name, spec.stages)}")
+        return None
+    operation = OPERATIONS.get(spec.stages[name].op)
+    if operation is not None and output not in operation.outputs:
+        problems.add(at, f"stage {name!r} has no output {output!r}{did_you_mean(output, operation.outputs)}")
+        return None
+    return Reference("stage", name, output)
+
+
+def _an_output(stage: StageSpec) -> str:
+    operation = OPERATIONS.get(stage.op)
+    return next(iter(operation.outputs)) if operation else "output"
+
+
+def _misfit(wanted: Kind, value: Any, spec: GraphSpec, inputs: Mapping[str, Input]) -> str:
+    """Why ``value`` cannot be passed where ``wanted`` is expected; empty when it can."""
+    if isinstance(value, Reference):
+        if value.kind == "input":
+            got: Kind | None = inputs[value.name].type
+        else:
+            operation = OPERATIONS.get(spec.stages[value.name].op)
+            got = operation.outputs[value.output] if operation else None
+        if got is None or got == wanted or (got, wanted) == ("int", "float"):
+            return ""
+        return f"expected {wanted}, and {value} is {got}"
+    if wanted not in PLAIN_KINDS:
+        return f"expected {wanted}, a stage's output such as $stage.{wanted}; got {value!r}"
+    try:
+        of_type(wanted, value)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,65 @@
+"""Whether a value suits a declared input, and which known name an unknown one resembles. Knows no file."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from graphrun.errors import InputError
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Input
+
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'height'?"``, else ``"; known are 'a', 'b'"`` where there are few, else nothing."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1):
+        return f"; did you mean {close[0]!r}?"
+    if not names:
+        return "; there are none"
+    return f"; known are {', '.join(map(repr, names))}" if len(names) <= 12 else ""
+
+
+def of_type(kind: str, value: Any) -> Any:
+    """``value`` as ``kind`` (str, int, float or bool), an int being a float too. Raises ValueError if it is something else."""
+    types: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+    if not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{value!r} is not {'an' if kind == 'int' else 'a'} {kind}")
+    if kind == "float" and not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return float(value) if kind == "float" else value
+
+
+def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
+    """``value`` converted to the input's type and within its bounds; with ``text`` a string is read as a number or a bool.
+
+    Raises InputError that says what would do.
+    """
+    try:
+        if text and isinstance(value, str) and declared.type != "str":
+            value = _read(declared.type, value)
+        value = of_type(declared.type, value)
+    except ValueError as error:
+        raise InputError(f"input {declared.name!r}: {error}") from None
+    step, low, high = declared.multiple_of, declared.minimum, declared.maximum
+    if step is not None and value % step:
+        below = value - value % step
+        choices = [str(n) for n in (below, below + step) if (low is None or n >= low) and (high is None or n <= high)]
+        raise InputError(f"input {declared.name!r}: {value} is not a multiple of {step}; use {' or '.join(choices) or step}")
+    if low is not None and value < low:
+        raise InputError(f"input {declared.name!r}: {value} is less than the minimum, {low:g}")
+    if high is not None and value > high:
+        raise InputError(f"input {declared.name!r}: {value} is more than the maximum, {high:g}")
+    return value
+
+
+def _read(kind: str, text: str) -> Any:
+    try:
+        return _WORDS[text.strip().lower()] if kind == "bool" else {"int": int, "float": float}[kind](text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} is not {'an' if kind == 'int' else 'a'} {kind}") from None

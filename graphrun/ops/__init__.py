@@ -1,0 +1,8 @@
+"""What stages do. An op is one function; the same code runs under the probe and for real.
+
+An op knows its pipeline, its device and its arguments. It knows nothing of memory, plans or weights' whereabouts.
+"""
+
+from graphrun.ops.runner import run_stages
+
+__all__ = ["run_stages"]

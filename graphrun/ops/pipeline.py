@@ -1,0 +1,73 @@
+"""A diffusers pipeline put together for one stage: the components the stage uses, and ghosts of the others.
+
+A ghost has the class and config of the real component and no weights, so the pipeline's own code reads the right sizes from it
+(with ``None`` in its place diffusers falls back to a VAE scale factor of 8 and computes wrong shapes); entering it is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphrun.components.build import resolve_class
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Graph
+
+
+def assemble(graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device) -> Any:
+    """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` whatever its modules' parameters say.
+
+    Schedulers are made anew from their configs, so that their state belongs to the stage and goes with it.
+    Raises GraphError when the pipeline's class needs something that the graph does not have.
+    """
+    kind = resolve_class(graph.pipeline, graph.allow)
+    arguments: dict[str, Any] = dict(graph.pipeline_config)
+    missing = []
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+        if name == "self" or name in arguments or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in modules:
+            arguments[name] = modules[name]
+        elif name in parts:
+            arguments[name] = _fresh(parts[name])
+        elif parameter.default is parameter.empty:
+            arguments[name] = None
+            if name not in getattr(kind, "_optional_components", ()):
+                missing.append(name)
+    if missing:
+        raise GraphError(f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", graph.path)
+    pipeline = kind(**arguments)
+    pipeline.set_progress_bar_config(disable=True)
+    here = property(lambda _: device)
+    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": here, "device": here})
+    return pipeline
+
+
+def accepted(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` has a parameter for and that are not None."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known and value is not None}
+
+
+def finished(scheduler: Any) -> Any:
+    """A scheduler like ``scheduler`` with no steps left: a pipeline that runs it goes straight to its tail, the decoding.
+
+    Zero inference steps would not do: SDXL divides by their number. Latents are handed in as they are (``init_noise_sigma`` is 1).
+    """
+    kind = type(scheduler)
+
+    @functools.wraps(kind.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.set_timesteps(self, *args, **kwargs)
+        self.timesteps = self.timesteps[:0]
+
+    members = {"__module__": kind.__module__, "set_timesteps": set_timesteps, "init_noise_sigma": 1.0}
+    return type(kind.__name__, (kind,), members).from_config(scheduler.config)
+
+
+def _fresh(part: Any) -> Any:
+    return type(part).from_config(part.config) if hasattr(part, "set_timesteps") else part

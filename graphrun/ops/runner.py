@@ -1,0 +1,80 @@
+"""Runs the stages of a graph in order, each on a pipeline of its own. Knows nothing of memory: whoever needs to act when a
+component is entered has put a `Boundary` around the modules before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.components.build import build_part, ghost
+from graphrun.components.entry import Boundary
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Graph, Reference, Stage
+from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
+from graphrun.ops.pipeline import assemble
+
+OPS: Mapping[str, Callable[..., dict[str, Any]]] = {"encode_prompt": encode_prompt, "denoise": denoise, "decode": decode}
+
+Observer = Callable[[str, Mapping[str, Any]], None]
+
+
+def run_stages(
+    graph: Graph,
+    modules: Mapping[str, nn.Module],
+    device: torch.device,
+    inputs: Mapping[str, Any],
+    *,
+    after_stage: Observer | None = None,
+    parts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The graph's outputs, on the host. ``inputs`` are resolved already; ``modules`` holds every component that a stage uses.
+
+    A value is dropped after its last consumer. ``after_stage(stage, outputs)`` sees each stage's values as they are on the device.
+    Raises GraphError when a stage enters a component that it does not list under ``uses``.
+    """
+    parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
+    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    values: dict[Reference, Any] = {Reference("input", name, ""): value for name, value in inputs.items()}
+    outputs: dict[str, Any] = {}
+    for number, stage in enumerate(graph.stages):
+        present = {name: modules[name] if name in stage.uses else ghosts[name] for name in graph.components}
+        absent = {name: module for name, module in present.items() if name not in stage.uses}
+        with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
+            made = OPS[stage.op](
+                StageContext(stage.name, assemble(graph, present, parts, device), device),
+                **{name: values[value] if isinstance(value, Reference) else value for name, value in stage.arguments.items()},
+            )
+        if after_stage is not None:
+            after_stage(stage.name, made)
+        values.update({Reference("stage", stage.name, output): value for output, value in made.items()})
+        outputs.update({name: to_host(values[wanted]) for name, wanted in graph.outputs.items() if wanted.name == stage.name})
+        needed = {
+            value for later in graph.stages[number + 1 :] for value in later.arguments.values() if isinstance(value, Reference)
+        }
+        values = {key: value for key, value in values.items() if key in needed}
+        del made
+    return outputs
+
+
+def to_host(value: Any) -> Any:
+    """``value`` with every tensor in it copied to the host."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_host(item) for item in value)
+    return value
+
+
+def _refuse(stage: Stage) -> Callable[[str, str], None]:
+    def refuse(component: str, entry: str) -> None:
+        raise GraphError(
+            f"stage {stage.name} enters {component}.{entry}, which it does not list: add {component} to stages.{stage.name}.uses"
+        )
+
+    return refuse

@@ -1,0 +1,219 @@
+"""The numbers a plan is made from: what is large, how long things take, what fits. Complete, frozen, replayable.
+
+A `Problem` knows no torch, no file and no clock; its JSON form is the whole of a bug report.
+
+    weights           components -> classes of equal blocks, in call order; one class of one for what belongs to no block
+    activation        phases     -> bytes over time, relative to what lives when the phase is entered
+    values            what flows between stages, and from which phase to which it lives on the device
+
+    bytes on the device while a phase runs
+    |              .-- activation --.
+    |   values + carry   ___    ___
+    |  ________________|   |__|   |_____
+    |  weights: present + loaded + staging ring
+    +-----------------------------------------> slots: load | first | rest
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Basis = Literal["measured", "traced", "declared", "prior"]
+Home = Literal["pinned", "pageable", "disk"]
+
+# A device allocation takes a multiple of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim does the same).
+ALLOCATION_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A device and the roads to it. Bytes, bytes per second, floating point operations per second."""
+
+    name: str
+    device: str  # "cuda" or "sim"
+    capacity_bytes: int
+    context_bytes: int  # what the driver takes before the first tensor; 0 on sim
+    workspace_bytes: int  # cuBLAS; 0 on sim
+    h2d_bytes_per_second: float  # from pinned memory
+    pageable_bytes_per_second: float
+    d2h_bytes_per_second: float
+    bidirectional: float  # share of h2d that remains while d2h runs
+    disk_bytes_per_second: float
+    flops_per_second: float  # 16-bit dense, as used by real models, not the data sheet
+    convolution_scratch: bool = True  # whether convolutions take scratch that no dispatcher sees (cuDNN does)
+    caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
+    basis: Basis = "prior"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClass:
+    """Blocks of equal size that are called in a row. ``blocks`` are module paths in call order.
+
+    A tensor belongs to the block with the longest path that is a prefix of the tensor's name; the path ``""`` takes the rest.
+    A class that is not streamable is a class of one: present whole or absent.
+    """
+
+    name: str
+    blocks: tuple[str, ...]
+    streamable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to hold a component: precision x home x where it computes. Per class: bytes of a block, seconds to load one."""
+
+    precision: str
+    home: Home
+    device: str  # where it computes: "device" or "cpu"
+    block_bytes: tuple[int, ...]
+    load_seconds: tuple[float, ...]
+    host_bytes: int
+    movable: bool = True
+    streamable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentNumbers:
+    """A component: its parameters, its classes of blocks in call order, and the variants the graph allows."""
+
+    name: str
+    parameters: int
+    classes: tuple[BlockClass, ...]
+    variants: tuple[Variant, ...]
+    basis: Basis = "declared"
+
+    def weight_bytes(self, variant: int = 0) -> int:
+        """Bytes on the device when all blocks of ``variant`` are present."""
+        return sum(len(k.blocks) * b for k, b in zip(self.classes, self.variants[variant].block_bytes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How a phase uses a component.
+
+    ``calls``: entries from outside. ``class_calls[k]``: in how many of them the blocks of class k run (0: not needed here).
+    ``seconds[k]``: compute of ONE block of class k in ONE call.
+    """
+
+    component: str
+    calls: int
+    class_calls: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def class_calls_in(self, part: str) -> tuple[int, ...]:
+        """Calls per class in ``part``: at most one in ``first``, the others in ``rest``, none in ``load``."""
+        if part == "first":
+            return tuple(min(1, n) for n in self.class_calls)
+        return tuple(max(0, n - 1) for n in self.class_calls) if part == "rest" else tuple(0 for _ in self.class_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseNumbers:
+    """A stretch of a stage in which the same components are entered, from its first entry to the next phase's first entry.
+
+    ``carry_bytes``: device bytes at its entry beyond weights and `values` (the op's inputs and locals); they bind the load slot.
+    ``first_bytes``, ``rest_bytes``: the most that lives beyond weights, values and carry, up to and during the first call of
+    every component, and during the others.
+    """
+
+    stage: str
+    index: int
+    uses: tuple[Use, ...]
+    carry_bytes: int
+    first_bytes: int
+    rest_bytes: int
+    basis: Basis = "traced"
+
+    @property
+    def name(self) -> str:
+        """``stage/index:component+component``, the phase's name in a plan's text."""
+        return f"{self.stage}/{self.index}:{'+'.join(use.component for use in self.uses)}"
+
+    @property
+    def rest_calls(self) -> int:
+        """The most calls any of its components has beyond the first; 0 means that there is no rest slot."""
+        return max((use.calls - 1 for use in self.uses), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueNumbers:
+    """A value between stages: device bytes, and the phases (inclusive indices into `Problem.phases`) at whose entry it lives."""
+
+    name: str
+    nbytes: int
+    producer: str
+    consumers: tuple[str, ...]
+    first_phase: int
+    last_phase: int
+    basis: Basis = "traced"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything a plan depends on. Equal problems have equal digests, and equal plans."""
+
+    graph: str
+    graph_digest: str
+    settings: tuple[tuple[str, str], ...]
+    hardware: Hardware
+    budget_bytes: int
+    ram_bytes: int
+    components: tuple[ComponentNumbers, ...]
+    phases: tuple[PhaseNumbers, ...]
+    values: tuple[ValueNumbers, ...] = ()
+    versions: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def effective_bytes(self) -> int:
+        """What tensors may use: the budget (or the capacity, if less) minus context and workspace."""
+        return min(self.budget_bytes, self.hardware.capacity_bytes) - self.hardware.context_bytes - self.hardware.workspace_bytes
+
+    def component(self, name: str) -> ComponentNumbers:
+        """The component called ``name``; KeyError if there is none."""
+        for numbers in self.components:
+            if numbers.name == name:
+                return numbers
+        raise KeyError(name)
+
+    def value_bytes(self, phase: int) -> int:
+        """Bytes of the values that live on the device when phase number ``phase`` is entered."""
+        return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary that `from_json` turns back into an equal problem."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Problem:
+        """The problem that `to_json` wrote. Raises KeyError or TypeError where ``data`` is something else."""
+        return Problem(
+            **{
+                **data,
+                "settings": tuple((k, v) for k, v in data["settings"]),
+                "versions": tuple((k, v) for k, v in data["versions"]),
+                "hardware": Hardware(**data["hardware"]),
+                "components": tuple(_component(c) for c in data["components"]),
+                "phases": tuple(PhaseNumbers(**{**p, "uses": tuple(_use(u) for u in p["uses"])}) for p in data["phases"]),
+                "values": tuple(ValueNumbers(**{**v, "consumers": tuple(v["consumers"])}) for v in data["values"]),
+            }
+        )
+
+
+def _component(data: dict[str, Any]) -> ComponentNumbers:
+    classes = tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in data["classes"])
+    variants = tuple(
+        Variant(**{**v, "block_bytes": tuple(v["block_bytes"]), "load_seconds": tuple(v["load_seconds"])}) for v in data["variants"]
+    )
+    return ComponentNumbers(**{**data, "classes": classes, "variants": variants})
+
+
+def _use(data: dict[str, Any]) -> Use:
+    return Use(**{**data, "class_calls": tuple(data["class_calls"]), "seconds": tuple(data["seconds"])})

@@ -1,0 +1,48 @@
+"""Where streamed blocks lie in a component's staging buffer, and whom each has to wait for. Pure arithmetic: simulator and executor
+place the same blocks in the same order and so get the same offsets; neither time nor device is known here.
+
+    capacity  |  block 3  |    block 1    |  block 2 |free|
+              ^ placed after 2, over block 0
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Bytes ``offset .. offset + nbytes`` of the ring, and the placements (numbered from 0) that lie there or were skipped: all of them
+    must have been computed with before the new block may be written. They are given in ascending order; waiting for the last
+    suffices where compute runs in the order of placing."""
+
+    offset: int
+    released: tuple[int, ...]
+
+
+class Ring:
+    """A ring of ``capacity_bytes`` in which blocks lie whole, first in, first out. The i-th call of `place` is placement number i.
+
+    Offsets are sums of block sizes: where these are multiples of an alignment, so are the offsets.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._head = 0
+        self._count = 0
+        self._live: deque[tuple[int, int, int]] = deque()  # number, start, end; oldest first
+
+    def place(self, nbytes: int) -> Place:
+        """The next block's place: behind the last one, or at 0 where it would not fit there whole. ValueError: larger than the ring."""
+        if nbytes > self.capacity_bytes:
+            raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
+        start = self._head if self._head + nbytes <= self.capacity_bytes else 0
+        end = start + nbytes
+        last = max((number for number, begin, stop in self._live if begin < end and start < stop), default=-1)
+        released = []
+        while self._live and self._live[0][0] <= last:
+            released.append(self._live.popleft()[0])
+        self._live.append((self._count, start, end))
+        self._head = end
+        self._count += 1
+        return Place(start, tuple(released))

@@ -1,0 +1,124 @@
+"""Plans, traces and pictures as files. A plan file is the JSON summary with the whole problem beside it: it replays anywhere.
+
+Nothing is half-written: a file appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import InputError, PlanError
+from graphrun.planner.check import check
+from graphrun.planner.plan import Plan, parse
+from graphrun.planner.problem import Problem
+from graphrun.planner.simulate import simulate
+from graphrun.planner.solve import Solution
+
+VERSION = 1
+
+
+def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
+    """Write ``solution`` to ``path``, naming the graph file relative to it."""
+    where = os.path.relpath(graph.resolve(), path.resolve().parent)
+    write_json(path, {"graphrun": VERSION, "graph_file": where, **summary, "problem": solution.problem.to_json()})
+
+
+def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
+    """The problem and the plan in the file, and the file's other entries. Raises PlanError naming what is wrong with it."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"is not JSON: {error}", str(path)) from error
+    if not isinstance(data, dict) or data.get("graphrun") != VERSION:
+        raise PlanError(
+            f'is not a plan of this version (no "graphrun": {VERSION}); make one with graphrun plan GRAPH -o', str(path)
+        )
+    try:
+        problem = Problem.from_json(data["problem"])
+        text = "\n".join(data["actions"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"is damaged: {type(error).__name__} {error}", str(path)) from error
+    try:
+        return problem, parse(text), data
+    except PlanError as error:
+        raise PlanError(f"actions: {error}", str(path)) from error
+
+
+def graph_path(path: Path) -> Path:
+    """The graph file: ``path`` itself, or the one that the plan file at ``path`` names."""
+    if path.suffix != ".json":
+        return path
+    return path.parent / json.loads(path.read_text())["graph_file"]
+
+
+def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
+    """Raises PlanError listing every rule that ``plan`` breaks, with place and bytes."""
+    violations = check(problem, plan)
+    if violations:
+        lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
+        for violation in violations:
+            place = ""
+            if 0 <= violation.slot < len(plan.slots):
+                slot = plan.slots[violation.slot]
+                place = f" in slot {violation.slot} ({f'{slot.phase} {slot.part}'.strip()})"
+            action = f", action {violation.action}" if violation.action >= 0 else ""
+            lines.append(f"  {violation.rule}{place}{action}: {violation.detail}")
+        raise PlanError("\n".join(lines))
+
+
+def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
+    """The solution as it was saved. Its proof is the file's word; its time and bytes come from `simulate` as always."""
+    seconds = simulate(problem, plan).seconds
+    bound = float(saved.get("bound_seconds", 0.0))
+    return Solution(
+        problem, plan, bool(saved.get("proven_optimal", False)), bound, seconds, max(0.0, seconds - bound) / max(seconds, 1e-12)
+    )
+
+
+def write_json(path: Path, data: Any) -> None:
+    """``data`` as JSON in ``path``, whole or not at all."""
+    _whole(path, lambda target: target.write_text(json.dumps(data, indent=1) + "\n"))
+
+
+def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
+    """Write every picture among ``outputs``: the first to ``path``, others beside it with a number. Returns the paths."""
+    pictures = [
+        picture
+        for value in outputs.values()
+        for picture in (value if isinstance(value, list) else [value])
+        if hasattr(picture, "save")
+    ]
+    written = []
+    for number, picture in enumerate(pictures):
+        target = path if number == 0 else path.with_stem(f"{path.stem}-{number}")
+        kind = path.suffix.lstrip(".") or "png"
+
+        def write(temporary: Path, picture: Any = picture, kind: str = kind) -> None:
+            picture.save(temporary, format=kind)
+
+        _whole(target, write)
+        written.append(target)
+    return written
+
+
+def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,89 @@
+"""The JSON form of a plan, and of a run beside it. Every figure is bytes or seconds; names match the plan screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphrun.planner.simulate import Simulation, simulate
+from graphrun.planner.solve import Solution
+from graphrun.trace import Trace
+
+
+def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
+    """What ``--json`` prints. With a ``trace``, ``measured`` stands beside the plan's figures, whole and per stage and per slot."""
+    problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
+    summary: dict[str, Any] = {
+        "feasible": True,
+        "proven_optimal": solution.proven_optimal,
+        "regime": "cold",
+        "predicted_seconds": simulation.seconds,
+        "compute_seconds": simulation.compute_seconds,
+        "bound_seconds": solution.bound_seconds,
+        "solve_seconds": solve_seconds,
+        "budget_bytes": problem.budget_bytes,
+        "overhead_bytes": problem.budget_bytes - problem.effective_bytes,
+        "ram_bytes": problem.ram_bytes,
+        "peak_bytes": simulation.peak_bytes,
+        "moved_bytes": simulation.moved_bytes,
+        "digest": problem.digest,
+        "graph": problem.graph,
+        "hardware": problem.hardware.name,
+        "settings": dict(problem.settings),
+        "stages": stages(solution, simulation, trace),
+        "actions": str(solution.plan).splitlines(),
+    }
+    if trace is not None:
+        summary["measured"] = {
+            "peak_bytes": trace.peak_bytes,
+            "moved_bytes": trace.moved_bytes,
+            "seconds": trace.seconds,
+            "left_bytes": trace.left_bytes,
+            "kept_plan": not broken_caps(solution, trace),
+            "slots": [
+                {
+                    "phase": m.phase,
+                    "part": m.part,
+                    "planned_peak_bytes": p.peak_bytes,
+                    "peak_bytes": m.peak_bytes,
+                    "moved_bytes": m.moved_bytes,
+                }
+                for p, m in zip(simulation.slots, trace.slots, strict=True)
+            ],
+        }
+    return summary
+
+
+def stages(solution: Solution, simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
+    """One row per stage; ``measured`` in it where there is a trace."""
+    stage_of = {phase.name: phase.stage for phase in solution.problem.phases}
+    rows = []
+    for report in simulation.stages(solution.problem):
+        row: dict[str, Any] = {
+            "name": report.stage,
+            "peak_bytes": report.peak_bytes,
+            "resident_bytes": report.resident_bytes,
+            "streamed_bytes": report.streamed_bytes,
+            "loaded_bytes": report.loaded_bytes,
+            "activation_bytes": report.activation_bytes,
+            "seconds": report.load_seconds + report.run_seconds,
+        }
+        if trace is not None:
+            slots = [slot for slot in trace.slots if stage_of.get(slot.phase) == report.stage]
+            row["measured"] = {
+                "peak_bytes": max(slot.peak_bytes for slot in slots),
+                "moved_bytes": sum(slot.moved_bytes for slot in slots),
+                "seconds": sum(slot.end_seconds - slot.start_seconds for slot in slots),
+            }
+        rows.append(row)
+    return rows
+
+
+def broken_caps(solution: Solution, trace: Trace) -> list[str]:
+    """Slots whose measured peak is above the planned one, as ``phase part: measured > planned``; empty: the plan was kept."""
+    simulation = simulate(solution.problem, solution.plan)
+    overhead = solution.problem.budget_bytes - solution.problem.effective_bytes if trace.device == "cuda" else 0
+    return [
+        f"{measured.phase} {measured.part}: {measured.peak_bytes} > {planned.peak_bytes + overhead}"
+        for planned, measured in zip(simulation.slots, trace.slots, strict=True)
+        if measured.peak_bytes > planned.peak_bytes + overhead
+    ]

@@ -1,0 +1,28 @@
+"""A simulated accelerator: the torch device ``sim`` with a hard capacity, counters, a virtual clock and faults on request.
+
+    with Machine(capacity_bytes=8 * GIB) as machine:
+        x = torch.zeros(1024, device="sim")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphrun.sim.ledger import SimulatedOutOfMemory
+from graphrun.sim.machine import Machine, SimulatedCopyError
+from graphrun.sim.register import available, register
+
+if TYPE_CHECKING:
+    device: torch.device
+
+__all__ = ["Machine", "SimulatedCopyError", "SimulatedOutOfMemory", "available", "device", "register"]
+
+
+def __getattr__(name: str) -> torch.device:
+    """``device``: ``torch.device("sim:0")``, which exists only once the backend is registered."""
+    if name != "device":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register()
+    return torch.device("sim:0")

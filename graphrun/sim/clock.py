@@ -1,0 +1,65 @@
+"""Decides what time it is on a simulated machine: a host and two device timelines, advanced by work, never by a real clock.
+
+It must not know tensors or memory; it is handed seconds.
+
+    host     |--issue--issue-----------(waits)|--            moves only when it must wait for the device
+    compute  |=====A=====|=====B=====|====C===|
+    copy     |==a==|==b==|      |==c==|                      starts no earlier than its issue, or than what it waits for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Stream = Literal["compute", "copy"]
+
+
+class Clock:
+    """Virtual seconds of the ``compute`` and the ``copy`` stream, both starting at 0.
+
+    Work in a stream starts when the stream is free and the host has issued it. The host is ahead of the device (issuing costs
+    nothing) until it waits: after a synchronous copy, and at ``synchronize``.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {"compute": 0.0, "copy": 0.0}
+        self._host = 0.0
+        self.current: Stream = "compute"
+
+    def seconds(self, stream: Stream = "compute") -> float:
+        """When the work issued to ``stream`` so far is finished."""
+        return self._times[stream]
+
+    def work(self, seconds: float) -> None:
+        """Charges ``seconds`` to the current stream; the host does not wait."""
+        self._times[self.current] = max(self._times[self.current], self._host) + seconds
+
+    def copy(self, seconds: float) -> None:
+        """Charges a copy between host and device: in the copy stream asynchronous, otherwise the host waits for its end."""
+        self.work(seconds)
+        if self.current == "compute":
+            self._host = self._times["compute"]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Work inside goes to ``stream``."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def record(self, stream: Stream) -> float:
+        """An event: when everything issued to ``stream`` so far will be finished."""
+        return max(self._times[stream], self._host)
+
+    def wait(self, stream: Stream, event: float) -> None:
+        """What is issued to ``stream`` from now on starts after ``event``; the host does not wait."""
+        self._times[stream] = max(self._times[stream], event)
+
+    def synchronize(self) -> None:
+        """The host waits for both streams."""
+        self._host = max(self._host, *self._times.values())
+        self._times = dict.fromkeys(self._times, self._host)

@@ -1,0 +1,158 @@
+"""Decides what an operator on simulated tensors does: check devices, compute on the CPU, account for what came out.
+
+    sim tensors --unwrap--> CPU tensors --same operator--> CPU results --count new storages--> wrap --> sim tensors
+
+A result is counted after it was computed, and only when all results of the operator fit: a refusal changes no count. Results that
+share a storage with something counted are views and cost nothing. It must not know which machine is active (operators
+count on the machine of their inputs), and it must not know single operators: those that are special are in ``special.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from graphrun.sim.active import active_machine
+from graphrun.sim.flops import FORMULAS, Formula
+from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, Handler
+from graphrun.sim.wrap import settle, wrap, wrap_all
+
+
+class Traits(NamedTuple):
+    """What must be known of an operator, read once from its schema."""
+
+    name: str
+    handler: Handler | None
+    composite: bool
+    """It is made of other operators; it arrives whole only in inference mode and is taken apart here."""
+    written: tuple[tuple[int, str], ...]
+    """(position, name) of the arguments that it writes into and returns, in order of the results; empty: results are new."""
+    reshapes: bool
+    """It may change the shape or the storage of what it writes into."""
+    indexing: bool
+    flops: Formula | None
+
+
+@cache
+def traits_of(func: Any) -> Traits:
+    """The traits of operator ``func``."""
+    schema = func._schema
+    name = schema.name
+    full = f"{name}.{schema.overload_name}" if schema.overload_name else name
+    aliases = [result.alias_info for result in schema.returns]
+    written: list[tuple[int, str]] = []
+    if aliases and all(alias is not None and alias.is_write for alias in aliases):
+        for alias in aliases:
+            written += [
+                (position, argument.name)
+                for position, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set
+            ]
+    has_out = any(argument.is_out for argument in schema.arguments)
+    return Traits(
+        name=name,
+        handler=SPECIAL.get(full),
+        composite=name not in LEAVES and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        written=tuple(written),
+        reshapes=has_out or torch.Tag.inplace_view in func.tags or name == "aten::resize_as_",
+        indexing=name in INDEXING,
+        flops=FORMULAS.get(name),
+    )
+
+
+def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The result of ``func`` on simulated tensors; the body of ``__torch_dispatch__`` of the tensor subclass ``cls``."""
+    traits = traits_of(func)
+    if traits.handler is not None:
+        return traits.handler(cls, func, args, kwargs or {})
+    if traits.composite:
+        return func.decompose(*args, **(kwargs or {}))
+    tensors: list[Any] = []
+    raws: list[Any] = []
+    for value in args:
+        kind = type(value)
+        if kind is cls:
+            tensors.append(value)
+            raws.append(value.raw)
+        elif kind is int or kind is float or kind is bool:
+            raws.append(value)
+        else:
+            raws.append(_unwrap(cls, value, tensors))
+    options: dict[str, Any] = {}
+    on_host = False
+    if kwargs:
+        on_host = _options(cls, kwargs, options, tensors)
+    machine = _machine(cls, traits, args, tensors)
+    out = func(*raws, **options)
+    if traits.written:
+        results = [args[i] if i < len(args) else (kwargs or {})[name] for i, name in traits.written]
+        if traits.reshapes:
+            for result in results:
+                settle(cls, result)
+        out = results[0] if len(results) == 1 else tuple(results)
+    elif isinstance(out, torch.Tensor):
+        out = out if on_host else wrap(cls, out, machine)
+    elif out is not None and not on_host:
+        leaves, spec = tree_flatten(out)
+        out = tree_unflatten(wrap_all(cls, leaves, machine), spec)
+    if traits.flops is not None:
+        machine.charge(traits.flops(raws, out))
+    return out
+
+
+def _unwrap(cls: Any, value: Any, tensors: list[Any]) -> Any:
+    """``value`` with raw tensors in place of simulated ones; every tensor met is added to ``tensors``."""
+    if type(value) is cls:
+        tensors.append(value)
+        return value.raw
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+    elif isinstance(value, (list, tuple)):
+        return [_unwrap(cls, item, tensors) for item in value]
+    return value
+
+
+def _options(cls: Any, kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[Any]) -> bool:
+    """Whether results are asked for on the host; fills ``options`` with what the CPU operator gets."""
+    on_host = False
+    for key, value in kwargs.items():
+        if key == "device":
+            on_host = value is not None and torch.device(value).type != "sim"
+            options[key] = value if on_host else torch.device("cpu")
+        elif key == "generator" and value is not None:
+            raise RuntimeError(f"Expected a 'sim' device type for generator but found '{value.device.type}'")
+        elif key != "pin_memory":
+            options[key] = _unwrap(cls, value, tensors)
+    return on_host
+
+
+def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) -> Any:
+    """The machine that all of ``tensors`` are on; raises RuntimeError as CUDA does when some are elsewhere.
+
+    Allowed on the CPU, as on CUDA: tensors without dimensions that are not written to, and index tensors.
+    """
+    machine = None
+    stray = None
+    for tensor in tensors:
+        if type(tensor) is cls:
+            found = tensor.allocation.machine
+            if machine is None:
+                machine = found
+            elif machine is not found:
+                raise RuntimeError(f"sim tensors of two machines met in {traits.name}")
+        elif tensor.dim() and not (traits.indexing and any(tensor is index for index in args[1])):
+            stray = tensor
+        elif traits.written and tensor is args[0]:
+            stray = tensor
+    if machine is None:
+        return active_machine()
+    if stray is not None:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, sim:0 and {stray.device}! "
+            f"(op {traits.name})"
+        )
+    return machine

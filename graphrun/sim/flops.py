@@ -1,0 +1,49 @@
+"""Decides how many FLOPs an operator costs on a simulated machine: matrix products, convolutions, attention; all else is 0.
+
+The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry), written on shapes without its
+tree maps, because they run at every operator. It must not know machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
+
+Formula = Callable[[list[Any], Any], int]
+"""FLOPs from the operator's positional arguments (raw tensors) and its output."""
+
+
+def _mm(args: list[Any], out: Any) -> int:
+    return 2 * prod(args[0].shape) * int(args[1].shape[-1])
+
+
+def _addmm(args: list[Any], out: Any) -> int:
+    return 2 * prod(args[1].shape) * int(args[2].shape[-1])
+
+
+def _linear(args: list[Any], out: Any) -> int:
+    return 2 * prod(args[0].shape) * (int(args[1].shape[0]) if args[1].dim() > 1 else 1)
+
+
+def _convolution(args: list[Any], out: Any) -> int:
+    return int(conv_flop_count(list(args[0].shape), list(args[1].shape), list(out.shape), transposed=args[6]))
+
+
+def _attention(args: list[Any], out: Any) -> int:
+    query, key, value = (args[i].shape for i in range(3))
+    heads = query[:-2]
+    return int(sdpa_flop_count((prod(heads[:-1]), heads[-1], *query[-2:]), *((prod(heads[:-1]), heads[-1], *s[-2:]) for s in (key, value))))
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "aten::mm": _mm,
+    "aten::bmm": _mm,
+    "aten::addmm": _addmm,
+    "aten::baddbmm": _addmm,
+    "aten::linear": _linear,
+    "aten::convolution": _convolution,
+    "aten::scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,114 @@
+"""Decides what memory a simulated machine has: every storage counted, a hard capacity, faults on request.
+
+It knows sizes only; it must not know tensors, operators or time.
+
+    allocated_bytes  |      ____            capacity  - - - - - - - - - -
+                     |  ___|    |___                       (never crossed: an allocation
+                     | |  a   b     |                       that would is refused whole)
+                     +-+---+----+---+--> order of allocations and frees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from graphrun.errors import InputError
+from graphrun.units import round_up, show_size
+
+BLOCK_BYTES = 512
+"""Sizes are rounded up to this, as PyTorch's CUDA caching allocator does (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator)."""
+
+
+class SimulatedOutOfMemory(torch.OutOfMemoryError):
+    """The simulated machine refused an allocation: its capacity would be exceeded, or a fault was injected."""
+
+
+class Listener(Protocol):
+    """Whoever wants every allocation and free, in order. ``key`` is unique within a machine; sizes are rounded to 512."""
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        """Storage ``key`` of ``nbytes`` was allocated."""
+
+    def freed(self, key: int) -> None:
+        """Storage ``key`` is gone."""
+
+
+class Allocation:
+    """One counted storage. It lives as an attribute of that storage, so that it ends with the last view. 0 bytes: not counted."""
+
+    __slots__ = ("key", "machine", "nbytes")
+
+    def __init__(self, machine: Any, key: int, nbytes: int) -> None:
+        self.machine = machine
+        self.key = key
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        if self.nbytes:
+            self.machine.ledger.release(self.key, self.nbytes)
+
+
+class Ledger:
+    """Bytes in use, most used, and refusals. All sizes in bytes, each storage rounded up to ``BLOCK_BYTES``."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.allocations = 0
+        self.fail_in: int | None = None
+        self.listener: Listener | None = None
+        self.live: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
+
+    def admit(self, sizes: Sequence[int]) -> None:
+        """Nothing, if storages of ``sizes`` (rounded) may all be allocated now; raises SimulatedOutOfMemory and changes no count."""
+        wanted = sum(sizes)
+        if self.fail_in is not None:
+            counted = sum(1 for size in sizes if size)
+            if counted >= self.fail_in:
+                self.fail_in = None
+                raise SimulatedOutOfMemory(f"sim out of memory: injected fault at an allocation of {show_size(wanted)} ({wanted} bytes)")
+        if self.capacity_bytes is not None and wanted and self.allocated_bytes + wanted > self.capacity_bytes:
+            free = self.capacity_bytes - self.allocated_bytes
+            raise SimulatedOutOfMemory(
+                f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). sim:0 has a capacity of "
+                f"{show_size(self.capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
+                f"and {show_size(self.allocated_bytes)} in {len(self.live)} storages is allocated"
+            )
+
+    def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """The key of a newly counted storage of ``size`` bytes (rounded), which ``admit`` has let through. 0 bytes: 0."""
+        if not size:
+            return 0
+        if self.fail_in is not None:
+            self.fail_in -= 1
+        self.allocations = key = self.allocations + 1
+        self.live[key] = (size, shape, dtype)
+        self.allocated_bytes += size
+        if self.allocated_bytes > self.peak_bytes:
+            self.peak_bytes = self.allocated_bytes
+        if self.listener is not None:
+            self.listener.allocated(key, size)
+        return key
+
+    def release(self, key: int, size: int) -> None:
+        """Storage ``key`` of ``size`` bytes is counted no longer."""
+        if self.live.pop(key, None) is None:
+            return
+        self.allocated_bytes -= size
+        if self.listener is not None:
+            self.listener.freed(key)
+
+
+def rounded(nbytes: int) -> int:
+    """``nbytes`` as the ledger counts it."""
+    return round_up(nbytes, BLOCK_BYTES)
+
+
+def positive(name: str, value: float) -> None:
+    """Raises InputError unless ``value`` is above zero; ``name`` is what the caller calls it."""
+    if not value > 0:
+        raise InputError(f"simulated machine: {name} is {value}; give a number above 0")

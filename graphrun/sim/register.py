@@ -1,0 +1,111 @@
+"""Decides how PyTorch learns of the device ``sim``: the one PrivateUse1 slot, a device module, kernels that C++ can reach.
+
+Registration is process-wide, happens once, and cannot be undone. It must not know machines beyond the active one.
+
+Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit kernels are needed where that path
+does not exist: new tensors, which have no simulated argument; C++ code that excludes Python dispatch (``torch.tensor``, lists as
+indices); and composite operators that must arrive whole (``special.LEAVES``).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from graphrun.errors import GraphrunError
+from graphrun.sim.active import active, active_machine
+from graphrun.sim.special import LEAVES, SPECIAL
+from graphrun.sim.tensor import SimTensor
+
+try:  # experimental in PyTorch 2.13: it may move or change
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as _setup
+except ImportError:  # pragma: no cover - depends on the PyTorch that is installed
+    _setup = None
+
+NAME = "sim"
+
+BELOW_PYTHON = (
+    "as_strided alias detach clone view _reshape_alias expand permute transpose.int slice.Tensor select.int unsqueeze squeeze.dim "
+    "fill_.Scalar zero_ index.Tensor index_put_ _index_put_impl_ masked_fill_.Scalar"
+).split()
+"""Operators that C++ code was seen to call with Python dispatch excluded, or may."""
+
+
+class DeviceModule:
+    """What ``torch.sim`` is: the questions that PyTorch and pipeline code ask of a device's module. Sizes in bytes."""
+
+    def is_initialized(self) -> bool:
+        """True: there is nothing to start."""
+        return True
+
+    def is_available(self) -> bool:
+        """True once registered."""
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def current_device(self) -> int:
+        """Zero."""
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing: random numbers on ``sim`` come from the CPU's generator."""
+
+    def synchronize(self, device: Any = None) -> None:
+        """Waits for both timelines of the active machine, if there is one."""
+        machine = active.get()
+        if machine is not None:
+            machine.synchronize()
+
+    def empty_cache(self) -> None:
+        """Nothing: freed memory is free at once."""
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """(free, capacity) of the active machine; without a limit both are 2**62."""
+        machine = active_machine()
+        capacity = 2**62 if machine.capacity_bytes is None else machine.capacity_bytes
+        return capacity - machine.allocated_bytes, capacity
+
+
+def available() -> bool:
+    """Whether this PyTorch can have a device ``sim``: it supports backends in Python, and no other backend took the one slot."""
+    return _setup is not None and torch._C._get_privateuse1_backend_name() in ("privateuseone", NAME)
+
+
+@cache
+def register() -> None:
+    """Makes ``torch.device("sim")`` exist. Raises GraphrunError where that cannot be (see ``available``)."""
+    if not available():
+        taken = torch._C._get_privateuse1_backend_name()
+        why = "this PyTorch cannot host a backend written in Python" if _setup is None else f"the slot is taken by {taken!r}"
+        raise GraphrunError(f"the simulated device is not available: {why} (PyTorch {torch.__version__}); PyTorch 2.13 is known to work")
+    assert _setup is not None
+    _setup(NAME, backend_module=DeviceModule())
+    library = torch.library.Library("aten", "IMPL")
+    names = [name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))]
+    for name in (*names, *BELOW_PYTHON):
+        library.impl(name, _kernel(name), "PrivateUse1")
+    _keep(library)
+
+
+def _kernel(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return SimTensor.__torch_dispatch__(func, (), args, kwargs)
+
+    return kernel
+
+
+@cache
+def _keep(library: Any) -> Any:
+    """Holds ``library`` for the life of the process: kernels go when it does."""
+    return library

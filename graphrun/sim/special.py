@@ -1,0 +1,147 @@
+"""Decides what the operators do that are not "compute on the CPU and wrap": new tensors, copies, sizes changed in place.
+
+A handler gets the tensor subclass, the operator and its arguments. It must not know other operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from graphrun.sim.active import active_machine
+from graphrun.sim.ledger import rounded
+from graphrun.sim.wrap import replace, settle, wrap
+
+Handler = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], Any]
+
+LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear"})
+"""Composite operators run whole: attention because anything but the CUDA, CPU and XPU devices would get the math form, which
+holds scores of S x S and rounds differently; ``linear`` because its parts differ by device and it is the most frequent."""
+
+INDEXING = frozenset(
+    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+)
+"""Operators whose second argument may hold index tensors on the CPU, as on CUDA."""
+
+
+def _new(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``empty(size)`` and ``empty_strided(size, stride)``: refused before the host allocates anything."""
+    machine = active_machine()
+    if kwargs.get("pin_memory"):
+        raise RuntimeError("only tensors on the CPU can be pinned, not on sim:0")
+    size = args[0]
+    elements = prod(size) if len(args) == 1 else _extent(size, args[1])
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    machine.ledger.admit((rounded(elements * dtype.itemsize),))
+    return wrap(cls, func(*args, **{**kwargs, "device": "cpu"}), machine)
+
+
+def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``_to_copy(source, dtype=, device=, ...)``. A conversion happens on the source's side, as in CUDA's copies."""
+    source = args[0]
+    options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
+    from_sim = type(source) is cls
+    target = kwargs.get("device")
+    to_sim = from_sim if target is None else torch.device(target).type == "sim"
+    raw = source.raw if from_sim else source
+    nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
+    machine = source.allocation.machine if from_sim else active_machine()
+    if to_sim and not from_sim:
+        machine.ledger.admit((rounded(nbytes),))
+        machine.copy_in(nbytes)
+    elif from_sim and not to_sim:
+        machine.copy_out(nbytes)
+    copied = func(raw, **options)
+    return wrap(cls, copied, machine) if to_sim else copied
+
+
+def _copy_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``copy_(destination, source, non_blocking)``, the bytes counted being the destination's."""
+    return _copy(cls, args[0], args[1])
+
+
+def _copy_from(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``_copy_from(source, destination, non_blocking)``: what ``copy_`` becomes where C++ excludes Python."""
+    return _copy(cls, args[1], args[0])
+
+
+def _copy_from_and_resize(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``_copy_from_and_resize(source, destination)``."""
+    source, destination = args
+    if type(destination) is cls:
+        destination.raw.resize_(source.shape)
+        settle(cls, destination)
+    else:
+        destination.resize_(source.shape)
+    return _copy(cls, destination, source)
+
+
+def _copy(cls: Any, destination: Any, source: Any) -> Any:
+    into, from_ = type(destination) is cls, type(source) is cls
+    if into and not from_:
+        destination.allocation.machine.copy_in(destination.numel() * destination.dtype.itemsize)
+    elif from_ and not into:
+        source.allocation.machine.copy_out(destination.numel() * destination.dtype.itemsize)
+    (destination.raw if into else destination).copy_(source.raw if from_ else source)
+    return destination
+
+
+def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``item()``: a copy to the host of one element."""
+    raw = args[0].raw
+    args[0].allocation.machine.copy_out(raw.dtype.itemsize)
+    return func(raw)
+
+
+def _resize_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``resize_(tensor, size)``: refused before anything changes."""
+    tensor, size = args[0], args[1]
+    raw = tensor.raw
+    size_bytes = rounded((raw.storage_offset() + prod(size)) * raw.dtype.itemsize)
+    if size_bytes > tensor.allocation.nbytes:
+        tensor.allocation.machine.ledger.admit((size_bytes,))
+    func(raw, *args[1:], **kwargs)
+    settle(cls, tensor)
+    return tensor
+
+
+def _set_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``set_()`` and ``set_(other)``: the tensor stands for another storage from now on."""
+    tensor = args[0]
+    if len(args) == 1:
+        replace(cls, tensor, wrap(cls, torch.empty(0, dtype=tensor.dtype), tensor.allocation.machine))
+    elif type(args[1]) is cls and len(args) == 2:
+        replace(cls, tensor, wrap(cls, args[1].raw.detach(), args[1].allocation.machine))
+    else:
+        raise NotImplementedError("sim: set_ takes a sim tensor; its storage object stands for no memory")
+    return tensor
+
+
+def _compatible(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Asked by ``tensor.data = other``: both must be simulated."""
+    return type(args[0]) is cls and type(args[1]) is cls
+
+
+SPECIAL: Mapping[str, Handler] = {
+    "aten::empty.memory_format": _new,
+    "aten::empty_strided": _new,
+    "aten::_to_copy": _to_copy,
+    "aten::copy_": _copy_,
+    "aten::_copy_from": _copy_from,
+    "aten::_copy_from_and_resize": _copy_from_and_resize,
+    "aten::_local_scalar_dense": _item,
+    "aten::resize_": _resize_,
+    "aten::set_": _set_,
+    "aten::set_.source_Tensor": _set_,
+    "aten::set_.source_Storage": _set_,
+    "aten::set_.source_Storage_storage_offset": _set_,
+    "aten::set_.source_Tensor_storage_offset": _set_,
+    "aten::_has_compatible_shallow_copy_type": _compatible,
+}

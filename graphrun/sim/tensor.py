@@ -1,0 +1,63 @@
+"""Decides what a tensor on the simulated device is to Python: a subclass that holds a CPU tensor and says it is on ``sim:0``.
+
+It must not know operators; ``dispatch.py`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrun.sim.dispatch import dispatch
+from graphrun.sim.ledger import Allocation
+from graphrun.sim.wrap import replace
+
+
+class SimTensor(torch.Tensor):
+    """A tensor on ``sim:0``. ``raw`` is the CPU tensor that holds its numbers, ``allocation`` what its storage is counted as."""
+
+    raw: torch.Tensor
+    allocation: Allocation
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_dispatch__ = classmethod(dispatch)
+
+    def tolist(self) -> Any:
+        """The numbers as Python lists: a copy to the host (PyTorch's own refuses subclasses)."""
+        self.allocation.machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
+        return self.raw.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """With ``force`` a copy on the host as an array; otherwise TypeError, as on CUDA."""
+        if not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return self.detach().cpu().numpy()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history; assigning makes this tensor stand for another sim tensor's storage."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if type(other) is not SimTensor:
+            raise RuntimeError(f"cannot set .data of a tensor on {self.device} to one on {other.device}")
+        replace(SimTensor, self, other)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            twin = self.detach().clone().requires_grad_(self.requires_grad)
+            if isinstance(self, torch.nn.Parameter):
+                twin = torch.nn.Parameter(twin, requires_grad=self.requires_grad)
+            memo[id(self)] = twin
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{self.raw!r}, device='{self.device}'"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and self.dim() == 0 else super().__format__(spec)

@@ -1,0 +1,71 @@
+"""What happened in a run: per slot and per event, in seconds on the device's clock (virtual on sim) and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that was done: ``load``, ``evict``, ``stream`` (one block passing), ``run`` (one call), ``free``."""
+
+    kind: str
+    component: str
+    slot: int
+    detail: str  # block path for load, evict, stream; entry point for run
+    nbytes: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTrace:
+    """What was measured in one slot of the plan."""
+
+    phase: str
+    part: str
+    calls: int
+    peak_bytes: int
+    moved_bytes: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A run. ``outputs`` are the graph's; ``left_bytes`` is what remained on the device beyond the ``baseline_bytes`` before."""
+
+    plan_digest: str
+    device: str
+    slots: tuple[SlotTrace, ...]
+    events: tuple[Event, ...]
+    baseline_bytes: int
+    left_bytes: int
+    outputs: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was on the device at any time."""
+        return max((slot.peak_bytes for slot in self.slots), default=0)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes copied to the device as weights."""
+        return sum(slot.moved_bytes for slot in self.slots)
+
+    @property
+    def seconds(self) -> float:
+        """From the first slot's start to the last slot's end."""
+        return self.slots[-1].end_seconds - self.slots[0].start_seconds if self.slots else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary, without the outputs."""
+        return {
+            "plan_digest": self.plan_digest,
+            "device": self.device,
+            "baseline_bytes": self.baseline_bytes,
+            "left_bytes": self.left_bytes,
+            "slots": [asdict(slot) for slot in self.slots],
+            "events": [asdict(event) for event in self.events],
+        }
