@@ -10,7 +10,6 @@ Decides how a class and a config become a module. Must not know plans, devices o
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -125,7 +124,7 @@ def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) ->
     folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where)
     files = weight_files(folder, component.where)
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
-    with _explained(place, component.class_path, component.where):
+    with _explained(place, component.class_path, component.where), _quiet():
         if hasattr(kind, "load_config"):  # diffusers
             module, found = kind.from_pretrained(folder, torch_dtype=dtype, **_READING)
         elif getattr(kind, "config_class", None) is not None:  # transformers
@@ -168,7 +167,8 @@ def _freeze(module: Any, component: Component) -> nn.Module:
                 if wanted != tensor.dtype:
                     new = tensor.detach().to(wanted)
                     tensors[key] = made.setdefault(id(tensor), new if buffers else nn.Parameter(new))
-    return module.requires_grad_(False).eval()
+    frozen: nn.Module = module.requires_grad_(False).eval()
+    return frozen
 
 
 def _dtype_of(module: Any, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -230,6 +230,22 @@ def _explained(place: str, class_path: str, where: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         raise GraphError(f"{place}: {class_path} cannot be made: {type(error).__name__}: {text[:400]}", where) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars that transformers and diffusers draw while they read files."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    shown = [library for library in (transformers.utils.logging, diffusers.utils.logging) if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from graphrun.graph.values import did_you_mean
 def resolve_class(class_path: str, allow: Sequence[str], where: str = "") -> type[Any]:
     """The class that ``class_path`` names, such as ``diffusers.AutoencoderKL``.
 
-    The class itself must live in an allowed package: ``diffusers.utils.x.subprocess.Popen`` does not. Raises GraphError at ``where``.
+    The class itself must live in an allowed package: ``diffusers.utils.x.subprocess.Popen`` does not.
+    Raises GraphError at ``where``.
     """
     package, *steps = class_path.split(".")
     if package not in allow:
@@ -43,7 +44,7 @@ def _member(owner: Any, name: str, class_path: str, where: str) -> Any:
                 pass
         known = [member for member in dir(owner) if member[:1].isupper()]
         raise GraphError(f"unknown class {class_path}{did_you_mean(name, known)}", where) from None
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         raise GraphError(f"{class_path} cannot be imported: {error}", where) from error
 
 

@@ -35,7 +35,7 @@ def _values(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     tile = torch.randn(min(like.numel(), TILE), generator=generator).mul_(_scale(owner, key, like)).to(like.dtype)
     values = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    for piece in values.view(-1).split(TILE):
+    for piece in torch.split(values.view(-1), TILE):
         piece.copy_(tile[: piece.numel()])
     return values
 

@@ -32,7 +32,8 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str) -> Path:
     try:
         root = snapshot_download(f"{owner}/{repository}", allow_patterns=wanted, ignore_patterns=_LEFT_OUT)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise GraphError(f"cannot get {source} from the hub ({_first_line(error)}); download it, and give its folder", where) from error
+        text = f"cannot get {source} from the hub ({_first_line(error)}); download it, and give its folder"
+        raise GraphError(text, where) from error
     folder = Path(root) / inside
     if not folder.is_dir():
         raise GraphError(f"the repository {owner}/{repository} has no folder {inside}", where)

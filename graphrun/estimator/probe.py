@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
-from graphrun.components.build import ghost
+from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.estimator.events import Call, Mark, Tape
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
+from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
 
 
@@ -40,18 +41,18 @@ class Probed:
 def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
     """The dry run of ``graph`` for resolved ``inputs``. Raises what the pipeline's own code raises for them."""
     ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
     prober = _Prober(ghosts)
     with sim.Machine() as machine, prober.boundary:
         machine.listener = prober.tape
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             for name, value in outputs.items():
-                prober.tape.values[f"{stage}.{name}"] = frozenset(
-                    machine.key(t) for t in tensors_in(value) if t.device == sim.device
-                )
+                keys = (tensor.allocation.key for tensor in tensors_in(value) if isinstance(tensor, SimTensor))
+                prober.tape.values[f"{stage}.{name}"] = frozenset(keys)
             prober.tape.items.append(Mark("stage", stage))
 
-        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage)
+        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts)
     return Probed(prober.tape, ghosts, {name: tuple(order) for name, order in prober.entered.items()})
 
 

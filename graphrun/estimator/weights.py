@@ -68,7 +68,8 @@ def classify(module: nn.Module, entered: Sequence[str], touched: Sequence[Iterab
     bytes. A child outside all classes that other calls read than the rest becomes a class of one under its own name (a VAE's
     encoder where only `decode` is called).
     """
-    units = list(dict.fromkeys(path for path in entered if path in set(unit_paths(module))))
+    known = set(unit_paths(module))
+    units = [path for path in dict.fromkeys(entered) if path in known]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
     groups: list[list[str]] = []
     for path in units:

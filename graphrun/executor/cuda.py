@@ -1,17 +1,18 @@
 """A CUDA device, by PyTorch's documented semantics of streams and of its caching allocator. Holds no decision of a plan.
 
-Streams. Ops run on the current stream of the session ("compute"); weights arrive on a side stream ("copy"). All memory is allocated
-on compute. ``Tensor.record_stream`` is not used: it defers a free by an event that is polled later, so that peaks would depend on
-timing; the executor's marks order every reuse instead (device.py's drawing). Neither stream is ever waited for by the host except at
-a slot's barrier.
+Streams. Ops run on the stream that is current when a session begins ("compute"); weights arrive on a side stream ("copy"). All
+memory is allocated on compute. ``Tensor.record_stream`` is not used: it defers a free until an event is polled, so that peaks would
+depend on timing; the executor's marks order every reuse instead (the drawing in device.py). The host waits for a stream only at a
+slot's barrier, and never for the whole device.
 
 Bytes. A card must hold what the allocator *reserves*, so peaks are peaks of reserved bytes, less cuBLAS's workspace, which PyTorch
-takes from the same allocator and a problem counts apart. Expandable segments keep reserved close to allocated; they are a setting of
-the process, PYTORCH_ALLOC_CONF=expandable_segments:True, and must be in the environment before CUDA starts. The command line sets it;
-`expandable_segments` says whether it holds.
+takes from the same allocator and a problem counts apart. Expandable segments keep reserved close to allocated, and plans assume
+them; they are requested here, through the allocator's settings, and serve every segment that is made from then on. What the process
+set itself (PYTORCH_ALLOC_CONF) stays.
 
-Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two (pytorch/pytorch#150517): 17 GiB would lock 32. An arena is
-therefore ordinary memory that is registered with cudaHostRegister after it is filled, exact to the page.
+Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two (pytorch/pytorch#150517): 17 GiB would lock 32. An arena
+is therefore ordinary memory that is registered with cudaHostRegister once it is filled, exact to the page. Copies from it are as
+asynchronous as from memory that torch pinned: CUDA looks at the pages, not at who locked them.
 """
 
 from __future__ import annotations
@@ -38,42 +39,36 @@ class CudaDevice:
     def __init__(self, index: int = 0, workspace_bytes: int = 0) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             raise InputError(f"cuda:{index} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device sim")
+        _request_expandable_segments()
         self._index = index
         self._workspace_bytes = workspace_bytes
-        self._copy = torch.cuda.Stream(device=index)
+        self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._origin.record(self._compute)
 
     @property
     def name(self) -> str:
-        """The card's name, as the driver gives it."""
-        return torch.cuda.get_device_name(self._index)
+        """``cuda``."""
+        return "cuda"
 
     @property
     def torch_device(self) -> torch.device:
         """``cuda:index``."""
         return torch.device("cuda", self._index)
 
-    @property
-    def expandable_segments(self) -> bool:
-        """Whether the allocator runs with expandable segments, as plans assume."""
-        settings = torch.cuda.memory.memory_snapshot()
-        return any(segment.get("is_expandable", False) for segment in settings)
-
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
-        """The device is current and its allocator refuses to reserve more than ``cap_bytes`` and the workspace.
+        """The device is current, and its allocator reserves at most ``cap_bytes`` and the workspace; leaving lifts the cap.
 
-        The fraction counts what the caching allocator reserves, not the context (torch.cuda.set_per_process_memory_fraction).
-        Leaving empties the cache and lifts the cap.
+        The fraction counts what the caching allocator reserves and not the context (torch.cuda.set_per_process_memory_fraction), so
+        that what other code of this process has reserved counts too.
         """
         before = torch.cuda.get_per_process_memory_fraction(self._index)
-        total_bytes = torch.cuda.get_device_properties(self._index).total_memory
+        share = (cap_bytes + self._workspace_bytes) / torch.cuda.get_device_properties(self._index).total_memory
         with torch.cuda.device(self._index):
             self._compute = torch.cuda.current_stream(self._index)
             torch.cuda.empty_cache()
-            share = (cap_bytes + self._workspace_bytes) / total_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
             try:
                 yield
@@ -92,7 +87,7 @@ class CudaDevice:
         """
         if arena.numel() == 0 or arena.is_pinned():
             return
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(arena.data_ptr(), arena.numel(), PORTABLE))
         if code:
             raise InputError(
@@ -113,7 +108,7 @@ class CudaDevice:
 
     def mark(self, stream: Stream) -> torch.cuda.Event:
         """A timing event recorded on ``stream``."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream(stream))
         return event
 
@@ -128,7 +123,7 @@ class CudaDevice:
 
     def seconds_at(self, mark: torch.cuda.Event) -> float:
         """Seconds from this object's making, to about half a microsecond (cudaEventElapsedTime)."""
-        return self._origin.elapsed_time(mark) / 1e3
+        return float(self._origin.elapsed_time(mark)) / 1e3
 
     @property
     def allocated_bytes(self) -> int:
@@ -151,7 +146,7 @@ class CudaDevice:
 
     def holders(self) -> tuple[str, ...]:
         """Live blocks of the allocator by size."""
-        blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+        blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]  # type: ignore[no-untyped-call]
         sizes = sorted((int(block["size"]) for block in blocks if block["state"] == "active_allocated"), reverse=True)
         return tuple(show_size(size) for size in sizes)
 
@@ -165,3 +160,10 @@ class CudaDevice:
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return self._copy if stream == "copy" else self._compute
+
+
+def _request_expandable_segments() -> None:
+    """The settings so far, with expandable segments unless they say something about them. Other settings are kept as they are."""
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments" not in settings:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))

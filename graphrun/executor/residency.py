@@ -20,10 +20,8 @@ from torch import nn
 from graphrun.components.blocks import BlockLayout, Place, TensorEntry, lay_out
 from graphrun.errors import InputError
 from graphrun.executor.device import Device, Mark
-from graphrun.planner.problem import ComponentNumbers
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.units import round_up
-
-DEVICE_ROUND_BYTES = 512  # allocators of CUDA and sim round to this, and so do the numbers of a problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayo
     for k, block_bytes in zip(numbers.classes, numbers.variants[0].block_bytes, strict=True):
         for path in k.blocks:
             layout = layouts.get(path)
-            found = round_up(layout.nbytes, DEVICE_ROUND_BYTES) if layout else 0
+            found = round_up(layout.nbytes, ALLOCATION_BYTES) if layout else 0
             if found > block_bytes:
                 raise InputError(
                     f"{numbers.name}: block {path or 'rest'!r} has {found} bytes, and the problem says {block_bytes}: "

@@ -12,7 +12,7 @@ expects; a component that runs on beyond them is still served, block by block.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from graphrun.errors import BrokenPlan
 from graphrun.executor.device import Device, Mark
 from graphrun.executor.residency import Residency
-from graphrun.planner.ring import Ring
+from graphrun.planner.ring import Place, Ring
 
 Note = Callable[[str, str, str, int, tuple[Mark, Mark]], None]
 """Told of each copy: kind (``load`` or ``stream``), component, block, bytes, marks before and after."""
@@ -38,39 +38,35 @@ class _Passing:
     arrived: Mark
 
 
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """What a slot streams of one component. Paths are in call order."""
+
+    paths: tuple[str, ...]  # the blocks that pass through the ring
+    passes: int  # how often one is expected to, in all
+    ring_bytes: int
+    loads: tuple[str, ...]  # blocks that the slot loads and keeps, already allocated
+    order: tuple[str, ...]  # all blocks
+
+
 class Streamer:
-    """Streams the blocks ``paths`` (call order) of a component for one slot.
+    """Streams a component for one slot. ``idle`` is called when no room is left in the ring. Raises what the device raises."""
 
-    ``passes``: how many block passes the slot expects. ``loads``: blocks that the slot loads and keeps, already allocated.
-    ``order``: all blocks in call order. ``after_pass`` is called when a block is done. Raises what the device raises.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        residency: Residency,
-        paths: Sequence[str],
-        passes: int,
-        ring_bytes: int,
-        order: Sequence[str],
-        loads: Sequence[str],
-        note: Note,
-        after_pass: Callable[[], None],
-    ) -> None:
+    def __init__(self, device: Device, residency: Residency, streaming: Streaming, note: Note, idle: Callable[[], None]) -> None:
         self._device, self._residency = device, residency
-        self._paths = tuple(paths)
+        self._paths = streaming.paths
         self._index = {path: index for index, path in enumerate(self._paths)}
-        self._limit = passes
-        self._loads = _loads_before(self._paths, order, loads)
-        self._note, self._after_pass = note, after_pass
-        self._ring = Ring(ring_bytes)
-        self._buffer: torch.Tensor | None = device.allocate(ring_bytes)
+        self._limit = streaming.passes
+        self._loads = _loads_before(streaming)
+        self._note, self._idle = note, idle
+        self._ring = Ring(streaming.ring_bytes)
+        self._buffer: torch.Tensor | None = device.allocate(streaming.ring_bytes)
         self._issued: deque[_Passing] = deque()
         self._due = 0  # the pass that compute comes to next; pass p is of block p % len(paths)
         self._next = 0  # the pass whose copy is issued next
         self._placements = 0
-        self._waiting: tuple[int, tuple[int, ...]] | None = None  # the next pass has this offset, once these placements are done
-        self._done: dict[int, Mark | None] = {}
+        self._waiting: Place | None = None  # the next pass has this place, once the blocks that lie there are done
+        self._done: dict[int, Mark | None] = {}  # placements that compute has left, and when
         self._last = -1  # index of the last block of this call
         self._bound: str | None = None
         self._hooks: list[RemovableHandle] = []
@@ -96,7 +92,8 @@ class Streamer:
             for path in self._loads.pop(self._next, ()):
                 self.load(path)
             if self._next >= self._limit or not self._issue():
-                return
+                break
+        self._idle()
 
     def load(self, path: str) -> None:
         """Issues the copy of a block that the slot keeps."""
@@ -111,8 +108,8 @@ class Streamer:
                 self.load(path)
                 return
 
-    def close(self) -> None:
-        """Issues the loads that are still due, then lets go of hooks. The ring stays until `release`."""
+    def finish(self) -> None:
+        """Issues the loads whose turn did not come."""
         for paths in self._loads.values():
             for path in paths:
                 self.load(path)
@@ -132,22 +129,25 @@ class Streamer:
         """Issues the next pass's copy, unless it has to wait for a block that compute has not come to yet."""
         path = self._paths[self._next % len(self._paths)]
         nbytes = self._residency.nbytes(path)
-        offset, released = self._waiting or self._ring.place(nbytes)
-        self._waiting = (offset, released)
-        if any(number not in self._done for number in released):
+        place = self._waiting = self._waiting or self._ring.place(nbytes)
+        if any(number not in self._done for number in place.released):
             return False
-        self._waiting = None
-        marks = [self._done.pop(number) for number in released]
-        if marks and marks[-1] is not None:
-            self._device.wait("copy", marks[-1])
+        if (mark := self._leave(place)) is not None:
+            self._device.wait("copy", mark)
         assert self._buffer is not None
-        buffer = self._buffer[offset : offset + nbytes]
-        copied = self._residency.stage(path, buffer, self._device)
-        self._note("stream", self._residency.name, path, nbytes, copied)
-        self._issued.append(_Passing(self._placements, path, buffer, copied[1]))
+        buffer = self._buffer[place.offset : place.offset + nbytes]
+        marks = self._residency.stage(path, buffer, self._device)
+        self._note("stream", self._residency.name, path, nbytes, marks)
+        self._issued.append(_Passing(self._placements, path, buffer, marks[1]))
         self._placements += 1
         self._next += 1
         return True
+
+    def _leave(self, place: Place) -> Mark | None:
+        """The mark behind which ``place`` is free; it is no longer waited for."""
+        self._waiting = None
+        marks = [mark for number in place.released if (mark := self._done.pop(number)) is not None]
+        return marks[-1] if marks else None
 
     def _before(self, path: str) -> Callable[[nn.Module, object], None]:
         def before(_: nn.Module, __: object) -> None:
@@ -157,8 +157,8 @@ class Streamer:
                 self.fill()
             passing = self._issued[0]
             self._device.wait("compute", passing.arrived)
-            self._residency.bind(path, passing.buffer)
             self._bound = path
+            self._residency.bind(path, passing.buffer)
 
         return before
 
@@ -169,17 +169,19 @@ class Streamer:
             self._done[self._issued.popleft().number] = self._device.mark("compute")
             self._due += 1
             self.fill()
-            self._after_pass()
 
         return after
 
     def _come_to(self, path: str) -> None:
-        """Moves on to ``path``. Blocks between were left out by this call (an entry point may use a part): their copies are lost."""
+        """Moves on to ``path``. Blocks between were left out by this call (an entry point may use a part): their copies are lost.
+
+        Raises BrokenPlan when the blocks of one call do not come in the plan's order.
+        """
         index = self._index[path]
         if index <= self._last or self._bound is not None:
+            before = self._bound or self._paths[self._last]
             raise BrokenPlan(
-                f"{self._residency.name}: block {path} ran out of the planned order, after {self._bound or self._paths[self._last]}; "
-                "plan again with the inputs of this run"
+                f"{self._residency.name}: block {path} ran after {before}, which is not the order of the plan's blocks"
             )
         self._last = index
         while self._due % len(self._paths) != index:
@@ -190,16 +192,19 @@ class Streamer:
             self._due += 1
 
     def _leave_out(self) -> None:
-        """The pass that is due was not issued: its turn goes by. A place that waits in the ring is taken by the next block."""
-        raise NotImplementedError
+        """The pass that is due goes by without a copy. Its place, if it waited for one, stays empty."""
+        if self._waiting is not None:
+            self._done[self._placements] = self._leave(self._waiting)
+            self._placements += 1
+        self._next += 1
 
 
-def _loads_before(paths: Sequence[str], order: Sequence[str], loads: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """``loads`` by the pass before which each is needed; those behind the last streamed block by the number of passes in a call."""
+def _loads_before(streaming: Streaming) -> dict[int, tuple[str, ...]]:
+    """The loads by the pass before which each is needed; those behind the last streamed block by the number of passes in a call."""
     turns: dict[int, tuple[str, ...]] = {}
-    streamed, kept, turn = set(paths), set(loads), 0
-    for path in order:
-        if path in kept:
+    turn = 0
+    for path in streaming.order:
+        if path in streaming.loads:
             turns[turn] = (*turns.get(turn, ()), path)
-        turn += path in streamed
+        turn += path in streaming.paths
     return turns

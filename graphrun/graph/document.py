@@ -92,7 +92,7 @@ def read_text(path: Path) -> str:
 
 def _child(node: yaml.Node, step: str | int) -> tuple[int, yaml.Node] | None:
     if isinstance(node, yaml.MappingNode):
-        found = [(key.start_mark.line, value) for key, value in node.value if key.value == step]
+        found = [(key.start_mark.line, value) for key, value in node.value if key.value == str(step)]
         return found[-1] if found else None
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
         return node.value[step].start_mark.line, node.value[step]

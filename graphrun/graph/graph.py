@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,6 +165,21 @@ class Graph:
             raise InputError("\n".join(problems))
         return values
 
+    def without_sources(self) -> Graph:
+        """The same graph with random weights: what it needs to be run where no checkpoint is.
+
+        Raises InputError naming a component that has its config from its source alone.
+        """
+        for component in self.components.values():
+            if not component.has_config:
+                raise InputError(f"components.{component.name}: random weights need a config", component.where)
+        return replace(
+            self,
+            source=None,
+            components={name: replace(component, source=None) for name, component in self.components.items()},
+            parts={name: replace(part, source=None) if part.file or part.has_config else part for name, part in self.parts.items()},
+        )
+
     @property
     def digest(self) -> str:
         """First 16 hexadecimal digits of SHA-256 over what numbers depend on.
@@ -175,9 +190,10 @@ class Graph:
             "pipeline": [self.pipeline, self.pipeline_config],
             "inputs": {i.name: [i.type, i.default, i.required, i.multiple_of, i.minimum, i.maximum] for i in self.inputs.values()},
             "components": {
-                c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, c.precision] for c in self.components.values()
+                c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, *c.precision]
+                for c in self.components.values()
             },
-            "parts": {p.name: [p.class_path, p.config if p.has_config else p.source, _content(p.file)] for p in self.parts.values()},
+            "parts": {p.name: [p.class_path, p.config, _content(p.file)] for p in self.parts.values()},
             "stages": {s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}] for s in self.stages},
             "outputs": {name: str(reference) for name, reference in self.outputs.items()},
         }
@@ -186,19 +202,27 @@ class Graph:
 
 
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-    """``stages`` in topological order, ties in the order given. Raises InputError naming the members of a cycle."""
-    dag = nx.DiGraph()
+    """``stages`` in topological order, ties in the order given. There must be no cycle."""
+    place = list(stages).index
+    return tuple(stages[name] for name in nx.lexicographical_topological_sort(_dag(stages), key=place))
+
+
+def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
+    """The members of a cycle among ``stages``, each the producer of the next; empty when there is none."""
+    try:
+        members = tuple(edge[0] for edge in nx.find_cycle(_dag(stages)))
+    except nx.NetworkXNoCycle:
+        return ()
+    first = members.index(min(members, key=list(stages).index))
+    return members[first:] + members[:first]
+
+
+def _dag(stages: Mapping[str, Stage]) -> nx.DiGraph[str]:
+    dag: nx.DiGraph[str] = nx.DiGraph()
     dag.add_nodes_from(stages)
     for stage in stages.values():
         dag.add_edges_from((r.name, stage.name) for r in stage.references if r.kind == "stage" and r.name in stages)
-    place = {name: index for index, name in enumerate(stages)}
-    try:
-        return tuple(stages[name] for name in nx.lexicographical_topological_sort(dag, key=place.__getitem__))
-    except nx.NetworkXUnfeasible:
-        members = [edge[0] for edge in nx.find_cycle(dag)]
-        first = members.index(min(members, key=place.__getitem__))
-        members = members[first:] + members[:first]
-        raise InputError(f"stages form a cycle: {' -> '.join([*members, members[0]])}") from None
+    return dag
 
 
 def _plain(value: Any) -> Any:

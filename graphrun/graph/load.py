@@ -5,6 +5,7 @@ Decides what a graph file may say. Must not import torch, nor the packages whose
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, Problems, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Input, Part, Stage, order_stages
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Input, Part, Stage, find_cycle, order_stages
 from graphrun.graph.shape import note_shape
 from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, PartSpec
 from graphrun.graph.stages import check_uses, read_outputs, read_stages
@@ -78,11 +79,11 @@ class _Reader:
         )
 
     def _ordered(self, stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-        try:
-            return order_stages(stages)
-        except InputError as error:
-            self.problems.add(("stages",), str(error))
-            return tuple(stages.values())
+        if cycle := find_cycle(stages):
+            around = " -> ".join([*cycle, cycle[0]])
+            self.problems.add(("stages", cycle[0]), f"stages form a cycle: {around}; one of them must do without the one before")
+            return ()
+        return order_stages(stages)
 
     def _input(self, name: str, spec: InputSpec) -> Input:
         at = ("inputs", name)
@@ -108,6 +109,8 @@ class _Reader:
         config = self._config((*at, "config"), spec.config, source)
         if config is None and source is None:
             self.problems.add(at, "neither config nor source; give config: {} for the defaults of its class")
+        elif config is None and source is not None and Path(source).is_absolute():
+            self.problems.add(at, f"no config, and no {source}/config.json; give config: or another source:")
         return Component(
             name=name,
             class_path=spec.class_path,
@@ -137,21 +140,26 @@ class _Reader:
         package = class_path.split(".")[0]
         if package not in self.allow:
             allowed = ", ".join(self.allow)
-            self.problems.add(
-                at, f"{class_path} is outside the allowed packages ({allowed}){_meant(package, self.allow)}; to trust it, add it to allow:"
-            )
+            meant = did_you_mean(package, self.allow)
+            advice = meant if "did you mean" in meant else f"; to trust it, add {package} to allow:"
+            self.problems.add(at, f"{class_path} is outside the allowed packages ({allowed}){advice}")
 
     def _config(self, at: Location, given: str | dict[str, Any] | None, source: str | None) -> dict[str, Any] | None:
         """The configuration given, or the one in a local source's folder; None when the hub has it, or nobody."""
         if isinstance(given, dict):
-            return given
-        files = [self.folder / given] if given else [Path(source) / name for name in _CONFIG_FILES] if _is_local(source) else []
+            try:
+                return dict(json.loads(json.dumps(given, sort_keys=True, allow_nan=False)))
+            except (TypeError, ValueError) as error:
+                self.problems.add(at, f"holds something that JSON cannot: {error}")
+                return {}
+        files = [self.folder / given] if given else _config_files(source)
         for file in files:
             if given or file.is_file():
                 try:
                     return read_json(file)
                 except GraphError as error:
                     self.problems.add(at, str(error))
+                    return {}
         return None
 
     def _own_source(self, name: str, own: str | None) -> str | None:
@@ -161,15 +169,11 @@ class _Reader:
 
     def _source(self, text: str) -> str:
         """A hub path as it is; a folder, taken relative to the graph file, as an absolute path."""
+        text = text.rstrip("/") or text
         folder = self.folder / Path(text).expanduser()
         looks_local = text.startswith((".", "/", "~")) or "/" not in text
         return str(folder.resolve()) if looks_local or folder.is_dir() else text
 
 
-def _is_local(source: str | None) -> bool:
-    return source is not None and Path(source).is_absolute()
-
-
-def _meant(name: str, known: tuple[str, ...]) -> str:
-    text = did_you_mean(name, known)
-    return text.removesuffix("?") if "did you mean" in text else ""
+def _config_files(source: str | None) -> list[Path]:
+    return [Path(source) / name for name in _CONFIG_FILES] if source is not None and Path(source).is_absolute() else []

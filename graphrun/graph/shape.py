@@ -40,15 +40,16 @@ def note_shape(error: ValidationError, data: Any, problems: Problems) -> None:
         else:
             problems.add(location, _sentence(details, str(key)))
     for location, kinds in expected.items():
-        problems.add(location, f"expected {' or '.join(dict.fromkeys(kinds))}, got {_shown(_at(location, data))}")
+        names = [kind for kind in dict.fromkeys(kinds) if not (kind == "an int" and "a number" in kinds)]
+        problems.add(location, f"expected {' or '.join(names)}, got {_shown(_at(location, data))}")
 
 
 def _existing(location: tuple[str | int, ...], data: Any) -> Iterator[str | int]:
     """``location`` without the steps that pydantic adds for a union's branch or a missing key."""
     for step in location:
-        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and isinstance(step, int) and step < len(data)):
+        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and step in range(len(data))):
             yield step
-            data = data[step]
+            data = _at((step,), data)
 
 
 def _at(location: tuple[str | int, ...], data: Any) -> Any:
@@ -66,6 +67,8 @@ def _sentence(details: ErrorDetails, key: str) -> str:
     context, value = details.get("ctx", {}), details["input"]
     match details["type"]:
         case "literal_error":
+            if key == "graphrun":
+                return f"this graphrun reads files of version 1, not {value!r}"
             choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
             return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
         case "string_pattern_mismatch" if key in ("class", "pipeline"):
@@ -86,4 +89,4 @@ def _sentence(details: ErrorDetails, key: str) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    return "nothing" if value is None else repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"

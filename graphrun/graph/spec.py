@@ -5,9 +5,13 @@ Decides nothing about how the pieces fit together (`load` does), and knows neith
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic_core import PydanticCustomError
+
+from graphrun.graph.ops import OPERATIONS
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$")]
@@ -16,7 +20,8 @@ Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
 Precision = Literal["bfloat16", "float16", "float32", "int8", "nf4"]
 Config = Annotated[
-    Text | dict[str, Any], Field(description="A JSON file, relative to the graph file, or the configuration itself; {} is the defaults.")
+    Text | dict[str, Any],
+    Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
 ]
 Source = Annotated[Text, Field(description="A repository on the Hugging Face hub or a local folder, in the layout of diffusers.")]
 
@@ -25,6 +30,13 @@ class Spec(BaseModel):
     """Strict: no unknown keys, no conversions between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _say_something(cls, value: Any) -> Any:
+        if value is None:
+            raise PydanticCustomError("nothing", "is empty; give it a value, or leave it out")
+        return value
 
 
 class InputSpec(Spec):
@@ -60,7 +72,7 @@ class PartSpec(Spec):
 class StageSpec(Spec):
     """One op, the components it uses, and its arguments: literals, ``$input`` or ``$stage.output``."""
 
-    op: Name
+    op: Annotated[Name, Field(json_schema_extra={"enum": sorted(OPERATIONS)})]
     uses: list[Name] = Field(default_factory=list)
     arguments: dict[Name, Scalar] = Field(alias="with", default_factory=dict)
 
@@ -71,11 +83,17 @@ class GraphSpec(Spec):
     graphrun: Literal[1] = Field(description="The version of this file format.")
     name: Text
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
-    pipeline_config: dict[Name, Scalar | None] = Field(default_factory=dict, description="More constructor arguments of the pipeline.")
+    pipeline_config: dict[Name, Scalar | None] = Field(default={}, description="More constructor arguments of the pipeline.")
     source: Source | None = None
-    allow: list[Name] | None = Field(default=None, description="Packages that classes may come from; default diffusers, transformers.")
+    allow: list[Name] | None = Field(default=None, description="Packages that classes may come from, in place of the usual two.")
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)
     components: dict[Name, ComponentSpec] = Field(min_length=1)
     parts: dict[Name, PartSpec] = Field(default_factory=dict)
     stages: dict[Name, StageSpec] = Field(min_length=1)
     outputs: dict[Name, Text] = Field(min_length=1)
+
+
+def schema_text() -> str:
+    """The JSON Schema of a graph file, for editors, as it is kept in ``graphs/graphrun.schema.json``."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **GraphSpec.model_json_schema()}
+    return json.dumps(schema, indent=2) + "\n"

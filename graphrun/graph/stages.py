@@ -35,14 +35,19 @@ def read_outputs(spec: GraphSpec, problems: Problems) -> dict[str, Reference]:
 
 
 def check_uses(spec: GraphSpec, stages: Mapping[str, Stage], outputs: Mapping[str, Reference], problems: Problems) -> None:
-    """Everything declared must be used: components and inputs by stages, stages by stages or outputs."""
+    """Everything declared must be used: components and inputs by stages, stages by stages or outputs.
+
+    Silent where a name was misspelled: that is a problem already, and what was meant is used.
+    """
     used = {component for stage in stages.values() for component in stage.uses}
     for name in spec.components:
-        if name not in used:
+        if name not in used and used <= spec.components.keys():
             problems.add(("components", name), "no stage uses it; add it to a stage's uses, or remove it")
     references = {r for stage in stages.values() for r in stage.references} | set(outputs.values())
     read = {(r.kind, r.name) for r in references}
-    # A reference that could not be read is a problem of its own; it still says what its writer meant to use.
+    written = [value for item in spec.stages.values() for value in item.arguments.values() if str(value).startswith("$")]
+    if not all(_resolves(str(text), spec) for text in (*written, *spec.outputs.values())):
+        return
     for section, kind, unused in (("inputs", "input", "no stage reads it"), ("stages", "stage", "nothing reads its outputs")):
         for name in getattr(spec, section):
             if (kind, name) not in read:
@@ -99,6 +104,12 @@ def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> 
         problems.add(at, f"stage {name!r} has no output {output!r}{did_you_mean(output, operation.outputs)}")
         return None
     return Reference("stage", name, output)
+
+
+def _resolves(text: str, spec: GraphSpec) -> bool:
+    name, _, output = text[1:].partition(".")
+    operation = OPERATIONS.get(spec.stages[name].op) if name in spec.stages else None
+    return output in operation.outputs if operation else not output and name in spec.inputs
 
 
 def _an_output(stage: StageSpec) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def of_type(kind: str, value: Any) -> Any:
     """``value`` as ``kind`` (str, int, float or bool), an int being a float too. Raises ValueError if it is something else."""
-    types: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
-    if not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "bool"):
-        raise ValueError(f"{value!r} is not {'an' if kind == 'int' else 'a'} {kind}")
-    if kind == "float" and not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a finite number")
-    return float(value) if kind == "float" else value
+    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
+        return value
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{value} does not fit 64 bits")
+        return value
+    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:  # nan fails too
+            raise ValueError(f"{value!r} is not a finite number")
+        return float(value)
+    raise ValueError(f"{value!r} is not {'an' if kind == 'int' else 'a'} {kind}")
 
 
 def fit(declared: Input, value: Any, *, text: bool = False) -> Any:

@@ -122,10 +122,20 @@ _UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: Blocks) -> str:
-    """``all``, ``none``, or every class with its indices: ``double[0,8,16] single[0,12]``."""
+    """``all``, ``none``, or every class with its indices, three or more in a row as a range: ``double[0,8,16] single[0-11,24]``."""
     if blocks is None:
         return "all"
-    return " ".join(f"{name}[{','.join(map(str, indices))}]" for name, indices in blocks) or "none"
+    return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"
+
+
+def _indices_text(indices: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 def action_text(action: Action) -> str:
@@ -233,10 +243,11 @@ def _parse_blocks(text: str, where: str) -> Blocks:
         return None if text == "all" else ()
     found: dict[str, tuple[int, ...]] = {}
     for item in text.split():
-        match = re.fullmatch(r"([^\s\[\],]+)\[([0-9]+(?:,[0-9]+)*)\]", item)
+        match = re.fullmatch(r"([^\s\[\]]+)\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\]", item)
         if not match:
-            raise PlanError(f"expected blocks as 'all', 'none' or 'double[0,8,16] single[0,12]', found {item!r}", where)
-        indices = tuple(int(index) for index in match[2].split(","))
+            raise PlanError(f"expected blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]', found {item!r}", where)
+        ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
+        indices = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
         if match[1] in found or list(indices) != sorted(set(indices)):
             raise PlanError(f"expected each class once and its blocks in ascending order, found {item!r}", where)
         found[match[1]] = indices

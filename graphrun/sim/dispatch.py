@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphrun.sim.active import active_machine
 from graphrun.sim.flops import FORMULAS, Formula
@@ -96,9 +95,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: 
         out = results[0] if len(results) == 1 else tuple(results)
     elif isinstance(out, torch.Tensor):
         out = out if on_host else wrap(cls, out, machine)
-    elif out is not None and not on_host:
-        leaves, spec = tree_flatten(out)
-        out = tree_unflatten(wrap_all(cls, leaves, machine), spec)
+    elif isinstance(out, (list, tuple)) and not on_host:
+        out = type(out)(wrap_all(cls, out, machine))
     if traits.flops is not None:
         machine.charge(traits.flops(raws, out))
     return out
@@ -111,7 +109,7 @@ def _unwrap(cls: Any, value: Any, tensors: list[Any]) -> Any:
         return value.raw
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and value and type(value[0]) is not int:
         return [_unwrap(cls, item, tensors) for item in value]
     return value
 

@@ -36,6 +36,9 @@ BELOW_PYTHON = (
 class DeviceModule:
     """What ``torch.sim`` is: the questions that PyTorch and pipeline code ask of a device's module. Sizes in bytes."""
 
+    def __init__(self, library: Any) -> None:
+        self._library = library  # the kernels go when it does
+
     def is_initialized(self) -> bool:
         """True: there is nothing to start."""
         return True
@@ -57,6 +60,10 @@ class DeviceModule:
 
     def manual_seed_all(self, seed: int) -> None:
         """Nothing: random numbers on ``sim`` come from the CPU's generator."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Asked by ``torch.autocast("sim", enabled=False)``, which language models' position embeddings use."""
+        return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
         """Waits for both timelines of the active machine, if there is one."""
@@ -87,12 +94,11 @@ def register() -> None:
         why = "this PyTorch cannot host a backend written in Python" if _setup is None else f"the slot is taken by {taken!r}"
         raise GraphrunError(f"the simulated device is not available: {why} (PyTorch {torch.__version__}); PyTorch 2.13 is known to work")
     assert _setup is not None
-    _setup(NAME, backend_module=DeviceModule())
     library = torch.library.Library("aten", "IMPL")
     names = [name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))]
     for name in (*names, *BELOW_PYTHON):
         library.impl(name, _kernel(name), "PrivateUse1")
-    _keep(library)
+    _setup(NAME, backend_module=DeviceModule(library))
 
 
 def _kernel(name: str) -> Any:
@@ -103,9 +109,3 @@ def _kernel(name: str) -> Any:
         return SimTensor.__torch_dispatch__(func, (), args, kwargs)
 
     return kernel
-
-
-@cache
-def _keep(library: Any) -> Any:
-    """Holds ``library`` for the life of the process: kernels go when it does."""
-    return library

@@ -49,15 +49,18 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
     from_sim = type(source) is cls
     target = kwargs.get("device")
-    to_sim = from_sim if target is None else torch.device(target).type == "sim"
+    kind = "sim" if target is None else torch.device(target).type
+    to_sim = kind == "sim"
     raw = source.raw if from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
     machine = source.allocation.machine if from_sim else active_machine()
-    if to_sim and not from_sim:
+    if not to_sim:
+        options["device"] = target
+        if kind != "meta":
+            machine.copy_out(nbytes)
+    elif not from_sim:
         machine.ledger.admit((rounded(nbytes),))
         machine.copy_in(nbytes)
-    elif from_sim and not to_sim:
-        machine.copy_out(nbytes)
     copied = func(raw, **options)
     return wrap(cls, copied, machine) if to_sim else copied
 

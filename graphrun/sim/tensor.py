@@ -23,6 +23,10 @@ class SimTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     __torch_dispatch__ = classmethod(dispatch)
 
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
+        """A Parameter of ``data``: code that makes a parameter of another's type (accelerate) calls this. See ``wrap`` otherwise."""
+        return torch.nn.Parameter(data, requires_grad)
+
     def tolist(self) -> Any:
         """The numbers as Python lists: a copy to the host (PyTorch's own refuses subclasses)."""
         self.allocation.machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
@@ -55,6 +59,9 @@ class SimTensor(torch.Tensor):
                 twin = torch.nn.Parameter(twin, requires_grad=self.requires_grad)
             memo[id(self)] = twin
         return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a sim tensor cannot be pickled; use Tensor.cpu() first")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{self.raw!r}, device='{self.device}'"

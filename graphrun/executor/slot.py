@@ -1,0 +1,212 @@
+"""One open slot: its actions are performed at its start, its calls are served while it lasts, and a barrier ends it.
+
+    open     evict | peak restarts | allocate all that the slot loads, and the rings | issue copies | run -->
+    serve    an entry waits for what its component needs; blocks wait for their own copies; prefetch is paced behind streamed blocks
+    close    issue what prefetch is left | barrier | rings and hooks go | what was measured
+
+Decides nothing: every byte that moves is in the plan's text. Loads that the phase computes with come before prefetch; where a
+component streams, prefetch is issued in step with its blocks, when its ring is full, so that it fills the copy stream's idle time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from graphrun.executor.device import Device, Mark
+from graphrun.executor.residency import Residency, blocks_of
+from graphrun.executor.stream import Streamer, Streaming
+from graphrun.planner.plan import Evict, Load, Slot, Stream
+from graphrun.planner.problem import Problem, Use
+from graphrun.trace import Event, SlotTrace
+
+
+@dataclass(slots=True)
+class Recorder:
+    """What was done, with marks that become seconds at a barrier."""
+
+    device: Device
+    origin: Mark
+    slot: int = -1
+    moved_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
+    _open: list[tuple[str, str, int, str, int, Mark, Mark]] = field(default_factory=list)
+
+    def note(self, kind: str, component: str, detail: str, nbytes: int, marks: tuple[Mark, Mark]) -> None:
+        """Something that took from the first mark to the second. ``load`` and ``stream`` count as moved bytes."""
+        if kind in ("load", "stream"):
+            self.moved_bytes += nbytes
+        self._open.append((kind, component, self.slot, detail, nbytes, *marks))
+
+    def seconds(self, mark: Mark) -> float:
+        """Seconds from the run's start. Behind a barrier."""
+        return self.device.seconds_at(mark) - self.device.seconds_at(self.origin)
+
+    def settle(self) -> None:
+        """Turns marks into seconds. Behind a barrier."""
+        for kind, component, slot, detail, nbytes, start, end in self._open:
+            self.events.append(Event(kind, component, slot, detail, nbytes, self.seconds(start), self.seconds(end)))
+        self._open.clear()
+
+
+class OpenSlot:
+    """Slot number ``index`` of a plan, being executed."""
+
+    def __init__(
+        self, index: int, slot: Slot, problem: Problem, residencies: Mapping[str, Residency], device: Device, recorder: Recorder
+    ) -> None:
+        self.index, self.slot = index, slot
+        self.calls = 0
+        self._problem, self._residencies, self._device, self._recorder = problem, residencies, device, recorder
+        phase = next((phase for phase in problem.phases if phase.name == slot.phase), None)
+        self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase and slot.part != "load" else {}
+        self._streamers: dict[str, Streamer] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._at_entry: dict[str, list[str]] = {}
+        self._prefetch: deque[tuple[Residency, str]] = deque()
+        self._prefetch_bytes = self._prefetched_bytes = 0  # in all, and issued
+        self._stream_bytes = self._streamed_bytes = 0
+        self._start: Mark = None
+
+    def open(self) -> None:
+        """Performs the slot's actions up to ``run``. Behind a barrier."""
+        recorder, device = self._recorder, self._device
+        recorder.slot, recorder.moved_bytes = self.index, 0
+        self._start = device.mark("compute")
+        for action in self.slot.actions:
+            if isinstance(action, Evict):
+                self._evict(action)
+        if self.slot.part == "load":
+            device.release_cached()
+        device.reset_peak()
+        loads: dict[str, list[str]] = {}
+        for action in self.slot.actions:
+            if isinstance(action, Load):
+                loads.setdefault(action.component, []).extend(self._allocate(action))
+        for action in self.slot.actions:
+            if isinstance(action, Stream):
+                self._stream(action, loads.get(action.component, []))
+        device.wait("copy", device.mark("compute"))
+        self._prefetch += [(self._residencies[name], path) for name in loads if name not in self._uses for path in loads[name]]
+        self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in self._prefetch)
+        for streamer in self._streamers.values():
+            streamer.open()
+        for name in loads:
+            if name in self._uses:
+                self._load_for_use(name, loads[name])
+        self._pace()
+
+    def enter(self, component: str) -> Mark:
+        """A call into ``component`` may begin when this returns: a mark at its start."""
+        self.calls += 1
+        if component in self._streamers:
+            self._streamers[component].begin_call()
+        for path in self._at_entry.pop(component, ()):
+            self._arrive(component, path)
+        return self._device.mark("compute")
+
+    def close(self) -> SlotTrace:
+        """What was measured from the slot's opening to now, with both streams empty."""
+        for streamer in self._streamers.values():
+            streamer.finish()
+        while self._prefetch:
+            self._issue_prefetch()
+        self._device.wait("compute", self._device.mark("copy"))
+        end = self._device.mark("compute")
+        self._device.barrier()
+        self.release()
+        self._recorder.settle()
+        return SlotTrace(
+            phase=self.slot.phase,
+            part=self.slot.part,
+            calls=self.calls,
+            peak_bytes=self._device.peak_bytes,
+            moved_bytes=self._recorder.moved_bytes,
+            start_seconds=self._recorder.seconds(self._start),
+            end_seconds=self._recorder.seconds(end),
+        )
+
+    def release(self) -> None:
+        """Hooks, staged views and rings are gone. Loaded blocks stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for streamer in self._streamers.values():
+            streamer.release()
+        self._streamers.clear()
+
+    def _evict(self, action: Evict) -> None:
+        residency = self._residencies[action.component]
+        for path in blocks_of(self._problem.component(action.component), action.blocks):
+            residency.evict(path)
+            self._recorder.note("evict", action.component, path, residency.nbytes(path), (self._start, self._start))
+
+    def _allocate(self, action: Load) -> list[str]:
+        paths = blocks_of(self._problem.component(action.component), action.blocks)
+        for path in paths:
+            self._residencies[action.component].allocate(path, self._device)
+        return paths
+
+    def _stream(self, action: Stream, loads: list[str]) -> None:
+        numbers = self._problem.component(action.component)
+        calls = self._uses[action.component].class_calls_in(self.slot.part)
+        kept = set(blocks_of(numbers, action.keep))
+        streamed = [(path, n) for k, n in zip(numbers.classes, calls, strict=True) for path in k.blocks if n and path not in kept]
+        if not streamed:
+            return
+        streaming = Streaming(
+            paths=tuple(path for path, _ in streamed),
+            passes=sum(n for _, n in streamed),
+            ring_bytes=action.ring_bytes,
+            loads=tuple(loads),
+            order=tuple(blocks_of(numbers, None)),
+        )
+        residency = self._residencies[action.component]
+        self._streamers[action.component] = Streamer(self._device, residency, streaming, self._note, self._pace)
+        self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streamed)
+
+    def _note(self, kind: str, component: str, path: str, nbytes: int, marks: tuple[Mark, Mark]) -> None:
+        self._streamed_bytes += nbytes if kind == "stream" else 0
+        self._recorder.note(kind, component, path, nbytes, marks)
+
+    def _pace(self) -> None:
+        """Issues prefetch in step with streaming: the share of it that was issued stays at most one block ahead of the other's."""
+        while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
+            self._issue_prefetch()
+
+    def _issue_prefetch(self) -> None:
+        residency, path = self._prefetch.popleft()
+        self._prefetched_bytes += residency.nbytes(path)
+        self._load(residency, path)
+
+    def _load(self, residency: Residency, path: str) -> None:
+        marks = residency.load(path, self._device)
+        self._recorder.note("load", residency.name, path, residency.nbytes(path), marks)
+
+    def _load_for_use(self, component: str, paths: list[str]) -> None:
+        """Issues loads that this slot computes with. Blocks that could be streamed wait at their own hooks, all else at entry."""
+        residency = self._residencies[component]
+        streamable = {path for k in self._problem.component(component).classes if k.streamable for path in k.blocks}
+        self._at_entry[component] = [path for path in paths if path not in streamable]
+        if component not in self._streamers:
+            for path in paths:
+                self._load(residency, path)
+        for path in paths:
+            if path in streamable:
+                block = residency.module.get_submodule(path)
+                self._hooks.append(block.register_forward_pre_hook(self._arrival_of(component, path)))
+
+    def _arrival_of(self, component: str, path: str) -> Callable[[nn.Module, object], None]:
+        def arrive(_: nn.Module, __: object) -> None:
+            self._arrive(component, path)
+
+        return arrive
+
+    def _arrive(self, component: str, path: str) -> None:
+        if component in self._streamers:
+            self._streamers[component].load_now(path)
+        self._residencies[component].await_arrival(path, self._device)

@@ -1,0 +1,94 @@
+"""What a call on meta would allocate, read and compute, against what the CPU really does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from graphrun.estimator.recorder import FusedAttention, Recorder
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def record(
+    module: nn.Module, call: Callable[[], object], blocks: tuple[str, ...] = (), inputs: tuple[torch.Tensor, ...] = ()
+) -> Recorder:
+    recorder = Recorder(module, blocks)
+    recorder.ignore(inputs)
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = call()
+    del out
+    recorder.close()
+    return recorder
+
+
+def profiled_peak(module: nn.Module, x: torch.Tensor) -> int:
+    """The CPU allocator's own peak over the same call, from the profiler's memory events."""
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        out = module(x)
+    now = peak = 0
+    for event in run.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    del out
+    return peak
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_the_peak_equals_the_cpu_profilers_where_there_is_no_convolution(width: int) -> None:
+    module = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.SiLU(), nn.LayerNorm(width))
+    real = profiled_peak(module, torch.zeros(8, 128, width))
+    meta, x = module.to("meta"), torch.zeros(8, 128, width, device="meta")
+    assert record(meta, lambda: meta(x), inputs=(x,)).peak_bytes == real
+
+
+def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
+    module = Attention(64).to("meta")
+    tokens = 2048
+    recorder = record(module, lambda: module(torch.zeros(1, tokens, 64, device="meta")))
+    assert max(nbytes for _, nbytes in recorder.events) < 4 * tokens * tokens
+    linear = 2 * tokens * 64 * (192 + 64)
+    assert sum(recorder.flops.values()) == linear + 2 * 4 * tokens * tokens * (16 + 16)
+
+
+def test_a_convolution_takes_scratch_of_input_output_and_weight() -> None:
+    module = nn.Conv2d(3, 8, 3, padding=1, bias=False).to("meta")
+    recorder = record(module, lambda: module(torch.zeros(1, 3, 32, 32, device="meta")))
+    scratch = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
+    assert scratch == [4 * (3 * 32 * 32 + 8 * 32 * 32 + 8 * 3 * 9)]
+
+
+def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
+    recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))
+    assert recorder.touched == {"used.weight", "used.bias"}
+    taken = {key for key, nbytes in recorder.events if nbytes > 0}
+    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+
+
+def test_flops_belong_to_the_block_that_runs() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
+    recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
+    assert dict(recorder.flops) == {"0": 2 * 2 * 8 * 8, "1": 2 * 2 * 8 * 32}
+    assert recorder.entered == ["0", "1"]
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    module = nn.Sequential(nn.Linear(8, 8)).to("meta")
+    record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0",))
+    assert not module[0]._forward_hooks
+    assert not module[0]._forward_pre_hooks

@@ -1,0 +1,72 @@
+"""How components fall into blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphrun.estimator.weights import classify, unit_paths
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+
+class Net(nn.Module):
+    def __init__(self, first: int, second: int, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.double = nn.ModuleList(Block(2 * width) for _ in range(first))
+        self.single = nn.ModuleList(Block(width) for _ in range(second))
+
+
+class Unet(nn.Module):
+    """Lists of unlike elements that hold lists of like ones, as a UNet's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_blocks = nn.ModuleList([nn.Linear(4, 4), Net(0, 3), Net(0, 3)])
+
+
+def paths(name: str, count: int) -> list[str]:
+    return [f"{name}.{n}" for n in range(count)]
+
+
+def test_lists_of_like_modules_are_the_units() -> None:
+    assert unit_paths(Net(2, 3)) == [*paths("double", 2), *paths("single", 3)]
+
+
+def test_inner_lists_are_the_units_where_they_make_up_most_of_an_element() -> None:
+    assert unit_paths(Unet()) == [f"down_blocks.{n}.single.{m}" for n in (1, 2) for m in range(3)]
+
+
+def test_classes_follow_the_order_in_which_blocks_were_entered_not_that_of_creation() -> None:
+    entered = [*paths("single", 3), "double.1", "double.0"]
+    rest, first, second = classify(Net(2, 3), entered, [])
+    assert (rest.blocks, rest.streamable) == (("",), False)
+    assert (first.name, first.blocks) == ("single", tuple(paths("single", 3)))
+    assert (second.name, second.blocks) == ("double", ("double.1", "double.0"))
+
+
+def test_blocks_that_no_call_entered_stay_with_the_rest() -> None:
+    assert [k.name for k in classify(Net(2, 3), paths("double", 2), [])] == ["rest", "double"]
+
+
+def test_blocks_of_almost_equal_bytes_are_one_class() -> None:
+    net = Net(0, 4, 256)
+    net.single[0].bias_table = nn.Parameter(torch.zeros(64))
+    assert [len(k.blocks) for k in classify(net, paths("single", 4), [])] == [1, 4]
+
+
+def test_a_class_too_small_to_stream_stays_with_the_rest() -> None:
+    net = Net(2, 2, 64)
+    net.embed = nn.Linear(2048, 2048)
+    assert [k.name for k in classify(net, [*paths("double", 2), *paths("single", 2)], [])] == ["rest"]
+
+
+def test_a_part_that_other_calls_read_is_a_class_of_its_own() -> None:
+    net = nn.ModuleDict({"encoder": nn.Linear(16, 16), "decoder": nn.Linear(64, 64)})
+    classes = classify(net, [], [{"decoder.weight", "decoder.bias"}])
+    assert [(k.name, k.blocks, k.streamable) for k in classes] == [("rest", ("",), False), ("encoder", ("encoder",), False)]
