@@ -62,8 +62,6 @@ def estimate(
     """
     from graphrun.estimator import hardware as devices
     from graphrun.estimator.machine import host_ram_bytes
-    from graphrun.estimator.numbers import problem_of
-    from graphrun.estimator.probe import probe
 
     if hardware is None:
         hardware = devices.found() or devices.hardware(devices.DEFAULT)
@@ -73,6 +71,10 @@ def estimate(
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
     values = graph.for_planning(inputs or {})
+
+    from graphrun.estimator.numbers import problem_of  # imports torch and diffusers: seconds, and not before the input is right
+    from graphrun.estimator.probe import probe
+
     return problem_of(graph, probe(graph, values), hardware, budget_bytes, ram_bytes, values)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -81,8 +82,8 @@ def run(
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
 
-    made = _planned(graph, vram, ram, hardware, device, [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])])
-    graphrun.planned_inputs(made.solution.problem, made.graph, made.inputs)
+    sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
+    made = _planned(graph, vram, ram, hardware, device, sets, to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
     with _Progress(made.solution.plan, quiet=as_json) as progress:
@@ -139,12 +140,15 @@ def schema() -> None:
 def main() -> NoReturn:
     """Entry point of the ``graphrun`` command. Errors that graphrun raises on purpose become one message and an exit code."""
     warnings.filterwarnings("ignore")
-    for name in ("bitsandbytes", "diffusers", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers anew when they are imported
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         app()
     except GraphrunError as error:
         typer.echo(_error_text(error), err=True)
+        if "--json" in sys.argv:
+            _error_json(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -162,19 +166,57 @@ def _error_text(error: GraphrunError) -> str:
     return f"graphrun: {error}"
 
 
-def _planned(path: Path, vram: str | None, ram: str, hardware: str | None, device: str | None, sets: list[str] | None) -> Planned:
+def _error_json(error: GraphrunError) -> None:
+    """For ``--json`` an infeasible budget is an answer too: the screen goes to stderr, the data to stdout."""
+    from graphrun.planner.infeasible import Infeasible
+
+    if isinstance(error, Infeasible):
+        from graphrun.report.infeasible import infeasible_json
+
+        typer.echo(json.dumps(infeasible_json(error), indent=1))
+
+
+def _planned(
+    path: Path,
+    vram: str | None,
+    ram: str,
+    hardware: str | None,
+    device: str | None,
+    sets: list[str] | None,
+    *,
+    to_run: bool = False,
+) -> Planned:
+    """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds."""
     inputs = _inputs(sets)
     if path.suffix == ".json":
         return _read_plan(path, inputs, vram, hardware, device)
     graph = graphrun.load(path)
+    if to_run:
+        graph.resolve(inputs)
     if vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    if device not in (None, "cuda", "sim"):
-        raise InputError(f"device {device!r} is not known; it is cuda or sim")
-    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=hardware or ("sim" if device == "sim" else None), inputs=inputs)
+    place = _hardware(hardware, device, to_run)
+    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs)
     start = time.perf_counter()
     solution = graphrun.plan(problem)
     return Planned(graph, solution, inputs, time.perf_counter() - start)
+
+
+def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
+    """The hardware named, else the simulated one for ``--device sim``, else the card found, else (to plan for) a prior."""
+    from graphrun.estimator import hardware as devices
+
+    if device not in (None, "cuda", "sim"):
+        raise InputError(f"device {device!r} is not known; it is cuda or sim")
+    chosen = devices.hardware(name) if name else devices.hardware("sim") if device == "sim" else None
+    if chosen is not None and device not in (None, chosen.device):
+        raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and --device is {device}; leave one of them out")
+    if chosen is None or (to_run and chosen.device == "cuda"):
+        found = devices.found()
+        if found is None and to_run:
+            raise InputError("there is no CUDA device here to run on; add --device sim to run on the simulated accelerator")
+        chosen = chosen or found or devices.hardware(devices.DEFAULT)
+    return chosen
 
 
 def _read_plan(path: Path, inputs: dict[str, str], *given: str | None) -> Planned:

@@ -93,7 +93,8 @@ def _tokenizer(part: Part, file: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+    with _explained(f"parts.{part.name}", str(file), part.where):
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
 def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:

@@ -38,6 +38,9 @@ from graphrun.units import show_size
 Progress = Callable[[int, int, int], None]
 """Told of each call: index of the slot, number of the call in it (0 when the slot opens), planned calls of the slot."""
 
+Work = Callable[[], dict[str, Any]]
+"""What computes: the stages of a graph, or anything that calls the components. Returns the run's outputs, on the host."""
+
 LEFTOVERS_SHOWN = 5
 
 
@@ -61,14 +64,26 @@ def execute(
     """
     refuse_unfit(problem, plan, graph)
     if host is None:
-        host = Host(graph, problem, device, modules)
+        host = Host.of_graph(graph, problem, device, modules)
+    modules, parts, place = host.modules, host.parts, device.torch_device
+    return follow(problem, plan, host, device, lambda: run_stages(graph, modules, place, inputs, parts=parts), progress)
+
+
+def follow(problem: Problem, plan: Plan, host: Host, device: Device, work: Work, progress: Progress | None = None) -> Trace:
+    """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
+
+    Errors as for `execute`; an error of ``work``'s own code is raised as it is.
+    """
+    _refuse_plan(problem, plan)
     host.refuse_other(problem)
-    run = _Run(problem, plan, graph, device, host, progress)
+    run = _Run(problem, plan, device, host, progress)
     try:
-        return run.perform(inputs)
+        return run.perform(work)
     except BaseException as error:  # an interrupt too must leave the device empty
         failure = settled(error, device, run.where)
         gc.collect()
+        with contextlib.suppress(RuntimeError):
+            device.release_cached()
         if (left_bytes := device.allocated_bytes - run.baseline_bytes) > 0:
             failure.add_note(f"{show_size(left_bytes)} stayed on the device: {_leftovers(device)}")
         if failure is error:
@@ -82,6 +97,10 @@ def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
         raise PlanError(
             f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
         )
+    _refuse_plan(problem, plan)
+
+
+def _refuse_plan(problem: Problem, plan: Plan) -> None:
     if plan.problem != problem.digest:
         raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
     for component in problem.components:
@@ -102,8 +121,8 @@ def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
 class _Run:
     """One execution. Holds no tensor itself, so that an error's frames in it may live."""
 
-    def __init__(self, problem: Problem, plan: Plan, graph: Graph, device: Device, host: Host, progress: Progress | None) -> None:
-        self._problem, self._plan, self._graph = problem, plan, graph
+    def __init__(self, problem: Problem, plan: Plan, device: Device, host: Host, progress: Progress | None) -> None:
+        self._problem, self._plan = problem, plan
         self._device, self._host, self._progress = device, host, progress
         self._turns = Turns(problem, plan)
         self._slots: list[SlotTrace] = []
@@ -115,9 +134,9 @@ class _Run:
     @property
     def where(self) -> str:
         """The slot that is open, for an error's text."""
-        return "before the first slot" if self._open is None else slot_text(self._open.slot)
+        return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
 
-    def perform(self, inputs: Mapping[str, Any]) -> Trace:
+    def perform(self, work: Work) -> Trace:
         """The whole run. Leaves no weights on the device and no hook on a module, also by an exception."""
         device = self._device
         with device.session(self._problem.effective_bytes), torch.no_grad():
@@ -125,7 +144,7 @@ class _Run:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
                 with Boundary(self._host.modules, device.torch_device, self._enter, self._exit):
-                    outputs = run_stages(self._graph, self._host.modules, device.torch_device, inputs, parts=self._host.parts)
+                    outputs = work()
                 for index in self._turns.finish():
                     self._turn_to(index)
                 self._close()
@@ -133,8 +152,8 @@ class _Run:
                 self._release()
             gc.collect()
             device.release_cached()
-        left_bytes = device.allocated_bytes - self.baseline_bytes
-        if left_bytes > 0:
+        left_bytes = max(0, device.allocated_bytes - self.baseline_bytes)
+        if left_bytes:
             raise BrokenPlan(f"{show_size(left_bytes)} stayed on the device after the run: {_leftovers(device)}")
         return Trace(
             plan_digest=self._plan.digest,

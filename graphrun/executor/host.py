@@ -1,8 +1,9 @@
-"""The weights of a graph's components in host memory, ready to run. Built once; good for any number of runs with equal numbers."""
+"""The weights of components in host memory, ready to run. Built once; good for any number of runs with equal numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,33 +13,46 @@ from graphrun.errors import InputError
 from graphrun.executor.device import Device
 from graphrun.executor.residency import Residency
 from graphrun.graph.graph import Graph
-from graphrun.planner.problem import Problem
+from graphrun.planner.problem import ComponentNumbers, Problem
 
 
 class Host:
-    """Components in arenas, pinned for ``device`` where their home is pinned memory; and tokenizers and schedulers.
+    """``modules`` in arenas, pinned for ``device`` where their home is pinned memory.
 
-    ``modules``: components that were built before; the others are built here, one after another. A module handed in keeps its
-    values, but its tensors are views of the arena from now on. Raises InputError where a module is not what ``problem`` describes.
+    A module keeps its values, but its tensors are views of the arena from now on. ``modules`` holds all components of ``problem``.
+    Raises InputError where a module is not what ``problem`` describes.
     """
 
-    def __init__(self, graph: Graph, problem: Problem, device: Device, modules: Mapping[str, nn.Module] | None = None) -> None:
-        self._numbers = _shape(problem)
-        given = modules or {}
+    def __init__(self, modules: Mapping[str, nn.Module], problem: Problem, device: Device) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
+        self.parts: dict[str, Any] = {}
+        self._shape = _shape(problem)
+        for numbers in problem.components:
+            self._add(modules[numbers.name], numbers, device)
+
+    @classmethod
+    def of_graph(cls, graph: Graph, problem: Problem, device: Device, modules: Mapping[str, nn.Module] | None = None) -> Host:
+        """The components of ``graph``, those in ``modules`` as they are, the others built one after another; and its parts."""
+        host = cls({}, replace(problem, components=()), device)
+        host._shape = _shape(problem)
+        given = modules or {}
         for numbers in problem.components:
             module = given[numbers.name] if numbers.name in given else build(graph.component(numbers.name), graph)
-            self.modules[numbers.name] = module
-            self.residencies[numbers.name] = Residency(module, numbers, device)
+            host._add(module, numbers, device)
         for name, component in graph.components.items():
-            if name not in self.modules:  # a stage may list it, but no call enters it
-                self.modules[name] = ghost(component, graph.allow)
-        self.parts: dict[str, Any] = {name: build_part(part, graph) for name, part in graph.parts.items()}
+            if name not in host.modules:  # a stage may list it, but no call enters it
+                host.modules[name] = ghost(component, graph.allow)
+        host.parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
+        return host
+
+    def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device) -> None:
+        self.modules[numbers.name] = module
+        self.residencies[numbers.name] = Residency(module, numbers, device)
 
     def refuse_other(self, problem: Problem) -> None:
         """Raises InputError unless ``problem`` has the graph and the blocks that this was built for."""
-        if _shape(problem) != self._numbers:
+        if _shape(problem) != self._shape:
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
 
 

@@ -86,4 +86,4 @@ class Turns:
         return [use.component for use in self._phases[phase].uses] if phase in self._phases else []
 
     def _where(self) -> str:
-        return f"in slot {slot_text(self._slots[self._slot])}" if self._slot >= 0 else "at the start"
+        return f"in {slot_text(self._slots[self._slot])}" if self._slot >= 0 else "at the start"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +89,16 @@ class _Reader:
     def _input(self, name: str, spec: InputSpec) -> Input:
         at = ("inputs", name)
         numeric = {"multiple_of": ("int",), "minimum": ("int", "float"), "maximum": ("int", "float")}
-        for key, types in numeric.items():
-            if getattr(spec, key) is not None and spec.type not in types:
-                self.problems.add((*at, key), f"only for {' and '.join(types)}, and {name!r} is a {spec.type}")
+        wrong = {key: types for key, types in numeric.items() if getattr(spec, key) is not None and spec.type not in types}
+        for key, types in wrong.items():
+            self.problems.add((*at, key), f"only for {' and '.join(types)}, and {name!r} is a {spec.type}")
         required = "default" not in spec.model_fields_set
         # A size that must be a multiple of 16 is at least 16.
         minimum = spec.minimum if spec.minimum is not None else spec.multiple_of
         declared = Input(name, spec.type, spec.default, required, spec.multiple_of, minimum, spec.maximum)
-        if not required:
+        if not required and not wrong:
             try:
-                return Input(name, spec.type, fit(declared, spec.default), required, spec.multiple_of, minimum, spec.maximum)
+                return replace(declared, default=fit(declared, spec.default))
             except InputError as error:
                 self.problems.add((*at, "default"), str(error).removeprefix(f"input {name!r}: "))
         return declared

@@ -1,17 +1,17 @@
-"""Whether a plan may be run: every rule, from the meaning of the plan's actions alone. Shares no code with the solver or the simulator.
+"""Whether a plan may be run: every rule, from the meaning of its actions alone. Shares no code with solver or simulator.
 
-    digest           the plan was made for this problem
-    structure        slots are load, first, rest of every phase in order, then end, with the right numbers of calls
-    order            evictions come first in a slot, run last, exactly one in first and rest
-    unknown          components, classes and blocks exist
-    load-present     nothing present is loaded;          home        loads come from the component's home
-    evict-absent     nothing absent is dropped;          immovable   nor an immovable block before the end
-    missing          what the slot's calls need is present, loaded by the slot (first only), or streamed
-    not-streamable   blocks that cannot be streamed are present when the slot starts
-    rest-load        a rest slot loads nothing of a component that it uses
-    stream           only what the slot uses is streamed, once; its keep is exactly what is present or loaded
-    ring             a ring holds two of the largest block that passes (one, where only one passes)
-    vram, ram        budgets hold in every slot;         baseline    nothing is left at the end
+digest           the plan was made for this problem
+structure        slots are load, first, rest of every phase in order, then end, with the right numbers of calls
+order            evictions come first in a slot, run last, exactly one in first and rest
+unknown          components, classes and blocks exist
+load-present     nothing present is loaded;          home        loads come from the component's home
+evict-absent     nothing absent is dropped;          immovable   nor an immovable block before the end
+missing          what the slot's calls need is present, loaded by the slot (first only), or streamed
+not-streamable   blocks that cannot be streamed are present when the slot starts
+rest-load        a rest slot loads nothing of a component that it uses
+stream           only what the slot uses is streamed, once; its keep is exactly what is present or loaded
+ring             a ring holds two of the largest block that passes (one, where only one passes)
+vram, ram        budgets hold in every slot;         baseline    nothing is left at the end
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ class _Slot:
         activation = {"first": phase.first_bytes, "rest": phase.rest_bytes}.get(self.slot.part, 0) if phase else 0
         total, limit = weights + rings + activation + values, self.problem.effective_bytes
         if total > limit:
-            detail = f"{weights} weights + {rings} rings + {activation} activation + {values} values and carry = {total} > {limit} bytes"
+            detail = (
+                f"{weights} weights + {rings} rings + {activation} activation + {values} values and carry = {total} > {limit} bytes"
+            )
             yield self.broken("vram", -1, detail)
 
 
@@ -212,5 +214,3 @@ def _show(component: ComponentNumbers, held: Held) -> str:
             parts.append(f"{of.name}{indices}")
     nbytes = sum(component.variants[0].block_bytes[k] for k, _ in held)
     return f"{component.name} {' '.join(parts)} ({nbytes} bytes)"
-
-

@@ -1,8 +1,8 @@
 """Why nothing fits, and the least that would: exact byte arithmetic on a problem, and data for the screen that explains it.
 
-The least a phase needs. Non-streamable blocks that it uses must be whole; of a component's streamable classes the largest may be held
-whole and the others streamed through one ring of twice the largest of them (holding a class in part saves no byte). What is held in
-`rest` must have been held in `first`, so both slots are weighed together; `load` never needs more than `first`.
+The least a phase needs. What it uses and cannot stream must be whole; of a component's streamable classes the largest may be held
+whole and the others streamed through one ring of twice the largest of them (holding a class in part saves no byte). What is held
+in `rest` must have been held in `first`, so both slots are weighed together; `load` never needs more than `first`.
 
     first   | fixed: used | held | ring | first activation | values + carry |
     rest    | fixed: used | held | ring | rest activation  | values + carry |  <= effective budget
@@ -20,8 +20,8 @@ from graphrun.units import round_up, show_size
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The least that a phase takes in its tighter slot ``part``. ``weights_bytes`` must be whole (blocks that cannot be streamed, or
-    that take less than their ring would), ``values_bytes`` includes carry; ``available_bytes`` is the effective budget."""
+    """The least that a phase takes in its tighter slot ``part``. ``weights_bytes`` must be whole (what cannot be streamed, or takes
+    less than its ring would), ``values_bytes`` includes carry; ``available_bytes`` is the effective budget."""
 
     stage: str
     phase: str
@@ -51,6 +51,9 @@ class Infeasible(GraphrunError):
     exit_code = 3
 
     def __init__(self, problem: Problem, needs: tuple[Need, ...]) -> None:
+        self.graph = problem.graph
+        self.hardware = problem.hardware.name
+        self.problem = problem
         self.budget_bytes = problem.budget_bytes
         self.effective_bytes = problem.effective_bytes
         self.capacity_bytes = problem.hardware.capacity_bytes
@@ -151,7 +154,7 @@ def _need(problem: Problem, phase: PhaseNumbers, values: int, option: _Option) -
 
 
 def _options(component: ComponentNumbers, use: Use) -> list[_Option]:
-    """Ways to hold ``component``. Held in rest: the classes above some size. Held in first: those, and the classes above some size."""
+    """Ways to hold ``component``. In rest: the classes above some size. In first: those, and the classes above some size."""
     sizes = component.variants[0].block_bytes
     streamable = {k for k, yes in enumerate(streamable_classes(component)) if yes}
     used = [{k for k, calls in enumerate(use.class_calls_in(part)) if calls} for part in ("first", "rest")]
@@ -189,15 +192,16 @@ def _repairs(problem: Problem, needs: tuple[Need, ...]) -> tuple[str, ...]:
         smallest = smallest_budget(problem)
         capacity = problem.hardware.capacity_bytes
         if smallest <= capacity:
-            repairs.append(f"raise the VRAM budget from {show_size(problem.budget_bytes)} to {smallest} bytes ({show_size(smallest)})")
+            repairs.append(
+                f"raise the VRAM budget from {show_size(problem.budget_bytes)} to {smallest} bytes ({show_size(smallest)})"
+            )
         else:
-            repairs.append(f"use a device with {smallest} bytes ({show_size(smallest)}) or more: this one has {show_size(capacity)}")
+            repairs.append(
+                f"use a device with {smallest} bytes ({show_size(smallest)}) or more: this one has {show_size(capacity)}"
+            )
         limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
         if all(limit > 0 for limit in limits.values()):
-            parts = [
-                f"{need.phase} from {show_size(need.activation_bytes)} to {limits[need.phase]} bytes ({show_size(limits[need.phase])})"
-                for need in needs
-            ]
+            parts = [f"{need.phase} from {show_size(need.activation_bytes)} to {show_size(limits[need.phase])}" for need in needs]
             smaller = tuple(_limit(phase, limits.get(phase.name)) for phase in problem.phases)
             if all(need.short_bytes <= 0 for need in least_needs(replace(problem, phases=smaller))):
                 repairs.append(f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling")

@@ -38,10 +38,10 @@ class Answer:
 
 
 class Matrix:
-    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval ``t``; ``spare_bytes[t]`` is kept free in it.
+    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t, ``spare_bytes[t]`` is kept free in it.
 
-    ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that nothing
-    is loaded earlier than it helps.
+    ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that
+    nothing is loaded earlier than it helps.
     """
 
     def __init__(self, program: Program, factors: Sequence[float], spare_bytes: Sequence[int]) -> None:
@@ -52,7 +52,9 @@ class Matrix:
         self._rows: list[tuple[Terms, float, float]] = []
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
-        self._last = [max((t for t, i in enumerate(program.intervals) if i.calls[j]), default=-1) for j in range(len(program.cells))]
+        self._last = [
+            max((t for t, i in enumerate(program.intervals) if i.calls[j]), default=-1) for j in range(len(program.cells))
+        ]
         peak = self._column(0.0, np.inf)
         seconds: dict[int, float] = {}
         moved: dict[int, float] = {}
@@ -165,7 +167,9 @@ class Matrix:
         )
         if result.x is None:
             return None
-        present, loaded = (tuple(tuple(round(result.x[column]) for column in row) for row in of) for of in (self.present, self.loaded))
+        present, loaded = (
+            tuple(tuple(round(result.x[column]) for column in row) for row in of) for of in (self.present, self.loaded)
+        )
         bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
         return Answer(Choice(present, loaded), float(result.fun) + goal[1], float(bound) + goal[1], result.status == 0)
 

@@ -1,9 +1,9 @@
 """What a plan says: slots of actions, and the text form that parses back. A plan stores no peak and no time.
 
-    slot denoise/0:transformer rest x27
-      stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
-      load vae all from pinned
-      run
+slot denoise/0:transformer rest x27
+  stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
+  load vae all from pinned
+  run
 """
 
 from __future__ import annotations
@@ -221,9 +221,11 @@ def _parse_action(line: str, where: str) -> Action:
         return Evict(match[1], _parse_blocks(match[2], where))
     if verb == "stream":
         return Stream(match[1], _parse_blocks(match[2], where), int(match[3]) * _UNITS[match[4]])
-    if verb == "run":
-        return Run()
-    return {"spill": Spill, "restore": Restore, "free": Free}[verb](match[1])
+    if verb == "spill":
+        return Spill(match[1])
+    if verb == "restore":
+        return Restore(match[1])
+    return Free(match[1]) if verb == "free" else Run()
 
 
 # Verb -> how its line must look, and how to say so.
@@ -243,12 +245,12 @@ def _parse_blocks(text: str, where: str) -> Blocks:
         return None if text == "all" else ()
     found: dict[str, tuple[int, ...]] = {}
     for item in text.split():
-        match = re.fullmatch(r"([^\s\[\]]+)\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\]", item)
+        match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
         if not match:
             raise PlanError(f"expected blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]', found {item!r}", where)
         ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
         indices = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
-        if match[1] in found or list(indices) != sorted(set(indices)):
+        if match[1] in found or list(indices) != sorted(set(indices)) or any(run[0] > run[-1] for run in ends):
             raise PlanError(f"expected each class once and its blocks in ascending order, found {item!r}", where)
         found[match[1]] = indices
     return tuple(found.items())

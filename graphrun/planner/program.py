@@ -15,11 +15,12 @@ x follows from K and d, so it is no variable. A ring for one block alone (b) nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphrun.planner.infeasible import ring_bytes, streamable_classes
-from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
+from graphrun.planner.plan import Part
+from graphrun.planner.problem import ALLOCATION_BYTES, Problem
 from graphrun.units import round_up
 
 
@@ -42,7 +43,7 @@ class Interval:
     """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with."""
 
     phase: int
-    part: str
+    part: Part
     rounds: int
     fixed_bytes: int
     calls: tuple[int, ...]
@@ -123,23 +124,24 @@ def program_of(problem: Problem) -> Program:
             nbytes = variant.block_bytes[index]
             held, count = round_up(nbytes, ALLOCATION_BYTES), len(component.classes[index].blocks)
             cells.append(Cell(number, index, count, nbytes, held, variant.load_seconds[index], streamable, variant.movable))
-    intervals: list[Interval] = []
-    for number, phase in enumerate(problem.phases):
-        values = problem.value_bytes(number) + phase.carry_bytes
-        for part, rounds, activation in (("load", 0, 0), ("first", 1, phase.first_bytes), ("rest", phase.rest_calls, phase.rest_bytes)):
-            if (part == "load" and phase.uses) or rounds:
-                intervals.append(_interval(problem.components, cells, problem, number, part, rounds, values + activation))
+    intervals = (interval for number in range(len(problem.phases)) for interval in _intervals(problem, cells, number))
     return Program(problem, tuple(cells), tuple(intervals))
 
 
-def _interval(
-    components: tuple[ComponentNumbers, ...], cells: list[Cell], problem: Problem, phase: int, part: str, rounds: int, fixed_bytes: int
-) -> Interval:
-    uses = {use.component: use for use in problem.phases[phase].uses}
-    calls, seconds = [], []
-    for cell in cells:
-        use = uses.get(components[cell.component].name)
-        calls.append(use.class_calls_in(part)[cell.index] if use else 0)
-        seconds.append(use.seconds[cell.index] if use else 0.0)
-    used = frozenset(cell.component for cell, n in zip(cells, calls, strict=True) if n)
-    return Interval(phase, part, rounds, fixed_bytes, tuple(calls), tuple(seconds), used)
+def _intervals(problem: Problem, cells: Sequence[Cell], number: int) -> Iterator[Interval]:
+    """The slots of phase ``number``: load where it uses anything, first, rest where there are further calls."""
+    phase = problem.phases[number]
+    uses = {use.component: use for use in phase.uses}
+    found = [uses.get(problem.components[cell.component].name) for cell in cells]
+    seconds = tuple(use.seconds[cell.index] if use else 0.0 for use, cell in zip(found, cells, strict=True))
+    values = problem.value_bytes(number) + phase.carry_bytes
+    parts: tuple[tuple[Part, int, int], ...] = (
+        ("load", 0, 0),
+        ("first", 1, phase.first_bytes),
+        ("rest", phase.rest_calls, phase.rest_bytes),
+    )
+    for part, rounds, activation in parts:
+        if rounds or (part == "load" and phase.uses):
+            calls = tuple(use.class_calls_in(part)[cell.index] if use else 0 for use, cell in zip(found, cells, strict=True))
+            used = frozenset(cell.component for cell, n in zip(cells, calls, strict=True) if n)
+            yield Interval(number, part, rounds, values + activation, calls, seconds, used)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Bytes ``offset .. offset + nbytes`` of the ring, and the placements (numbered from 0) that lie there or were skipped: all of them
-    must have been computed with before the new block may be written. They are given in ascending order; waiting for the last
-    suffices where compute runs in the order of placing."""
+    """Bytes ``offset .. offset + nbytes`` of the ring, and the placements (numbered from 0, ascending) that lay there or before
+    them: all must have been computed with before the new block may be written. Waiting for the last suffices where compute runs in
+    the order of placing. A number is released once."""
 
     offset: int
     released: tuple[int, ...]
@@ -33,7 +33,10 @@ class Ring:
         self._live: deque[tuple[int, int, int]] = deque()  # number, start, end; oldest first
 
     def place(self, nbytes: int) -> Place:
-        """The next block's place: behind the last one, or at 0 where it would not fit there whole. ValueError: larger than the ring."""
+        """The next block's place: behind the last one, or at 0 where it would not fit there whole.
+
+        Raises ValueError for a block larger than the ring.
+        """
         if nbytes > self.capacity_bytes:
             raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0

@@ -9,8 +9,9 @@ from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import Simulation, SlotReport, simulate
 from graphrun.planner.solve import Solution
 from graphrun.report.summary import broken_caps
+from graphrun.report.table import scale_of, size, table
 from graphrun.trace import Trace
-from graphrun.units import GIB, gib, show_seconds, show_size
+from graphrun.units import gib, show_seconds, show_size
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
@@ -51,7 +52,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
 
 
 def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
-    unit, scale = _scale(simulation.peak_bytes)
+    unit, scale = scale_of(simulation.peak_bytes)
     rows = [["#", "phase", "calls", "resident", "ring", "activation", "values", "peak", "headroom", "streamed", "load s", "run s"]]
     for number, phase in enumerate(problem.phases):
         slots = [slot for slot in simulation.slots if slot.phase == phase.name]
@@ -62,14 +63,14 @@ def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
                 str(number),
                 phase.name,
                 str(max((use.calls for use in phase.uses), default=0)),
-                *(_size(nbytes, scale) for nbytes in sizes),
-                _size(problem.effective_bytes - top.peak_bytes, scale),
-                _size(sum(slot.streamed_bytes for slot in slots), scale),
+                *(size(nbytes, scale) for nbytes in sizes),
+                size(problem.effective_bytes - top.peak_bytes, scale),
+                size(sum(slot.streamed_bytes for slot in slots), scale),
                 f"{sum(slot.seconds for slot in slots if slot.part == 'load'):.3f}",
                 f"{sum(slot.seconds for slot in slots if slot.part != 'load'):.3f}",
             ]
         )
-    return _table(rows, left=(1,)) + f"\n sizes in {unit}, each row at its highest slot; streamed: bytes that pass through the ring"
+    return table(rows, left=(1,)) + f"\n sizes in {unit}, each row at its highest slot; streamed: bytes that pass through the ring"
 
 
 def _timeline(problem: Problem, plan: Plan, simulation: Simulation) -> str:
@@ -91,7 +92,7 @@ def _timeline(problem: Problem, plan: Plan, simulation: Simulation) -> str:
                 row.append(("████" if uses else "░░░░") if blocks else "·")
         rows.append(row)
     legend = "█ resident  ▒ streamed  ░ on the device beside another component's phase  · not on the device"
-    return "\n".join((_table(rows, left=tuple(range(len(header)))), f" {legend}", *(f" {note}" for note in notes)))
+    return "\n".join((table(rows, left=tuple(range(len(header)))), f" {legend}", *(f" {note}" for note in notes)))
 
 
 def _held_by_slot(problem: Problem, plan: Plan) -> list[dict[str, int]]:
@@ -188,26 +189,26 @@ def check_screen(problem: Problem, plan: Plan, simulation: Simulation) -> str:
 def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) -> str:
     """What ``graphrun run`` ends with: planned beside measured for every slot, what was left, and where the picture is."""
     simulation = simulate(solution.problem, solution.plan)
-    unit, scale = _scale(simulation.peak_bytes)
+    unit, scale = scale_of(simulation.peak_bytes)
     rows = [["slot", "peak planned", "measured", "moved planned", "measured", "s planned", "measured"]]
     for planned, measured in zip(simulation.slots, trace.slots, strict=True):
         rows.append(
             [
                 f"{measured.phase} {measured.part}".strip(),
-                _size(planned.peak_bytes, scale),
-                _size(measured.peak_bytes, scale),
-                _size(planned.streamed_bytes + planned.loaded_bytes, scale),
-                _size(measured.moved_bytes, scale),
+                size(planned.peak_bytes, scale),
+                size(measured.peak_bytes, scale),
+                size(planned.streamed_bytes + planned.loaded_bytes, scale),
+                size(measured.moved_bytes, scale),
                 f"{planned.seconds:.4f}",
                 f"{measured.end_seconds - measured.start_seconds:.4f}",
             ]
         )
     total = [
         "whole run",
-        _size(simulation.peak_bytes, scale),
-        _size(trace.peak_bytes, scale),
-        _size(simulation.moved_bytes, scale),
-        _size(trace.moved_bytes, scale),
+        size(simulation.peak_bytes, scale),
+        size(trace.peak_bytes, scale),
+        size(simulation.moved_bytes, scale),
+        size(trace.moved_bytes, scale),
         f"{simulation.seconds:.4f}",
         f"{trace.seconds:.4f}",
     ]
@@ -217,31 +218,9 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) ->
     return "\n".join(
         (
             "",
-            _table([*rows, total], left=(0,)),
+            table([*rows, total], left=(0,)),
             f" sizes in {unit}; {clock}",
             f"{verdict}; left on the device: {show_size(trace.left_bytes)}",
             *(f"wrote {path}" for path in written),
         )
-    )
-
-
-def _scale(nbytes: int) -> tuple[str, int]:
-    return ("GiB", GIB) if nbytes >= GIB // 4 else ("MiB", 2**20)
-
-
-def _size(nbytes: int, scale: int) -> str:
-    return f"{nbytes / scale:.2f}"
-
-
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        (
-            " "
-            + "  ".join(
-                cell.ljust(width) if n in left else cell.rjust(width)
-                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-        ).rstrip()
-        for row in rows
     )

@@ -2,6 +2,8 @@
 
     with Machine(capacity_bytes=8 * GIB) as machine:
         x = torch.zeros(1024, device="sim")
+
+Numbers are the CPU's, bit for bit; only memory, time and faults are made up.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: 
     if traits.handler is not None:
         return traits.handler(cls, func, args, kwargs or {})
     if traits.composite:
-        return func.decompose(*args, **(kwargs or {}))
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
     tensors: list[Any] = []
     raws: list[Any] = []
     for value in args:
@@ -142,9 +142,7 @@ def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) 
                 machine = found
             elif machine is not found:
                 raise RuntimeError(f"sim tensors of two machines met in {traits.name}")
-        elif tensor.dim() and not (traits.indexing and any(tensor is index for index in args[1])):
-            stray = tensor
-        elif traits.written and tensor is args[0]:
+        elif (traits.written and tensor is args[0]) or (tensor.dim() and not _is_index(traits, args, tensor)):
             stray = tensor
     if machine is None:
         return active_machine()
@@ -154,3 +152,7 @@ def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) 
             f"(op {traits.name})"
         )
     return machine
+
+
+def _is_index(traits: Traits, args: Sequence[Any], tensor: torch.Tensor) -> bool:
+    return traits.indexing and any(tensor is index for index in args[1])

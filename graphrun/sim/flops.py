@@ -17,15 +17,16 @@ Formula = Callable[[list[Any], Any], int]
 
 
 def _mm(args: list[Any], out: Any) -> int:
-    return 2 * prod(args[0].shape) * int(args[1].shape[-1])
+    rows_by_inner, columns = prod(args[0].shape), args[1].shape[-1]
+    return int(2 * rows_by_inner * columns)
 
 
 def _addmm(args: list[Any], out: Any) -> int:
-    return 2 * prod(args[1].shape) * int(args[2].shape[-1])
+    return _mm(args[1:], out)
 
 
 def _linear(args: list[Any], out: Any) -> int:
-    return 2 * prod(args[0].shape) * (int(args[1].shape[0]) if args[1].dim() > 1 else 1)
+    return int(2 * prod(args[0].shape) * prod(args[1].shape[:-1]))
 
 
 def _convolution(args: list[Any], out: Any) -> int:
@@ -33,9 +34,11 @@ def _convolution(args: list[Any], out: Any) -> int:
 
 
 def _attention(args: list[Any], out: Any) -> int:
+    """query [... q d], key [... k d], value [... k v]: two batched matrix products."""
     query, key, value = (args[i].shape for i in range(3))
-    heads = query[:-2]
-    return int(sdpa_flop_count((prod(heads[:-1]), heads[-1], *query[-2:]), *((prod(heads[:-1]), heads[-1], *s[-2:]) for s in (key, value))))
+    batch = prod(query[:-2])
+    shapes = [(1, batch, *shape[-2:]) for shape in (query, key, value)]
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 FORMULAS: Mapping[str, Formula] = {

@@ -64,13 +64,13 @@ class Ledger:
         self.live: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
     def admit(self, sizes: Sequence[int]) -> None:
-        """Nothing, if storages of ``sizes`` (rounded) may all be allocated now; raises SimulatedOutOfMemory and changes no count."""
+        """Nothing, if storages of ``sizes`` (rounded) may all be allocated now; else SimulatedOutOfMemory, and no count changes."""
         wanted = sum(sizes)
         if self.fail_in is not None:
             counted = sum(1 for size in sizes if size)
             if counted >= self.fail_in:
                 self.fail_in = None
-                raise SimulatedOutOfMemory(f"sim out of memory: injected fault at an allocation of {show_size(wanted)} ({wanted} bytes)")
+                raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
         if self.capacity_bytes is not None and wanted and self.allocated_bytes + wanted > self.capacity_bytes:
             free = self.capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(

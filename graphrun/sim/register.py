@@ -20,17 +20,13 @@ from graphrun.sim.special import LEAVES, SPECIAL
 from graphrun.sim.tensor import SimTensor
 
 try:  # experimental in PyTorch 2.13: it may move or change
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as _setup
-except ImportError:  # pragma: no cover - depends on the PyTorch that is installed
+    from torch.utils import backend_registration
+
+    _setup: Any = backend_registration._setup_privateuseone_for_python_backend
+except (ImportError, AttributeError):  # pragma: no cover - depends on the PyTorch that is installed
     _setup = None
 
 NAME = "sim"
-
-BELOW_PYTHON = (
-    "as_strided alias detach clone view _reshape_alias expand permute transpose.int slice.Tensor select.int unsqueeze squeeze.dim "
-    "fill_.Scalar zero_ index.Tensor index_put_ _index_put_impl_ masked_fill_.Scalar"
-).split()
-"""Operators that C++ code was seen to call with Python dispatch excluded, or may."""
 
 
 class DeviceModule:
@@ -91,12 +87,10 @@ def register() -> None:
     """Makes ``torch.device("sim")`` exist. Raises GraphrunError where that cannot be (see ``available``)."""
     if not available():
         taken = torch._C._get_privateuse1_backend_name()
-        why = "this PyTorch cannot host a backend written in Python" if _setup is None else f"the slot is taken by {taken!r}"
-        raise GraphrunError(f"the simulated device is not available: {why} (PyTorch {torch.__version__}); PyTorch 2.13 is known to work")
-    assert _setup is not None
-    library = torch.library.Library("aten", "IMPL")
-    names = [name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))]
-    for name in (*names, *BELOW_PYTHON):
+        why = "it cannot host a backend written in Python" if _setup is None else f"its one backend slot is taken by {taken!r}"
+        raise GraphrunError(f"there is no simulated device in this PyTorch {torch.__version__}: {why}; 2.13 is known to work")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")
     _setup(NAME, backend_module=DeviceModule(library))
 

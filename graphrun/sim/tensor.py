@@ -20,11 +20,11 @@ class SimTensor(torch.Tensor):
     raw: torch.Tensor
     allocation: Allocation
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    __torch_dispatch__ = classmethod(dispatch)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """A Parameter of ``data``: code that makes a parameter of another's type (accelerate) calls this. See ``wrap`` otherwise."""
+        """A Parameter of ``data``, for code that makes a parameter of another's type (accelerate); others call ``wrap``."""
         return torch.nn.Parameter(data, requires_grad)
 
     def tolist(self) -> Any:
@@ -63,8 +63,8 @@ class SimTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a sim tensor cannot be pickled; use Tensor.cpu() first")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self.raw!r}, device='{self.device}'"
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec and self.dim() == 0 else super().__format__(spec)
+        return format(self.item(), spec) if spec and self.dim() == 0 else str(self)

@@ -1,4 +1,4 @@
-"""Brute force: every number of blocks, in every slot, by dynamic programming. Written from the rules; shares nothing with the solver.
+"""Brute force: every number of blocks, in every slot, by dynamic programming, from the rules alone.
 
 State: blocks of every class on the device when a slot ends. Between slots anything may be dropped, so the least cost of a state is
 also that of every smaller one.
@@ -22,13 +22,14 @@ class Oracle:
         self.problem = problem
         self.cells = [(c, k) for c, numbers in enumerate(problem.components) for k in range(len(numbers.classes))]
         self.counts = [len(problem.components[c].classes[k].blocks) for c, k in self.cells]
-        self.slots = []
+        self.slots: list[tuple[int, str]] = []
         for index, phase in enumerate(problem.phases):
             if phase.uses:
                 self.slots.append((index, "load"))
             self.slots.append((index, "first"))
             if phase.rest_calls:
                 self.slots.append((index, "rest"))
+        self.steps = self._steps()
 
     def calls(self, index: int, part: str) -> list[tuple[int, float]]:
         found = []
@@ -39,9 +40,11 @@ class Oracle:
             found.append((here, use.seconds[k] if use else 0.0))
         return found
 
-    def weigh(self, index: int, part: str, present: State, after: State) -> tuple[float, int, int] | None:
+    def weigh(
+        self, index: int, part: str, calls: list[tuple[int, float]], present: State, after: State
+    ) -> tuple[float, int, int] | None:
         """Seconds, bytes moved and bytes held of a slot that starts with ``present`` and ends with ``after``; None: not allowed."""
-        phase, calls = self.problem.phases[index], self.calls(index, part)
+        phase = self.problem.phases[index]
         used = {c for (c, _), (n, _) in zip(self.cells, calls, strict=True) if n}
         transfer = own = 0.0
         moved = held = 0
@@ -74,10 +77,10 @@ class Oracle:
         pairs = [[(here, there) for there in range(nb + 1) for here in range(there + 1)] for nb in self.counts]
         found = []
         for index, part in self.slots:
-            steps = []
+            steps, calls = [], self.calls(index, part)
             for pair in product(*pairs):
                 present, after = tuple(p[0] for p in pair), tuple(p[1] for p in pair)
-                if (weight := self.weigh(index, part, present, after)) is not None:
+                if (weight := self.weigh(index, part, calls, present, after)) is not None:
                     steps.append((present, after, *weight))
             found.append(steps)
         return found
@@ -96,7 +99,7 @@ class Oracle:
     def smallest_effective(self) -> int:
         """The least effective budget for which anything fits."""
         best: dict[State, tuple[float, ...]] = {(0,) * len(self.cells): (0,)}
-        for steps in self._steps():
+        for steps in self.steps:
             reach, best = self._reach(best), {}
             for present, after, _, _, held in steps:
                 if present in reach:
@@ -107,7 +110,7 @@ class Oracle:
     def best(self, effective_bytes: int) -> tuple[float, float] | None:
         """Least seconds, and least bytes moved in that time; None: nothing fits."""
         best: dict[State, tuple[float, ...]] = {(0,) * len(self.cells): (0.0, 0.0)}
-        for steps in self._steps():
+        for steps in self.steps:
             reach, best = self._reach(best), {}
             for present, after, seconds, moved, held in steps:
                 if present in reach and held <= effective_bytes:

@@ -63,6 +63,9 @@ def flux(budget_bytes: int, steps: int = 28) -> Problem:
         ),
         PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (0.3,)),), MIB, 1536 * MIB, 0),
     )
-    values = (ValueNumbers("embeds", 4 * MIB, "encode", ("denoise",), 2, 2), ValueNumbers("latents", MIB, "denoise", ("decode",), 3, 3))
+    values = (
+        ValueNumbers("embeds", 4 * MIB, "encode", ("denoise",), 2, 2),
+        ValueNumbers("latents", MIB, "denoise", ("decode",), 3, 3),
+    )
     context = hardware(24 * GIB, 650 * MIB)
     return problem(budget_bytes, components, phases, values, on=context)

@@ -24,7 +24,9 @@ def random_problem(seed: int) -> Problem:
     size = lambda: rng.choice((512, 1024, 1536, 2048, 1000, 700, 256, 0))  # noqa: E731
     components = []
     for name in "abc"[: rng.choice((2, 2, 3))]:
-        classes = [(f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8) for i in range(rng.choice((1, 2)) if name != "c" else 1)]
+        classes = [
+            (f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8) for i in range(rng.choice((1, 2)) if name != "c" else 1)
+        ]
         made = component(name, *classes, movable=rng.random() < 0.85, streamable=rng.random() < 0.9)
         loads = tuple(float(rng.randint(0, 4)) for _ in classes)
         components.append(replace(made, variants=(replace(made.variants[0], load_seconds=loads),)))
@@ -36,13 +38,15 @@ def random_problem(seed: int) -> Problem:
             class_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.classes)
             uses.append(Use(used.name, calls, class_calls, tuple(float(rng.randint(0, 3)) for _ in used.classes)))
         activation = rng.choice((0, 512, 1000, 2048))
-        phases.append(PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000))))
+        phases.append(
+            PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000)))
+        )
     values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, i + 1) for i in range(rng.choice((0, 1, 2))))
     on = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
     return problem(2**20, tuple(components), tuple(phases), values, on=on)
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 25) for start in range(0, 300, 25)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 240, 20)], ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
         given = random_problem(seed)
@@ -50,30 +54,33 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         overhead = given.budget_bytes - given.effective_bytes
         least = oracle.smallest_effective()
         assert smallest_budget(given) == least + overhead, seed
-        rng = random.Random(seed)
-        for spare in {0, 1, rng.randint(0, 3000), rng.randint(0, 9000)}:
-            fits = replace(given, budget_bytes=least + overhead + spare)
-            best, program = oracle.best(least + spare), program_of(fits)
-            assert best is not None
-            answer = choose(program, (1.0,) * len(program.intervals))
-            assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
-            assert program.moved_bytes(answer.choice) == best[1], seed
-            assert answer.proven and answer.bound == pytest.approx(best[0], abs=1e-4), seed
-            plan = plan_of(program, answer.choice)
-            assert check(fits, plan) == () and parse(str(plan)) == plan, seed
-            run = simulate(fits, plan)
-            assert run.moved_bytes == best[1] and run.peak_bytes <= fits.effective_bytes, seed
-            if run.peak_bytes > least:
-                assert (oracle.best(run.peak_bytes - 1) or best) != best or run.peak_bytes == least, seed
+        spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
+        fits = replace(given, budget_bytes=least + overhead + spare)
+        best, program = oracle.best(least + spare), program_of(fits)
+        assert best is not None
+        answer = choose(program, (1.0,) * len(program.intervals))
+        assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
+        assert program.moved_bytes(answer.choice) == best[1], seed
+        assert answer.proven, seed
+        assert answer.bound == pytest.approx(best[0], abs=1e-4), seed
+        plan = plan_of(program, answer.choice)
+        assert check(fits, plan) == (), seed
+        assert parse(str(plan)) == plan, seed
+        run = simulate(fits, plan)
+        assert run.moved_bytes == best[1], seed
+        assert run.peak_bytes <= fits.effective_bytes, seed
+        assert oracle.best(run.peak_bytes - 1) != best, f"{seed}: the peak could be lower for nothing"
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_byte_below_the_smallest_budget_is_infeasible(seed: int) -> None:
-    given = random_problem(seed)
-    smallest = smallest_budget(given)
-    solution = solve(replace(given, budget_bytes=smallest))
-    assert check(solution.problem, solution.plan) == ()
-    with pytest.raises(Infeasible) as caught:
-        solve(replace(given, budget_bytes=smallest - 1))
-    assert caught.value.smallest_budget_bytes == smallest
-    assert caught.value.binding == "VRAM" and max(need.short_bytes for need in caught.value.needs) == 1
+@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
+def test_a_byte_below_the_smallest_budget_is_infeasible(seeds: range) -> None:
+    for seed in seeds:
+        given = random_problem(seed)
+        smallest = smallest_budget(given)
+        solution = solve(replace(given, budget_bytes=smallest))
+        assert check(solution.problem, solution.plan) == (), seed
+        with pytest.raises(Infeasible) as caught:
+            solve(replace(given, budget_bytes=smallest - 1))
+        assert caught.value.smallest_budget_bytes == smallest, seed
+        assert caught.value.binding == "VRAM", seed
+        assert max(need.short_bytes for need in caught.value.needs) == 1, seed

@@ -1,0 +1,116 @@
+"""One slot in time: every block's copy and compute on two timelines. Knows sizes and seconds of blocks, nothing of plans.
+
+    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits until its place in the ring was computed with
+    compute      |  d3  |  s8   |  s9   |  s1   |  s2  |    d  loaded and kept by the slot that computes with it
+             ^ start                                        f  prefetch: loaded for later
+
+Copies run one after the other. Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls.
+A prefetch goes in where the ring is full, in step with the streamed bytes (the executor issues copies by the same rule, since it
+cannot know how long they take); what is left of it comes last. A block's compute waits for its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from graphrun.errors import PlanError
+from graphrun.planner.ring import Ring
+
+Key = tuple[str, int, int]  # component, class, block within the class
+
+
+class Work(NamedTuple):
+    """Compute of one block in one call: number ``turn`` of its component. ``source``: where the block is when the slot begins."""
+
+    key: Key
+    seconds: float
+    turn: int
+    source: Literal["present", "load", "stream"]
+
+
+class Span(NamedTuple):
+    """Something that took time: ``load`` or ``stream`` of a block, ``run`` of a call (``key`` is its first block)."""
+
+    kind: str
+    key: Key
+    turn: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One copy of a block."""
+
+    nbytes: int
+    seconds: float
+
+
+class Timeline:
+    """Runs ``works`` from ``start_seconds`` on. ``prefetch``: blocks loaded for later, in order. ``rings``: bytes per component."""
+
+    def __init__(
+        self,
+        start_seconds: float,
+        works: Sequence[Work],
+        prefetch: Iterable[Key],
+        sizes: Mapping[Key, Size],
+        rings: Mapping[str, int],
+    ) -> None:
+        self.copies: list[Span] = []
+        self.calls: dict[tuple[str, int], Span] = {}
+        self._sizes = sizes
+        self._copied = self._computed = self._start = start_seconds
+        self._prefetch = list(reversed(list(prefetch)))
+        self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
+        self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
+        self._prefetched_bytes = self._streamed_bytes = 0
+        self._arrived: dict[Key, float] = {}
+        self._rings = {name: Ring(nbytes) for name, nbytes in rings.items()}
+        self._left: dict[str, list[float]] = {name: [] for name in rings}  # when compute left each placement
+        for work in works:
+            self._compute(work)
+        while self._prefetch:
+            self._issue_prefetch()
+        self.end_seconds = max(self._copied, self._computed)
+
+    def _compute(self, work: Work) -> None:
+        arrived = self._start
+        if work.source == "stream":
+            arrived = self._stream(work.key)
+        elif work.source == "load":
+            if work.key not in self._arrived:
+                self._arrived[work.key] = self._copy("load", work.key, self._start)
+            arrived = self._arrived[work.key]
+        began = max(self._computed, arrived)
+        self._computed = began + work.seconds
+        if work.source == "stream":
+            self._left[work.key[0]].append(self._computed)
+        call = (work.key[0], work.turn)
+        known = self.calls.get(call)
+        first, start = (known.key, known.start_seconds) if known else (work.key, began)
+        self.calls[call] = Span("run", first, work.turn, start, self._computed)
+
+    def _stream(self, key: Key) -> float:
+        try:
+            released = self._rings[key[0]].place(self._sizes[key].nbytes).released
+        except ValueError as error:
+            raise PlanError(f"stream {key[0]}: {error}") from error
+        if released:
+            while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
+                self._issue_prefetch()
+        self._streamed_bytes += self._sizes[key].nbytes
+        return self._copy("stream", key, self._left[key[0]][released[-1]] if released else self._start)
+
+    def _issue_prefetch(self) -> None:
+        key = self._prefetch.pop()
+        self._prefetched_bytes += self._sizes[key].nbytes
+        self._copy("load", key, self._start)
+
+    def _copy(self, kind: str, key: Key, ready: float) -> float:
+        start = max(self._copied, ready)
+        self._copied = start + self._sizes[key].seconds
+        self.copies.append(Span(kind, key, 0, start, self._copied))
+        return self._copied

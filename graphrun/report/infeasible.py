@@ -1,0 +1,74 @@
+"""The screen for a budget that nothing fits: which phases, their terms, the smallest budget that works, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphrun.planner.infeasible import Infeasible
+from graphrun.report.table import scale_of, size, table
+from graphrun.units import show_size
+
+
+def infeasible_screen(error: Infeasible) -> str:
+    """What ``graphrun plan`` and ``run`` show, with exit code 3. The budgets it names are exact: a byte less does not work."""
+    budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
+    lines = [f"infeasible: no plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds", ""]
+    if error.needs:
+        unit, scale = scale_of(max(need.total_bytes for need in error.needs))
+        rows = [["phase", "slot", "weights", "ring", "activation", "values", "least", "available", "short"]]
+        for need in error.needs:
+            terms = (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes, need.total_bytes)
+            shown = (*terms, need.available_bytes, need.short_bytes)
+            rows.append([need.phase, need.part, *(size(nbytes, scale) for nbytes in shown)])
+        lines += [
+            table(rows, left=(0, 1)),
+            f" sizes in {unit}; weights: what cannot be streamed; values: what stages hand on, and carry",
+            "",
+        ]
+    if error.smallest_ram_bytes > error.ram_bytes:
+        unit, scale = scale_of(error.smallest_ram_bytes)
+        rows = [["host copy of", unit], *([name, size(nbytes, scale)] for name, nbytes in error.host_bytes)]
+        rows.append(["all together", size(error.smallest_ram_bytes, scale)])
+        lines += [table(rows, left=(0,)), ""]
+    lines.append(f"smallest budget that works: {smallest(error)}")
+    lines += ["what helps:", *(f"  - {repair}" for repair in error.repairs)]
+    return "\n".join(lines)
+
+
+def smallest(error: Infeasible) -> str:
+    """The smallest budgets as options of the command line, only those that are short."""
+    found = []
+    if error.needs:
+        found.append(f"--vram {error.smallest_budget_bytes} ({show_size(error.smallest_budget_bytes)})")
+    if error.smallest_ram_bytes > error.ram_bytes:
+        found.append(f"--ram {error.smallest_ram_bytes} ({show_size(error.smallest_ram_bytes)})")
+    return " and ".join(found)
+
+
+def infeasible_json(error: Infeasible) -> dict[str, Any]:
+    """The same as data: ``feasible`` is false."""
+    return {
+        "feasible": False,
+        "graph": error.graph,
+        "hardware": error.hardware,
+        "binding": error.binding,
+        "budget_bytes": error.budget_bytes,
+        "ram_bytes": error.ram_bytes,
+        "smallest_budget_bytes": error.smallest_budget_bytes,
+        "smallest_ram_bytes": error.smallest_ram_bytes,
+        "needs": [
+            {
+                "stage": need.stage,
+                "phase": need.phase,
+                "slot": need.part,
+                "weights_bytes": need.weights_bytes,
+                "ring_bytes": need.ring_bytes,
+                "activation_bytes": need.activation_bytes,
+                "values_bytes": need.values_bytes,
+                "available_bytes": need.available_bytes,
+                "short_bytes": need.short_bytes,
+            }
+            for need in error.needs
+        ],
+        "repairs": list(error.repairs),
+    }

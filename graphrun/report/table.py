@@ -1,0 +1,30 @@
+"""Columns of text, and one unit for a whole table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from graphrun.units import GIB, KIB, MIB
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """``rows`` in columns, those numbered in ``left`` to the left, the others to the right; one space before each row."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append(f" {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def scale_of(largest_bytes: int) -> tuple[str, int]:
+    """Unit and its bytes for a table whose largest entry is ``largest_bytes``."""
+    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
+        if largest_bytes >= scale // 4:
+            return unit, scale
+    return "KiB", KIB
+
+
+def size(nbytes: int, scale: int) -> str:
+    """``nbytes`` in the table's unit with two decimals."""
+    return f"{nbytes / scale:.2f}"

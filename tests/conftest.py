@@ -1,0 +1,62 @@
+"""Shared by all tests: no network, one thread, dry runs made once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+GRAPHS = Path(__file__).parent.parent / "graphs"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="Write golden files anew instead of comparing with them.")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """(graph, its dry run, the inputs) of ``graphs/<name>.yaml``, made once for all tests."""
+    import graphrun
+    from graphrun.estimator.probe import probe
+
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
+    inputs = graph.for_planning({})
+    return graph, probe(graph, inputs), inputs
+
+
+def problem_for(name: str, vram: int, ram: int = 64 * 2**30, hardware: str = "sim") -> Any:
+    """The problem of a reference graph within two budgets."""
+    from graphrun.estimator import hardware as devices
+    from graphrun.estimator.numbers import problem_of
+
+    graph, probed, inputs = dry_run(name)
+    return problem_of(graph, probed, devices.hardware(hardware), vram, ram, inputs)
+
+
+@pytest.fixture(scope="session")
+def make_problem() -> Any:
+    """`problem_for`, for tests that cannot import this file."""
+    return problem_for
+
+
+@pytest.fixture(scope="session")
+def dry() -> Any:
+    """`dry_run`, for tests that cannot import this file."""
+    return dry_run

@@ -1,0 +1,111 @@
+"""The text form of a plan: it parses back, and says what is wrong where it does not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrun.errors import PlanError
+from graphrun.planner.plan import Evict, Free, Load, Plan, Restore, Run, Slot, Spill, Stream, parse
+
+TEXT = """plan 0123456789abcdef
+slot encode/1:t5 load
+  evict clip all
+  load t5 all from pinned
+slot encode/1:t5 first
+  run
+slot denoise/0:transformer rest x27
+  stream transformer keep double[0,8,16] single[0-3,12,24,36-37] ring 680 MiB
+  load vae rest[0] from pinned
+  run
+slot end
+  evict vae all
+  evict transformer double[0]"""
+
+
+def test_text_is_a_plan_and_a_plan_is_text() -> None:
+    plan = parse(TEXT)
+    assert plan.slots[2] == Slot(
+        "denoise/0:transformer",
+        "rest",
+        27,
+        (
+            Stream("transformer", (("double", (0, 8, 16)), ("single", (0, 1, 2, 3, 12, 24, 36, 37))), 680 * 2**20),
+            Load("vae", (("rest", (0,)),)),
+            Run(),
+        ),
+    )
+    assert plan.slots[3] == Slot("", "end", 0, (Evict("vae", None), Evict("transformer", (("double", (0,)),))))
+    assert str(plan) == TEXT.replace("36-37", "36,37")
+
+
+def test_comments_blank_lines_and_indentation_mean_nothing() -> None:
+    loose = TEXT.replace("  run", "run   # to the end").replace("slot end", "\n# the device goes back\n\t slot   end")
+    assert parse(loose) == parse(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("ring_bytes", "text"), [(680 * 2**20, "680 MiB"), (3 * 2**10, "3 KiB"), (2**30, "1024 MiB"), (513, "513 B"), (0, "0 MiB")]
+)
+def test_ring_bytes_are_exact(ring_bytes: int, text: str) -> None:
+    plan = Plan("d", (Slot("a/0:b", "first", 1, (Stream("b", (), ring_bytes), Run())),))
+    assert f"stream b keep none ring {text}" in str(plan)
+    assert parse(str(plan)) == plan
+
+
+NAMES = st.from_regex(r"[a-z_][a-z_0-9.]{0,8}", fullmatch=True)
+INDICES = st.sets(st.integers(0, 40), min_size=1, max_size=9).map(lambda found: tuple(sorted(found)))
+BLOCKS = st.none() | st.dictionaries(NAMES, INDICES, max_size=3).map(lambda found: tuple(found.items()))
+ACTIONS = st.one_of(
+    st.builds(Load, NAMES, BLOCKS, st.sampled_from(["pinned", "pageable", "disk"])),
+    st.builds(Evict, NAMES, BLOCKS),
+    st.builds(Stream, NAMES, BLOCKS, st.integers(0, 2**40)),
+    st.builds(Run),
+    st.builds(Spill, NAMES),
+    st.builds(Restore, NAMES),
+    st.builds(Free, NAMES),
+)
+PHASES = st.builds(lambda stage, index, uses: f"{stage}/{index}:{'+'.join(uses)}", NAMES, st.integers(0, 9), st.lists(NAMES, max_size=2))
+SLOTS = st.one_of(
+    st.builds(Slot, PHASES, st.sampled_from(["load", "first", "rest"]), st.integers(0, 99), st.lists(ACTIONS, max_size=4).map(tuple)),
+    st.builds(Slot, st.just(""), st.just("end"), st.just(0), st.lists(ACTIONS, max_size=2).map(tuple)),
+)
+
+
+@given(st.builds(Plan, st.from_regex(r"[0-9a-f]{16}", fullmatch=True), st.lists(SLOTS, max_size=5).map(tuple)))
+def test_every_plan_round_trips(plan: Plan) -> None:
+    assert parse(str(plan)) == plan
+    assert parse(str(plan)).digest == plan.digest
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "expected"),
+    [
+        (1, "plam 01", "expected 'plan DIGEST'"),
+        (2, "run", "expected a slot"),
+        (2, "slot encode/1:t5 middle", "expected 'slot PHASE load|first|rest [xCALLS]' or 'slot end'"),
+        (7, "slot denoise/0:transformer rest", "expected the calls of a rest slot"),
+        (4, "lode t5 all from pinned", "expected slot or one of load, evict, stream, run"),
+        (4, "load t5 all", "expected 'load COMPONENT BLOCKS from pinned|pageable|disk'"),
+        (4, "load t5 all from tape", "expected 'load COMPONENT BLOCKS from pinned|pageable|disk'"),
+        (4, "load t5 double[] from pinned", "expected blocks as 'all', 'none' or"),
+        (4, "load t5 double[2,1] from pinned", "ascending order"),
+        (4, "load t5 double[4-2] from pinned", "ascending order"),
+        (4, "load t5 a[1] a[2] from pinned", "each class once"),
+        (8, "stream transformer keep all ring 680", "expected 'stream COMPONENT keep BLOCKS ring SIZE"),
+        (9, "run all", "expected 'run'"),
+    ],
+)
+def test_errors_name_the_line_and_what_was_expected(line: int, found: str, expected: str) -> None:
+    lines = TEXT.splitlines()
+    lines[line - 1] = found
+    with pytest.raises(PlanError) as caught:
+        parse("\n".join(lines), name="some.plan")
+    assert str(caught.value).startswith(f"some.plan:{line}: ")
+    assert expected in str(caught.value)
+
+
+def test_no_text_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="plan:1: expected 'plan DIGEST'"):
+        parse("# nothing\n")

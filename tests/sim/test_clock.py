@@ -1,0 +1,137 @@
+"""Virtual time: FLOPs and copies on two timelines, and what waits for what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphrun.sim import Machine, SimulatedCopyError
+
+
+def machine() -> Machine:
+    """1000 bytes a second in, 500 out, 100 FLOPs a second."""
+    return Machine(h2d_bytes_per_second=1000, d2h_bytes_per_second=500, flops_per_second=100)
+
+
+def test_synchronous_copies_take_their_bytes_over_the_bandwidth_and_are_counted():
+    host = torch.zeros(500, dtype=torch.uint8)
+    with machine() as sim:
+        x = host.to("sim")
+        assert sim.seconds() == 0.5
+        x.copy_(host)
+        assert sim.seconds() == 1.0
+        host.copy_(x)
+        x.cpu()
+        assert sim.seconds() == 3.0
+        assert x[0].item() == 0
+        assert sim.seconds() == pytest.approx(3.002)
+    assert (sim.copies_in, sim.bytes_in, sim.copies_out, sim.bytes_out) == (2, 1000, 3, 1001)
+    assert sim.seconds("copy") == 0
+
+
+def test_a_copy_that_converts_moves_the_bytes_of_its_destination():
+    with machine() as sim:
+        x = torch.zeros(10, dtype=torch.float32).to("sim", torch.bfloat16)
+        assert sim.bytes_in == 20
+        x.copy_(torch.zeros(1, dtype=torch.float32))
+        assert sim.bytes_in == 40
+        x.to("cpu", torch.float64)
+        assert sim.bytes_out == 80
+        assert len(x.tolist()) == 10
+        assert sim.bytes_out == 100
+
+
+def test_nothing_crosses_the_bus_within_the_device():
+    with machine() as sim:
+        x = torch.zeros(10, device="sim")
+        x.clone().copy_(x.to(torch.float16))
+        x.to("meta")
+    assert (sim.copies_in, sim.copies_out, sim.seconds()) == (0, 0, 0)
+
+
+def test_copies_overlap_compute_and_events_order_them():
+    """
+    compute |==mm 0.54==|....wait.....|==mm 0.54==|
+    copy    |=====copy 1.0=====|
+    """
+    host = torch.zeros(1000, dtype=torch.uint8)
+    with machine() as sim:
+        x = torch.ones(3, 3, device="sim")
+        buffer = torch.zeros(1000, dtype=torch.uint8, device="sim")
+        with sim.on_copy_stream():
+            buffer.copy_(host)
+            copied = sim.record("copy")
+        assert (sim.seconds("compute"), sim.seconds("copy"), copied) == (0, 1.0, 1.0)
+        x @ x
+        assert sim.seconds("compute") == 0.54
+        sim.wait("compute", copied)
+        x @ x
+        assert (sim.seconds("compute"), sim.seconds("copy")) == (1.54, 1.0)
+        assert sim.charge_flops == 108
+        sim.synchronize()
+        assert sim.seconds("compute") == sim.seconds("copy") == 1.54
+
+
+def test_the_copy_stream_waits_for_compute_when_told_to():
+    with machine() as sim:
+        x = torch.ones(3, 3, device="sim")
+        x @ x
+        sim.wait("copy", sim.record("compute"))
+        with sim.on_copy_stream():
+            x.copy_(torch.ones(3, 3))
+        assert sim.seconds("copy") == pytest.approx(0.54 + 0.036)
+
+
+def test_a_copy_is_not_issued_while_the_host_waits():
+    with machine() as sim:
+        x = torch.ones(3, 3, device="sim")
+        (x @ x).cpu()  # the host waits for 0.54 s of compute and 0.072 s of copy
+        with sim.on_copy_stream():
+            x.copy_(torch.ones(3, 3))
+        assert sim.seconds("copy") == pytest.approx(0.54 + 0.072 + 0.036)
+
+
+def test_the_nth_copy_in_either_direction_fails_once_before_anything_changed():
+    with Machine(fail_copy=2) as sim:
+        x = torch.ones(4).to("sim")
+        with pytest.raises(SimulatedCopyError, match="16 bytes. from sim:0"):
+            x.cpu()
+        assert (sim.copies_in, sim.copies_out, sim.fail_copy) == (1, 0, None)
+        sim.fail_copy = 1
+        before = sim.allocated_bytes
+        with pytest.raises(SimulatedCopyError, match="to sim:0"):
+            x.copy_(torch.zeros(4))
+        assert x.tolist() == [1, 1, 1, 1]
+        assert sim.allocated_bytes == before
+        sim.fail_copy = 1
+        with pytest.raises(SimulatedCopyError):
+            torch.ones(4).to("sim")
+        assert sim.allocated_bytes == before
+
+
+def _operators(device: str) -> None:
+    def make(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, device=device)
+
+    make(2, 3) @ make(3, 5)
+    torch.bmm(make(2, 3, 4), make(2, 4, 5))
+    torch.addmm(make(5), make(2, 3), make(3, 5))
+    torch.baddbmm(make(2, 3, 5), make(2, 3, 4), make(2, 4, 5))
+    functional.linear(make(2, 7, 3), make(5, 3), make(5))
+    functional.linear(make(7, 3), make(5, 3))
+    torch.einsum("bij,kj->bik", make(2, 3, 4), make(5, 4))
+    functional.conv2d(make(1, 4, 8, 8), make(6, 2, 3, 3), padding=1, groups=2)
+    functional.conv_transpose2d(make(1, 4, 8, 8), make(4, 2, 3, 3), stride=2)
+    functional.conv3d(make(1, 2, 4, 4, 4), make(3, 2, 3, 3, 3))
+    functional.scaled_dot_product_attention(make(2, 3, 5, 8), make(2, 3, 7, 8), make(2, 3, 7, 8))
+
+
+def test_flops_are_those_of_pytorchs_counter():
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it does not count the CPU's fused attention
+        _operators("cpu")
+    with Machine() as sim:
+        _operators("sim")
+    assert sim.charge_flops == counter.get_total_flops() > 0

@@ -1,0 +1,225 @@
+"""The command as its users meet it: answers, exit codes, and one clear message for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphrun import cli
+from graphrun.units import MIB
+
+GRAPHS = Path(__file__).parent.parent / "graphs"
+TINY = str(GRAPHS / "flux-tiny.yaml")
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def graphrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        out = capsys.readouterr()
+        return int(done.value.code or 0), out.out, out.err
+
+    return run
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[[str, str], str]:
+    """A copy of flux-tiny.yaml with one piece of text replaced."""
+
+    def edit(old: str, new: str) -> str:
+        folder = tmp_path / "graphs"
+        shutil.copytree(GRAPHS, folder)
+        text = (folder / "flux-tiny.yaml").read_text()
+        assert old in text
+        (folder / "flux-tiny.yaml").write_text(text.replace(old, new, 1))
+        return str(folder / "flux-tiny.yaml")
+
+    return edit
+
+
+def refused(answer: tuple[int, str, str], *words: str) -> None:
+    code, out, err = answer
+    assert code == 2
+    assert "Traceback" not in err
+    assert not out
+    for word in words:
+        assert word in err
+
+
+def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cli) -> None:
+    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M")
+    assert code == 0
+    assert "denoise/0:transformer" in out
+    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["feasible"] is True
+    wanted = "proven_optimal predicted_seconds bound_seconds solve_seconds budget_bytes peak_bytes moved_bytes digest stages actions"
+    assert set(wanted.split()) <= data.keys()
+    assert data["peak_bytes"] <= data["budget_bytes"] == 6 * MIB
+    for stage in data["stages"]:
+        assert {"name", "peak_bytes", "resident_bytes", "streamed_bytes", "activation_bytes", "seconds"} <= stage.keys()
+    assert [stage["name"] for stage in data["stages"]] == ["encode", "denoise", "decode"]
+
+
+def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(graphrun: Cli, tmp_path: Path) -> None:
+    files = ("--output", "o/a.png", "--plan", "o/plan.json", "--trace", "o/trace.json")
+    code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=2", *files)
+    assert code == 0
+    assert "the plan was kept; left on the device: 0 B" in out
+    from PIL import Image
+
+    assert Image.open(tmp_path / "o/a.png").size == (128, 128)
+    trace = json.loads((tmp_path / "o/trace.json").read_text())
+    plan = json.loads((tmp_path / "o/plan.json").read_text())
+    assert [slot["peak_bytes"] for slot in trace["slots"]] == [slot["peak_bytes"] for slot in plan["measured"]["slots"]]
+    assert sorted(p.name for p in (tmp_path / "o").iterdir()) == ["a.png", "plan.json", "trace.json"]
+
+
+def test_a_saved_plan_runs_to_the_same_picture(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("--device", "sim", "--vram", "6M", "--set", "steps=1")
+    assert graphrun("plan", TINY, *options, "-o", "plan.json")[0] == 0
+    assert graphrun("check", "plan.json")[1].startswith("ok: ")
+    assert graphrun("explain", "plan.json")[0] == 0
+    code, out, _ = graphrun("run", "plan.json", "--output", "a.png", "--json")
+    measured = json.loads(out)["measured"]
+    assert (code, measured["left_bytes"], measured["kept_plan"]) == (0, 0, True)
+    assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    refused(graphrun("run", "plan.json", "--set", "steps=3"), "the plan is for steps=1", "plan again")
+    refused(graphrun("run", "plan.json", "--vram", "9M"), "it has its own budget")
+
+
+def test_one_mib_below_the_smallest_budget_is_infeasible_and_the_smallest_is_accepted(graphrun: Cli) -> None:
+    code, out, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
+    assert code == 3
+    smallest = json.loads(out)["smallest_budget_bytes"]
+    code, out, err = graphrun("run", TINY, "--device", "sim", "--vram", str(smallest - MIB))
+    assert code == 3
+    assert f"smallest budget that works: --vram {smallest} " in err
+    assert not out
+    assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest))[0] == 0
+    assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest - 1))[0] == 3
+
+
+def tampered(path: Path, change: Callable[[list[str]], list[str]]) -> str:
+    data = json.loads(path.read_text())
+    data["actions"] = change(data["actions"])
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def test_a_plan_without_one_of_its_evictions_is_refused_with_rule_place_and_bytes(graphrun: Cli, tmp_path: Path) -> None:
+    def drop_an_evict(actions: list[str]) -> list[str]:
+        number = next(n for n, line in enumerate(actions) if line.strip().startswith("evict text_encoder"))
+        return actions[:number] + actions[number + 1 :]
+
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "-o", "plan.json")
+    refused(graphrun("check", tampered(tmp_path / "plan.json", drop_an_evict)), "slot", "text_encoder", "bytes", "refused")
+    refused(graphrun("run", "plan.json"), "refused")
+
+
+def test_a_plan_with_two_loads_swapped_is_refused(graphrun: Cli, tmp_path: Path) -> None:
+    def swap_loads(actions: list[str]) -> list[str]:
+        first, second = [n for n, line in enumerate(actions) if line.strip().startswith("load")][:2]
+        lines = list(actions)
+        lines[first], lines[second] = lines[second], lines[first]
+        return lines
+
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "-o", "plan.json")
+    refused(graphrun("check", tampered(tmp_path / "plan.json", swap_loads)), "slot", "refused")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("graphrun: 1", "graphrun: [1", ("flux-tiny.yaml:", "not YAML")),
+        ("    uses: [transformer]", "    usess: [transformer]", ("flux-tiny.yaml:40", "unknown key 'usess'", "did you mean 'uses'")),
+        ("default: 4, minimum", "default: four, minimum", ("flux-tiny.yaml:11", "inputs.steps.default", "'four'")),
+        ("{prompt: $prompt,", "{prompt: $decode.image,", ("cycle", "encode -> denoise -> decode -> encode")),
+        ("embeds: $encode.embeds", "embeds: $encod.embeds", ("flux-tiny.yaml:42", "'encod'", "did you mean 'encode'")),
+        ("op: denoise", "op: denoize", ("flux-tiny.yaml:39", "unknown op 'denoize'")),
+        ("FluxTransformer2DModel", "FluxTransformer2Model", ("flux-tiny.yaml:19", "did you mean 'FluxTransformer2DModel'")),
+        ("diffusers.FluxTransformer2DModel", "os.system", ("flux-tiny.yaml:19", "outside the allowed packages")),
+        ("default: a lighthouse at dusk", "required: true", ("flux-tiny.yaml", "required")),
+    ],
+    ids=["yaml", "key", "type", "cycle", "dangling", "op", "class", "package", "extra"],
+)
+def test_a_bad_graph_file_is_refused_with_its_line(
+    graphrun: Cli, edited: Callable[[str, str], str], old: str, new: str, words: tuple[str, ...]
+) -> None:
+    refused(graphrun("plan", edited(old, new), "--device", "sim", "--vram", "6M"), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--vram", "8 bananas"), ("'8 bananas' is not a size",)),
+        (("--vram", "50%"), ("there is no device",)),
+        (("--vram", "-3G"), ("not more than zero",)),
+        (("--vram", "0"), ("not more than zero",)),
+        (("--vram", "6M", "--ram", "much"), ("ram: 'much'",)),
+        (("--vram", "6M", "--set", "heigth=128"), ("unknown input 'heigth'", "did you mean 'height'")),
+        (("--vram", "6M", "--set", "height=100"), ("not a multiple of 16",)),
+        (("--vram", "6M", "--set", "height"), ("is not name=value",)),
+        (("--vram", "6M", "--hardware", "rtx409"), ("did you mean 'rtx4090'",)),
+        (("--vram", "6M", "--hardware", "rtx4090"), ("leave one of them out",)),
+    ],
+)
+def test_a_bad_option_is_refused(graphrun: Cli, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(graphrun("plan", TINY, "--device", "sim", *arguments), *words)
+
+
+def test_a_missing_prompt_is_refused_before_anything_is_planned(graphrun: Cli, edited: Callable[[str, str], str]) -> None:
+    path = edited("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str}")
+    refused(graphrun("run", path, "--device", "sim", "--vram", "6M"), "input 'prompt' is missing")
+
+
+def test_a_missing_file_folder_and_corrupt_weights_are_refused(graphrun: Cli, edited: Callable[[str, str], str], tmp_path: Path) -> None:
+    refused(graphrun("plan", "nowhere.yaml", "--vram", "8G"), "nowhere.yaml: no such file")
+    (tmp_path / "broken.json").write_text("{")
+    refused(graphrun("check", "broken.json"), "broken.json", "is not JSON")
+    refused(graphrun("run", TINY, "--vram", "6M"), "no CUDA device", "--device sim")
+    path = edited("{class: transformers.CLIPTextModel,", "{class: transformers.CLIPTextModel, source: ./weights,")
+    answer = graphrun("run", path, "--device", "sim", "--vram", "6M")
+    assert answer[0] == 2
+    assert "no such folder" in answer[2]
+    (tmp_path / "graphs/weights").mkdir()
+    (tmp_path / "graphs/weights/model.safetensors").write_bytes(b"\x10" + b"\0" * 20)
+    answer = graphrun("run", path, "--device", "sim", "--vram", "6M")
+    assert answer[0] == 2
+    assert "model.safetensors" in answer[2]
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_schema_is_json(graphrun: Cli) -> None:
+    code, out, _ = graphrun("schema")
+    assert code == 0
+    assert json.loads(out)["properties"]["stages"]
+
+
+def test_importing_graphrun_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, graphrun, graphrun.cli; sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> None:
+    code, out, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
+    data: dict[str, Any] = json.loads(out)
+    assert (code, data["feasible"], data["binding"]) == (3, False, "VRAM")
+    assert err.startswith("infeasible: no plan runs flux-tiny on sim")
+    assert data["needs"][0]["short_bytes"] > 0
