@@ -132,7 +132,7 @@ def check(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of graph files, for editors."""
-    from graphrun.graph.schema import schema_text
+    from graphrun.graph.spec import schema_text
 
     typer.echo(schema_text(), nl=False)
 
@@ -189,7 +189,7 @@ def _planned(
     """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds."""
     inputs = _inputs(sets)
     if path.suffix == ".json":
-        return _read_plan(path, inputs, vram, hardware, device)
+        return _read_plan(path, inputs, (vram, hardware, device), to_run)
     graph = graphrun.load(path)
     if to_run:
         graph.resolve(inputs)
@@ -219,17 +219,15 @@ def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
     return chosen
 
 
-def _read_plan(path: Path, inputs: dict[str, str], *given: str | None) -> Planned:
+def _read_plan(path: Path, inputs: dict[str, str], given: tuple[str | None, ...], to_run: bool) -> Planned:
     if any(given):
         raise InputError(f"{path} is a plan: it has its own budget, hardware and device; leave --vram, --hardware and --device out")
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
-    return Planned(
-        graphrun.load(planfile.graph_path(path)),
-        planfile.solution_of(problem, candidate, saved),
-        inputs,
-        saved.get("solve_seconds"),
-    )
+    graph = graphrun.load(planfile.graph_path(path))
+    if to_run:
+        graphrun.planned_inputs(problem, graph, inputs)
+    return Planned(graph, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
 
 
 def _inputs(sets: list[str] | None) -> dict[str, str]:

@@ -101,8 +101,8 @@ def test_no_print_no_environment_no_bare_except_no_replaced_forward(path: Path) 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_mutable_state_at_module_level(path: Path) -> None:
     for node in tree(path).body:
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-        names = [t.id for t in getattr(node, "targets", [getattr(node, "target", None)]) if isinstance(t, ast.Name)]
-        if isinstance(value, (ast.List, ast.Dict, ast.Set)) and not all(n.isupper() or n.lstrip("_").isupper() or n == "__all__" for n in names):
-            pytest.fail(f"{path}:{node.lineno}: mutable module state {names}")
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            assert all(name.isupper() or name == "__all__" for name in names), f"{path}:{node.lineno}: mutable state {names}"
     assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]

@@ -15,7 +15,8 @@ class Call:
 
     ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, < 0 for scratch of that size, in order; every key
     is released before the end. ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
-    ``touched``: names of parameters and buffers an op read. ``flops``: by block path, in the order in which blocks were entered.
+    ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
+    each with the path of the block it ran in (``""`` outside of all).
     """
 
     component: str

@@ -1,10 +1,10 @@
 """The devices that graphrun knows without measuring them, and the one it finds on this machine.
 
-bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24, RTX 4060
-25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55. Pageable copies reach a
-third to a half of pinned ones (0.4 here). Host-to-device falls to 11 to 16 GB/s on PCIe 4 while the other direction runs (0.5 here).
-Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading) to 667 MB (eager); the larger is
-used. cuBLAS workspace: 8.125 MiB, 32 MiB from compute capability 9.0.
+bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24,
+RTX 4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55.
+Pageable copies reach a third to a half of pinned ones (0.4 here). Host-to-device falls to 11 to 16 GB/s on PCIe 4 while the
+other direction runs (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy
+loading) to 667 MB (eager); the larger is used. cuBLAS workspace: 8.125 MiB, 32 MiB from compute capability 9.0.
 """
 
 from __future__ import annotations

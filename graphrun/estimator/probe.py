@@ -93,8 +93,9 @@ class _Prober:
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )
-        flops = tuple((path, recorder.flops.get(path, 0.0)) for path in dict.fromkeys(("", *recorder.entered)))
-        return Call(component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), flops), template
+        return Call(
+            component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), tuple(recorder.flops)
+        ), template
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -10,8 +10,8 @@ Attention and convolution are the two places where meta shows something else tha
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,18 +27,18 @@ ROUND_BYTES = 512
 aten = torch.ops.aten
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
     On meta a mask is taken to be full and an index to hit everything: ``item()`` answers True or 1, ``nonzero`` its largest shape.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.peak_bytes = 0
         self.touched: set[str] = set()
-        self.flops: dict[str, float] = defaultdict(float)
+        self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
         self._now = 0
         self._next = 0
@@ -92,12 +92,15 @@ class Recorder(TorchDispatchMode):
         if func is aten.convolution.default:
             self.scratch(sum(t.numel() * t.element_size() for t in (args[0], args[1], out)))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops[self._stack[-1]] += formula(*args, **kwargs, out_val=out)
+            self.count(formula(*args, **kwargs, out_val=out))
         return out
 
-    def count_attention(self, flops: float) -> None:
-        """Add the FLOPs of an attention that was answered before dispatch."""
-        self.flops[self._stack[-1]] += flops
+    def count(self, flops: float) -> None:
+        """Add FLOPs to the block that is running: to its last stretch, if nothing else computed since."""
+        path = self._stack[-1]
+        if self.flops and self.flops[-1][0] == path:
+            flops += self.flops.pop()[1]
+        self.flops.append((path, flops))
 
     def _keep(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -106,10 +109,13 @@ class Recorder(TorchDispatchMode):
             return
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
-        self._live[cdata] = self._next, nbytes, weakref.ref(storage, lambda _, cdata=cdata: self._release(cdata))
+        self._live[cdata] = self._next, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
         self.events.append((self._next, nbytes))
         self._now += nbytes
         self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def _gone(self, cdata: int, _: object) -> None:
+        self._release(cdata)
 
     def _release(self, cdata: int) -> None:
         if (found := self._live.pop(cdata, None)) is not None:
@@ -135,7 +141,7 @@ class FusedAttention(TorchFunctionMode):
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.numel() // query.shape[-1]
         self.recorder.scratch(4 * rows)
-        self.recorder.count_attention(2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        self.recorder.count(2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
         return out
 
 

@@ -11,8 +11,8 @@ them; they are requested here, through the allocator's settings, and serve every
 set itself (PYTORCH_ALLOC_CONF) stays.
 
 Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two (pytorch/pytorch#150517): 17 GiB would lock 32. An arena
-is therefore ordinary memory that is registered with cudaHostRegister once it is filled, exact to the page. Copies from it are as
-asynchronous as from memory that torch pinned: CUDA looks at the pages, not at who locked them.
+is therefore ordinary memory, whole pages of its own, that is registered with cudaHostRegister once it is filled. Copies from it are
+as asynchronous as from memory that torch pinned: CUDA looks at the pages, not at who locked them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import PAGESIZE
 
 import torch
 
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.executor.device import Stream
-from graphrun.units import show_size
+from graphrun.units import round_up, show_size
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process (CUDA runtime API, memory management)
 
@@ -44,8 +45,7 @@ class CudaDevice:
         self._workspace_bytes = workspace_bytes
         self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
-        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._origin.record(self._compute)
+        self._origin = self.mark("compute")
 
     @property
     def name(self) -> str:
@@ -68,6 +68,7 @@ class CudaDevice:
         share = (cap_bytes + self._workspace_bytes) / torch.cuda.get_device_properties(self._index).total_memory
         with torch.cuda.device(self._index):
             self._compute = torch.cuda.current_stream(self._index)
+            self._origin = self.mark("compute")
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
             try:
@@ -80,6 +81,12 @@ class CudaDevice:
         with torch.cuda.stream(self._compute):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """Host memory that begins at a page and shares its last page with nobody: a page can be registered once."""
+        memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGESIZE
+        return memory[start : start + nbytes]
+
     def pin(self, arena: torch.Tensor) -> None:
         """Registers ``arena``'s pages, and unregisters them when its storage dies. Raises InputError when the system refuses.
 
@@ -88,7 +95,7 @@ class CudaDevice:
         if arena.numel() == 0 or arena.is_pinned():
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(arena.data_ptr(), arena.numel(), PORTABLE))
+        code = int(runtime.cudaHostRegister(arena.data_ptr(), round_up(arena.numel(), PAGESIZE), PORTABLE))
         if code:
             raise InputError(
                 f"the system refused to pin {show_size(arena.numel())} (cudaError {code}): "
@@ -122,7 +129,7 @@ class CudaDevice:
         self._compute.synchronize()
 
     def seconds_at(self, mark: torch.cuda.Event) -> float:
-        """Seconds from this object's making, to about half a microsecond (cudaEventElapsedTime)."""
+        """Seconds from the session's begin, to about half a microsecond (cudaEventElapsedTime)."""
         return float(self._origin.elapsed_time(mark)) / 1e3
 
     @property

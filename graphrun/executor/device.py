@@ -38,8 +38,11 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the device. Raises torch.OutOfMemoryError past the cap."""
 
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor on the host, in memory that `pin` can lock."""
+
     def pin(self, arena: torch.Tensor) -> None:
-        """Locks the pages of ``arena`` (flat uint8, on the host) for as long as its storage lives. A no-op where nothing pins."""
+        """Locks the pages of ``arena`` for as long as its storage lives. A no-op where nothing pins."""
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy from the host on the copy stream. Raises TransferFailed where it is known to have failed."""

@@ -63,7 +63,7 @@ class Residency:
         paths = [path for k in numbers.classes for path in k.blocks]
         layouts = lay_out(module, paths)
         _refuse_other_module(numbers, layouts)
-        self.arena = torch.empty(sum(layout.nbytes for layout in layouts.values()), dtype=torch.uint8)
+        self.arena = device.arena(sum(layout.nbytes for layout in layouts.values()))
         self._blocks: dict[str, _Block] = {}
         start = 0
         for path in list(layouts):

@@ -44,6 +44,10 @@ class SimulatedDevice:
         """A flat uint8 tensor on the machine."""
         return torch.empty(nbytes, dtype=torch.uint8, device=sim.device)
 
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """Ordinary host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def pin(self, arena: torch.Tensor) -> None:
         """Nothing: the simulated bus is as fast from any memory."""
 

@@ -39,7 +39,9 @@ def assemble(graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any],
             if name not in getattr(kind, "_optional_components", ()):
                 missing.append(name)
     if missing:
-        raise GraphError(f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", graph.path)
+        raise GraphError(
+            f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", str(graph.path or "")
+        )
     pipeline = kind(**arguments)
     pipeline.set_progress_bar_config(disable=True)
     here = property(lambda _: device)
@@ -66,7 +68,8 @@ def finished(scheduler: Any) -> Any:
         self.timesteps = self.timesteps[:0]
 
     members = {"__module__": kind.__module__, "set_timesteps": set_timesteps, "init_noise_sigma": 1.0}
-    return type(kind.__name__, (kind,), members).from_config(scheduler.config)
+    ended: Any = type(kind.__name__, (kind,), members)
+    return ended.from_config(scheduler.config)
 
 
 def _fresh(part: Any) -> Any:

@@ -116,7 +116,7 @@ class Matrix:
         """D of interval ``t``: its column."""
         program, calls = self.program, self.program.intervals[t].calls
         time, every, every_constant = self._column(0.0, np.inf), dict[int, float](), 0.0
-        own, own_constant = {time: 1.0}, 0.0
+        own = {time: 1.0}
         for j, (terms, constant) in enumerate(copies):
             load = program.cells[j].load_seconds * factor / self.seconds_unit
             every |= {column: -load * value for column, value in terms.items()}
@@ -126,9 +126,7 @@ class Matrix:
                 longer = self._column(compute, np.inf)
                 self._row({longer: 1.0, **{column: -load * value for column, value in terms.items()}}, load * constant, np.inf)
                 own[longer] = -1.0
-                own_constant += compute
         self._row(own, 0.0, np.inf)
-        self._row({time: 1.0}, own_constant, np.inf)
         self._row({time: 1.0, **every}, every_constant, np.inf)
         return time
 

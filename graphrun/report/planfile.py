@@ -55,7 +55,7 @@ def graph_path(path: Path) -> Path:
     """The graph file: ``path`` itself, or the one that the plan file at ``path`` names."""
     if path.suffix != ".json":
         return path
-    return path.parent / json.loads(path.read_text())["graph_file"]
+    return path.parent / str(json.loads(path.read_text())["graph_file"])
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:

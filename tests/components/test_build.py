@@ -173,6 +173,8 @@ LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "
 WAN = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 16, "text_dim": 16, "freq_dim": 16}
 SD3 = {"num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16, "joint_attention_dim": 16}
 SD3 = {**SD3, "pooled_projection_dim": 16, "pos_embed_max_size": 8, "sample_size": 16}
+PIXART = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8}
+PIXART = {**PIXART, "caption_channels": 8, "cross_attention_dim": 16}
 UMT5 = {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8, "num_layers": 1, "vocab_size": 32}
 
 
@@ -182,7 +184,8 @@ UMT5 = {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8, "num_layers": 1, "
     [
         ("diffusers.WanTransformer3DModel", WAN, "scale_shift_table", torch.float32),  # kept
         ("diffusers.SD3Transformer2DModel", SD3, "pos_embed.pos_embed", torch.bfloat16),  # a buffer that is saved
-        ("transformers.LlamaForCausalLM", LLAMA, "model.rotary_emb.inv_freq", torch.float32),  # a buffer that is not
+        ("diffusers.PixArtTransformer2DModel", PIXART, "pos_embed.pos_embed", torch.float32),  # a buffer that is not
+        ("transformers.LlamaForCausalLM", LLAMA, "model.rotary_emb.inv_freq", torch.float32),  # nor this
         ("transformers.UMT5EncoderModel", UMT5, "encoder.block.0.layer.1.DenseReluDense.wo.weight", torch.bfloat16),
     ],
 )
@@ -193,7 +196,8 @@ def test_a_ghost_has_the_dtypes_that_from_pretrained_gives(
     twin, module = ghost(component, flux.allow), build(component, flux)
     module.save_pretrained(tmp_path)
     read = build(at(component, tmp_path), flux)
-    assert described(read) == described(module) == described(twin)
+    theirs = resolve_class(class_path, flux.allow).from_pretrained(tmp_path, torch_dtype=getattr(torch, dtype))
+    assert described(theirs) == described(read) == described(module) == described(twin)
     assert all(torch.equal(tensor, tensors(module)[key]) for key, tensor in tensors(read).items())
     if dtype == "bfloat16":
         assert tensors(twin)[name].dtype == in_bfloat16

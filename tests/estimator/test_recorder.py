@@ -62,7 +62,7 @@ def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
     recorder = record(module, lambda: module(torch.zeros(1, tokens, 64, device="meta")))
     assert max(nbytes for _, nbytes in recorder.events) < 4 * tokens * tokens
     linear = 2 * tokens * 64 * (192 + 64)
-    assert sum(recorder.flops.values()) == linear + 2 * 4 * tokens * tokens * (16 + 16)
+    assert sum(flops for _, flops in recorder.flops) == linear + 2 * 4 * tokens * tokens * (16 + 16)
 
 
 def test_a_convolution_takes_scratch_of_input_output_and_weight() -> None:
@@ -83,7 +83,7 @@ def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None
 def test_flops_belong_to_the_block_that_runs() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
     recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
-    assert dict(recorder.flops) == {"0": 2 * 2 * 8 * 8, "1": 2 * 2 * 8 * 32}
+    assert recorder.flops == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
     assert recorder.entered == ["0", "1"]
 
 

@@ -28,3 +28,11 @@ def _libraries_are_not_collected() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long sweeps run when they are asked for: ``pytest -m faults``."""
+    if "faults" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("faults"):
+                item.add_marker(pytest.mark.skip(reason="run with -m faults"))

@@ -109,7 +109,8 @@ def test_digest_ignores(change: tuple[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("dtype: bfloat16}", "dtype: float32}"),
+        ("dtype: bfloat16}", "dtype: float32, precision: [bfloat16]}"),
+        ("dtype: bfloat16}", "dtype: bfloat16, precision: [bfloat16, nf4]}"),
         ("tiny-t5.json", "t5-xxl.json"),
         ("diffusers.AutoencoderKL", "diffusers.AutoencoderTiny"),
         ("default: 4,", "default: 5,"),
@@ -129,6 +130,12 @@ def test_digest_notices(change: tuple[str, str], tmp_path: Path) -> None:
 def test_digest_of_a_config_is_the_same_inline_or_in_a_file(tmp_path: Path) -> None:
     inline = json.dumps(json.loads((GRAPHS / "configs/tiny-t5.json").read_text()))
     assert changed(tmp_path, ("configs/tiny-t5.json", inline)) == load(GRAPHS / "flux-tiny.yaml").digest
+
+
+def test_digest_notices_another_tokenizer(tmp_path: Path) -> None:
+    other = tmp_path / "bytes.json"
+    other.write_text((GRAPHS / "tokenizers/bytes.json").read_text() + " ")
+    assert changed(tmp_path, ("tokenizers/bytes.json", "bytes.json")) != load(GRAPHS / "flux-tiny.yaml").digest
 
 
 def test_without_sources(graph: Graph) -> None:

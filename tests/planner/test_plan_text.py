@@ -66,9 +66,13 @@ ACTIONS = st.one_of(
     st.builds(Restore, NAMES),
     st.builds(Free, NAMES),
 )
-PHASES = st.builds(lambda stage, index, uses: f"{stage}/{index}:{'+'.join(uses)}", NAMES, st.integers(0, 9), st.lists(NAMES, max_size=2))
+PHASES = st.builds(
+    lambda stage, index, uses: f"{stage}/{index}:{'+'.join(uses)}", NAMES, st.integers(0, 9), st.lists(NAMES, max_size=2)
+)
 SLOTS = st.one_of(
-    st.builds(Slot, PHASES, st.sampled_from(["load", "first", "rest"]), st.integers(0, 99), st.lists(ACTIONS, max_size=4).map(tuple)),
+    st.builds(
+        Slot, PHASES, st.sampled_from(["load", "first", "rest"]), st.integers(0, 99), st.lists(ACTIONS, max_size=4).map(tuple)
+    ),
     st.builds(Slot, st.just(""), st.just("end"), st.just(0), st.lists(ACTIONS, max_size=2).map(tuple)),
 )
 

@@ -14,6 +14,11 @@ def test_two_largest_alternate() -> None:
     assert [ring.place(100) for _ in range(4)] == [(0, ()), (100, ()), (0, (0,)), (100, (1,))]
 
 
+def test_a_single_byte_is_not_shared() -> None:
+    ring = Ring(2)
+    assert [ring.place(1) for _ in range(3)] == [(0, ()), (1, ()), (0, (0,))]
+
+
 def test_smaller_blocks_share_the_room_and_wrap_whole() -> None:
     #  0      40     80     120    160  200
     #  | 0    | 1    | 2    | 3    |free|      then 100 bytes from 0 on, over 0, 1 and 2

@@ -135,3 +135,14 @@ def test_flops_are_those_of_pytorchs_counter():
     with Machine() as sim:
         _operators("sim")
     assert sim.charge_flops == counter.get_total_flops() > 0
+
+
+def test_inference_mode_costs_the_same():
+    """There composite operators arrive whole: unless taken apart, their products and copies would be free."""
+    seen = []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with Machine() as sim, mode:
+            _operators("sim")
+            torch.ones(3).to("sim").cpu()
+            seen.append((sim.charge_flops, sim.peak_bytes, sim.allocations, sim.bytes_in, sim.bytes_out))
+    assert seen[0] == seen[1]
