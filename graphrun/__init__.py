@@ -20,7 +20,7 @@ from graphrun.units import parse_size
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.planner.problem import Hardware, Problem
-    from graphrun.planner.solve import Solution
+    from graphrun.planner.solution import Solution
     from graphrun.trace import Trace
 
 __version__ = "0.1.0"

@@ -131,17 +131,51 @@ def _phase(
 
 
 def _use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
-    reads = {
-        id(call): frozenset(_class_of(component, name) for name in call.touched) for call in {id(c): c for c in calls}.values()
-    }
+    kinds = {id(call): call for call in calls}.values()
+    reads = {id(call): frozenset(_class_of(component, name) for name in call.touched) for call in kinds}
+    orders = {id(call): _stretches(component, call, hardware) for call in kinds}
+    hiding = {key: _hiding(component, order) for key, order in orders.items()}
     class_calls, seconds = [], []
     for number, k in enumerate(component.classes):
         read = sum(number in reads[id(call)] for call in calls)
-        paths = frozenset(k.blocks)
-        flops = sum(amount for call in calls for path, amount in call.flops if path in paths)
         class_calls.append(read)
-        seconds.append(flops / (len(k.blocks) * max(1, read)) / hardware.flops_per_second)
-    return Use(component.name, len(calls), tuple(class_calls), tuple(seconds))
+        seconds.append(sum(hiding[id(call)][number] for call in calls) / (len(k.blocks) * max(1, read)))
+    return Use(component.name, len(calls), tuple(class_calls), tuple(seconds), orders[id(calls[0])] if len(kinds) == 1 else ())
+
+
+def _hiding(component: ComponentNumbers, order: Sequence[tuple[int, int, float]]) -> list[float]:
+    """Seconds per class of one call, in which copies of the class can hide.
+
+    While the rest computes between two blocks, the ring fills for the block that follows: that hides two copies at most. What is
+    longer hides nothing and stays with the rest. The stretch behind the last block joins the one before the next call's first.
+    """
+    found = [0.0] * len(component.classes)
+    blocks = [number for number, (k, _, _) in enumerate(order) if k]
+    if not blocks:
+        found[0] = sum(seconds for _, _, seconds in order)
+        return found
+    waiting = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
+    for k, _, seconds in order[: blocks[-1] + 1]:
+        if k:
+            hidden = min(waiting, 2 * component.variants[0].load_seconds[k])
+            found[k] += seconds + hidden
+            found[0] += waiting - hidden
+            waiting = 0.0
+        else:
+            waiting += seconds
+    return found
+
+
+def _stretches(component: ComponentNumbers, call: Call, hardware: Hardware) -> tuple[tuple[int, int, float], ...]:
+    """The call's compute in order: class, block in it, seconds. What ran in no block of a class is the rest's (class 0)."""
+    places = {path: (k, i) for k, of in enumerate(component.classes) for i, path in enumerate(of.blocks)}
+    found: list[tuple[int, int, float]] = []
+    for path, flops in call.flops:
+        place = places.get(path, (0, 0))
+        if found and found[-1][:2] == place:
+            flops += found.pop()[2]
+        found.append((*place, flops))
+    return tuple((k, i, flops / hardware.flops_per_second) for k, i, flops in found)
 
 
 def _class_of(component: ComponentNumbers, tensor: str) -> int:

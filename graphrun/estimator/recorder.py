@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(*_: Any) -> None:
             self._stack.append(path)
             self.entered.append(path)
+            self.count(0.0)  # a place in the order also for a block that computes nothing that is counted
 
         def end(*_: Any) -> None:
             self._stack.pop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from torch import nn
 
@@ -81,11 +82,18 @@ def classify(module: nn.Module, entered: Sequence[str], touched: Sequence[Iterab
         else:
             groups.append([path])
     least = SMALLEST_SHARE * sum(sizes.values())
-    kept = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
+    kept = _in_turn(units, [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least])
     apart = _apart(module, [path for group in kept for path in group], touched)
     taken = {"rest", *apart}
     streamed = [BlockClass(_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
     return (BlockClass("rest", ("",), False), *(BlockClass(child, (child,), False) for child in apart), *streamed)
+
+
+def _in_turn(units: Sequence[str], groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """``groups`` cut where units of another group are called between: the blocks of a class pass one after another."""
+    number = {path: n for n, group in enumerate(groups) for path in group}
+    kept = [path for path in units if path in number]
+    return [list(run) for _, run in groupby(kept, key=number.__getitem__)]
 
 
 def _name(top: str, taken: set[str]) -> str:

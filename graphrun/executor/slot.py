@@ -10,7 +10,7 @@ component streams, prefetch is issued in step with its blocks, when its ring is 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -60,13 +60,12 @@ class OpenSlot:
         self, index: int, slot: Slot, problem: Problem, residencies: Mapping[str, Residency], device: Device, recorder: Recorder
     ) -> None:
         self.index, self.slot = index, slot
-        self.calls = 0
+        self._entries: Counter[str] = Counter()
         self._problem, self._residencies, self._device, self._recorder = problem, residencies, device, recorder
         phase = next((phase for phase in problem.phases if phase.name == slot.phase), None)
         self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase and slot.part != "load" else {}
         self._streamers: dict[str, Streamer] = {}
         self._hooks: list[RemovableHandle] = []
-        self._at_entry: dict[str, list[str]] = {}
         self._prefetch: deque[tuple[Residency, str]] = deque()
         self._prefetch_bytes = self._prefetched_bytes = 0  # in all, and issued
         self._stream_bytes = self._streamed_bytes = 0
@@ -100,13 +99,16 @@ class OpenSlot:
                 self._load_for_use(name, loads[name])
         self._pace()
 
+    @property
+    def calls(self) -> int:
+        """Rounds so far: the most entries into one component."""
+        return max(self._entries.values(), default=0)
+
     def enter(self, component: str) -> Mark:
         """A call into ``component`` may begin when this returns: a mark at its start."""
-        self.calls += 1
+        self._entries[component] += 1
         if component in self._streamers:
             self._streamers[component].begin_call()
-        for path in self._at_entry.pop(component, ()):
-            self._arrive(component, path)
         return self._device.mark("compute")
 
     def close(self) -> SlotTrace:
@@ -188,10 +190,11 @@ class OpenSlot:
         self._recorder.note("load", residency.name, path, residency.nbytes(path), marks)
 
     def _load_for_use(self, component: str, paths: list[str]) -> None:
-        """Issues loads that this slot computes with. Blocks that could be streamed wait at their own hooks, all else at entry."""
+        """Issues loads of a component that this slot computes with. Its blocks wait for their own copies when compute comes to
+        them; what cannot be streamed was there before the slot.
+        """
         residency = self._residencies[component]
         streamable = {path for k in self._problem.component(component).classes if k.streamable for path in k.blocks}
-        self._at_entry[component] = [path for path in paths if path not in streamable]
         if component not in self._streamers:
             for path in paths:
                 self._load(residency, path)

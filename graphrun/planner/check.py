@@ -52,7 +52,8 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
         present = judge.after()
     for name, held in present.items():
         if held:
-            yield Violation("baseline", len(plan.slots) - 1, -1, f"{len(held)} blocks of {name} are on the device after the end")
+            left = _show(problem.component(name), held)
+            yield Violation("baseline", len(plan.slots) - 1, -1, f"on the device after the end: {left}")
 
 
 def _structure(problem: Problem, plan: Plan) -> Iterator[Violation]:

@@ -95,13 +95,15 @@ class Use:
     """How a phase uses a component.
 
     ``calls``: entries from outside. ``class_calls[k]``: in how many of them the blocks of class k run (0: not needed here).
-    ``seconds[k]``: compute of ONE block of class k in ONE call.
+    ``seconds[k]``: compute of ONE block of class k in ONE call. ``order``: the compute of one call as it happens, as (class, block
+    in it, seconds), the rest's before, between and behind the blocks'; empty: class after class, block after block.
     """
 
     component: str
     calls: int
     class_calls: tuple[int, ...]
     seconds: tuple[float, ...]
+    order: tuple[tuple[int, int, float], ...] = ()
 
     def class_calls_in(self, part: str) -> tuple[int, ...]:
         """Calls per class in ``part``: at most one in ``first``, the others in ``rest``, none in ``load``."""
@@ -216,4 +218,5 @@ def _component(data: dict[str, Any]) -> ComponentNumbers:
 
 
 def _use(data: dict[str, Any]) -> Use:
-    return Use(**{**data, "class_calls": tuple(data["class_calls"]), "seconds": tuple(data["seconds"])})
+    order = tuple((k, i, seconds) for k, i, seconds in data["order"])
+    return Use(**{**data, "class_calls": tuple(data["class_calls"]), "seconds": tuple(data["seconds"]), "order": order})

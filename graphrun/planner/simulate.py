@@ -12,7 +12,7 @@ from typing import Literal
 
 from graphrun.errors import PlanError
 from graphrun.planner.plan import Blocks, Evict, Load, Plan, Run, Slot, Stream
-from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.planner.timeline import Key, Size, Span, Timeline, Work
 from graphrun.trace import Event
 from graphrun.units import round_up
@@ -187,10 +187,13 @@ class _Walk:
         for turn in range(slot.calls):
             for use in phase.uses:
                 calls = use.class_calls_in(slot.part)
-                for k, of in enumerate(self._component(use.component).classes):
+                for k, i, seconds in use.order or self._in_class_order(use):
                     if turn < calls[k]:
-                        for i in range(len(of.blocks)):
-                            yield (use.component, k, i), use.seconds[k], turn
+                        yield (use.component, k, i), seconds, turn
+
+    def _in_class_order(self, use: Use) -> list[tuple[int, int, float]]:
+        classes = self._component(use.component).classes
+        return [(k, i, use.seconds[k]) for k, of in enumerate(classes) for i in range(len(of.blocks))]
 
     def _note(
         self, index: int, slot: Slot, keys: list[list[Key]], held: int, activation: int, line: Timeline, start: float

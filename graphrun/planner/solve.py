@@ -8,7 +8,7 @@ program (exact, integers) -> HiGHS: seconds, then bytes moved, then memory -> pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.check import check
@@ -19,24 +19,12 @@ from graphrun.planner.plan import Action, Blocks, Evict, Load, Plan, Run, Slot, 
 from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program, program_of
 from graphrun.planner.simulate import Simulation, simulate
+from graphrun.planner.solution import Solution
 
 TOLERATED = 1.01  # simulated over promised seconds
 ROUNDS = 3
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 PROVEN_GAP = 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """The plan and how good it is. ``objective_seconds``: what the program says it takes (`simulate` is what is printed);
-    ``bound_seconds``: no plan of this program takes less; ``gap`` is their difference over the objective."""
-
-    problem: Problem
-    plan: Plan
-    proven_optimal: bool
-    bound_seconds: float
-    objective_seconds: float
-    gap: float
 
 
 def solve(problem: Problem) -> Solution:

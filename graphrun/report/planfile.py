@@ -17,7 +17,7 @@ from graphrun.planner.check import check
 from graphrun.planner.plan import Plan, parse
 from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import Solution
+from graphrun.planner.solution import Solution
 
 VERSION = 1
 

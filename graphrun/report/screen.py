@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from graphrun.planner.plan import Load, Plan, Stream, action_text
 from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import Simulation, SlotReport, simulate
-from graphrun.planner.solve import Solution
+from graphrun.planner.solution import Solution
 from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, size, table
 from graphrun.trace import Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphrun.planner.simulate import Simulation, simulate
-from graphrun.planner.solve import Solution
+from graphrun.planner.solution import Solution
 from graphrun.trace import Trace
 
 

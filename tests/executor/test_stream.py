@@ -175,6 +175,34 @@ def test_prefetch_without_streaming_is_issued_at_once_and_hides_behind_compute()
     assert trace.slots[3].moved_bytes == 0
 
 
+@pytest.mark.parametrize("flops", [2e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
+def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: float) -> None:
+    module, on = Small(), hardware(flops=flops)
+    of = problem({"a": module}, [[use("a", 1, on)]], on)
+    plan = plan_of(
+        of,
+        """
+        slot s0/0:a load
+          load a rest[0] from pinned
+        slot s0/0:a first
+          load a wide[0,1,2,3] thin[0,1,2,3,4,5] from pinned
+          run
+        slot end
+          evict a all
+        """,
+    )
+    device = device_of(of)
+    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"])
+    first = trace.slots[1].end_seconds - trace.slots[1].start_seconds
+    rest, _, thin = use("a", 1, on).seconds
+    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=rest + 5e-6), "the rest's head computes last here"
+    copies = {e.detail: e for e in trace.events if e.kind == "load"}
+    call = next(e for e in trace.events if e.kind == "run")
+    assert list(copies) == [path for k in of.components[0].classes for path in k.blocks]
+    assert call.start_seconds == pytest.approx(copies[""].end_seconds), "the call does not wait for its blocks, only they do"
+    assert call.end_seconds >= copies["thin.5"].end_seconds + thin
+
+
 def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 3, ON), use("b", 3, ON)]])
@@ -199,6 +227,7 @@ def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
     device = device_of(of)
     trace = run(of, plan, Host(modules, of, device), device, ["a", "b"] * 3)
     assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, ["a", "b"] * 3))
+    assert [slot.calls for slot in trace.slots] == [0, 1, 2, 0]
     for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
         assert measured.peak_bytes <= expected.peak_bytes
 

@@ -1,0 +1,24 @@
+"""A plan with its proof, apart from the solver that made it: reading a saved plan needs no solver.
+
+``bound`` and ``objective`` are of the program that was solved; a plan's own seconds and bytes come from `simulate` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphrun.planner.plan import Plan
+from graphrun.planner.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The plan and how good it is. ``objective_seconds``: what the program says it takes (`simulate` is what is printed);
+    ``bound_seconds``: no plan of this program takes less; ``gap`` is their difference over the objective."""
+
+    problem: Problem
+    plan: Plan
+    proven_optimal: bool
+    bound_seconds: float
+    objective_seconds: float
+    gap: float
