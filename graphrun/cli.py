@@ -5,12 +5,14 @@ Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -198,7 +200,8 @@ def _planned(
     place = _hardware(hardware, device, to_run)
     problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs)
     start = time.perf_counter()
-    solution = graphrun.plan(problem)
+    with _stdout_kept_clean():
+        solution = graphrun.plan(problem)
     return Planned(graph, solution, inputs, time.perf_counter() - start)
 
 
@@ -254,6 +257,19 @@ def _plan_screen(made: Planned) -> str:
 
 def _show(summary: dict[str, Any], as_json: bool, screen: str) -> None:
     typer.echo(json.dumps(summary, indent=1) if as_json else screen)
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """The solver's native code may write to stdout past Python; what it writes goes to stderr, so that --json stays JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 class _Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from graphrun.planner.plan import Load, Plan, Stream, action_text
@@ -41,12 +42,11 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     return "\n".join(
         (
             f"plan {problem.graph}  {settings}",
-            f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}"
-            f"  peak {show_size(simulation.peak_bytes)} at {peak.phase}"
-            f"  headroom {show_size(problem.effective_bytes - simulation.peak_bytes)}",
-            f"moves {show_size(simulation.moved_bytes)} in  predicted {show_seconds(simulation.seconds)}"
-            f" = {show_seconds(simulation.compute_seconds)} compute + {show_seconds(exposed)} exposed transfer"
-            f"  cold run  {proof} (bound {show_seconds(solution.bound_seconds)}{solved})",
+            f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  cold run",
+            f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
+            f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
+            f"predicted {show_seconds(simulation.seconds)} = {show_seconds(simulation.compute_seconds)} compute"
+            f" + {show_seconds(exposed)} exposed transfer  {proof} (bound {show_seconds(solution.bound_seconds)}{solved})",
         )
     )
 
@@ -159,7 +159,8 @@ def explain_screen(solution: Solution) -> str:
         clock += report.seconds
     bases = [f"{c.name} weights {c.basis}" for c in problem.components]
     bases += [f"{p.name} activation {p.basis}" for p in problem.phases] + [f"{v.name} {v.basis}" for v in problem.values]
-    lines += ["", f"basis: hardware {problem.hardware.basis}; seconds from it; " + "; ".join(bases), "", _why(solution)]
+    basis = f"basis: hardware {problem.hardware.basis}, seconds from it; " + "; ".join(bases)
+    lines += ["", *textwrap.wrap(basis, 110, subsequent_indent="  "), "", _why(solution)]
     return "\n".join(lines).rstrip()
 
 

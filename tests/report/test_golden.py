@@ -50,3 +50,8 @@ def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
     with pytest.raises(Infeasible) as caught:
         solve(make_problem("flux-dev", 2 * GIB, 16 * GIB, hardware="rtx4090"))
     compare("flux-dev-2g-infeasible", infeasible_screen(caught.value))
+
+
+def test_the_readme_shows_the_screen_as_it_is_printed() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert (GOLDEN / "flux-dev-8g.txt").read_text().strip("\n") in readme
