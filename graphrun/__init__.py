@@ -101,16 +101,13 @@ def run(
     plan is not for this graph or breaks a rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device
     back at its baseline.
     """
-    from graphrun.components.build import build
     from graphrun.executor.executor import execute, refuse_unfit
     from graphrun.executor.open import open_device
 
     values = planned_inputs(solution.problem, graph, inputs or {})
     refuse_unfit(solution.problem, solution.plan, graph)
-    if modules is None:
-        graph = graph.without_sources() if random_weights else graph
-        modules = {name: build(graph.components[name], graph) for name in (c.name for c in solution.problem.components)}
     device = open_device(solution.problem)
+    graph = graph.without_sources() if random_weights else graph
     return execute(solution.problem, solution.plan, graph, values, device, modules, progress)
 
 

@@ -52,7 +52,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
                 prober.tape.values[f"{stage}.{name}"] = frozenset(keys)
             prober.tape.items.append(Mark("stage", stage))
 
-        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts)
+        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts)
     return Probed(prober.tape, ghosts, {name: tuple(order) for name, order in prober.entered.items()})
 
 

@@ -65,8 +65,10 @@ def execute(
     refuse_unfit(problem, plan, graph)
     if host is None:
         host = Host.of_graph(graph, problem, device, modules)
-    modules, parts, place = host.modules, host.parts, device.torch_device
-    return follow(problem, plan, host, device, lambda: run_stages(graph, modules, place, inputs, parts=parts), progress)
+    modules, parts, ghosts, place = host.modules, host.parts, host.ghosts, device.torch_device
+    return follow(
+        problem, plan, host, device, lambda: run_stages(graph, modules, place, inputs, parts=parts, ghosts=ghosts), progress
+    )
 
 
 def follow(problem: Problem, plan: Plan, host: Host, device: Device, work: Work, progress: Progress | None = None) -> Trace:

@@ -27,6 +27,7 @@ class Host:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
         self.parts: dict[str, Any] = {}
+        self.ghosts: dict[str, nn.Module] = {}
         self._shape = _shape(problem)
         for numbers in problem.components:
             self._add(modules[numbers.name], numbers, device)
@@ -40,9 +41,8 @@ class Host:
         for numbers in problem.components:
             module = given[numbers.name] if numbers.name in given else build(graph.component(numbers.name), graph)
             host._add(module, numbers, device)
-        for name, component in graph.components.items():
-            if name not in host.modules:  # a stage may list it, but no call enters it
-                host.modules[name] = ghost(component, graph.allow)
+        host.ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+        host.modules = {**host.ghosts, **host.modules}  # a stage may list a component that no call enters
         host.parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
         return host
 

@@ -30,14 +30,16 @@ def run_stages(
     *,
     after_stage: Observer | None = None,
     parts: Mapping[str, Any] | None = None,
+    ghosts: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Any]:
     """The graph's outputs, on the host. ``inputs`` are resolved already; ``modules`` holds every component that a stage uses.
 
-    A value is dropped after its last consumer. ``after_stage(stage, outputs)`` sees each stage's values as they are on the device.
-    Raises GraphError when a stage enters a component that it does not list under ``uses``.
+    ``parts`` and ``ghosts`` of all components are made if they are not given. A value is dropped after its last consumer;
+    ``after_stage(stage, outputs)`` sees each stage's values as they are on the device. Raises GraphError when a stage enters a
+    component that it does not list under ``uses``.
     """
     parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
-    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    ghosts = ghosts if ghosts is not None else {name: ghost(component, graph.allow) for name, component in graph.components.items()}
     values: dict[Reference, Any] = {Reference("input", name, ""): value for name, value in inputs.items()}
     outputs: dict[str, Any] = {}
     for number, stage in enumerate(graph.stages):

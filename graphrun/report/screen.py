@@ -10,7 +10,7 @@ from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import Simulation, SlotReport, simulate
 from graphrun.planner.solution import Solution
 from graphrun.report.summary import broken_caps
-from graphrun.report.table import scale_of, size, table
+from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import Trace
 from graphrun.units import gib, show_seconds, show_size
 
@@ -53,7 +53,23 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
 
 def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
     unit, scale = scale_of(simulation.peak_bytes)
-    rows = [["#", "phase", "calls", "resident", "ring", "activation", "values", "peak", "headroom", "streamed", "load s", "run s"]]
+    clock, second = seconds_of(simulation.seconds)
+    rows = [
+        [
+            "#",
+            "phase",
+            "calls",
+            "resident",
+            "ring",
+            "activation",
+            "values",
+            "peak",
+            "headroom",
+            "streamed",
+            f"load {clock}",
+            f"run {clock}",
+        ]
+    ]
     for number, phase in enumerate(problem.phases):
         slots = [slot for slot in simulation.slots if slot.phase == phase.name]
         top = max(slots, key=lambda slot: slot.peak_bytes)
@@ -66,8 +82,8 @@ def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
                 *(size(nbytes, scale) for nbytes in sizes),
                 size(problem.effective_bytes - top.peak_bytes, scale),
                 size(sum(slot.streamed_bytes for slot in slots), scale),
-                f"{sum(slot.seconds for slot in slots if slot.part == 'load'):.3f}",
-                f"{sum(slot.seconds for slot in slots if slot.part != 'load'):.3f}",
+                f"{sum(slot.seconds for slot in slots if slot.part == 'load') / second:.3f}",
+                f"{sum(slot.seconds for slot in slots if slot.part != 'load') / second:.3f}",
             ]
         )
     return table(rows, left=(1,)) + f"\n sizes in {unit}, each row at its highest slot; streamed: bytes that pass through the ring"
@@ -136,9 +152,7 @@ def _why(solution: Solution) -> str:
                     f" > {show_size(problem.effective_bytes)}"
                 )
             else:
-                lines.append(
-                    f" why {component.name} is streamed: its copies hide behind its compute; loading it first would take longer"
-                )
+                lines.append(f" why {component.name} is streamed: it would fit, but streamed it takes no longer and holds less")
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -191,7 +205,8 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) ->
     """What ``graphrun run`` ends with: planned beside measured for every slot, what was left, and where the picture is."""
     simulation = simulate(solution.problem, solution.plan)
     unit, scale = scale_of(simulation.peak_bytes)
-    rows = [["slot", "peak planned", "measured", "moved planned", "measured", "s planned", "measured"]]
+    clock, second = seconds_of(simulation.seconds)
+    rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{clock} planned", "measured"]]
     for planned, measured in zip(simulation.slots, trace.slots, strict=True):
         rows.append(
             [
@@ -200,8 +215,8 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) ->
                 size(measured.peak_bytes, scale),
                 size(planned.streamed_bytes + planned.loaded_bytes, scale),
                 size(measured.moved_bytes, scale),
-                f"{planned.seconds:.4f}",
-                f"{measured.end_seconds - measured.start_seconds:.4f}",
+                f"{planned.seconds / second:.3f}",
+                f"{(measured.end_seconds - measured.start_seconds) / second:.3f}",
             ]
         )
     total = [
@@ -210,17 +225,16 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) ->
         size(trace.peak_bytes, scale),
         size(simulation.moved_bytes, scale),
         size(trace.moved_bytes, scale),
-        f"{simulation.seconds:.4f}",
-        f"{trace.seconds:.4f}",
+        f"{simulation.seconds / second:.3f}",
+        f"{trace.seconds / second:.3f}",
     ]
     broken = broken_caps(solution, trace)
     verdict = "the plan was kept" if not broken else "the plan was BROKEN: " + "; ".join(broken)
-    clock = "virtual seconds" if trace.device == "sim" else "seconds"
     return "\n".join(
         (
             "",
             table([*rows, total], left=(0,)),
-            f" sizes in {unit}; {clock}",
+            f" sizes in {unit}; {clock} {'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
             f"{verdict}; left on the device: {show_size(trace.left_bytes)}",
             *(f"wrote {path}" for path in written),
         )

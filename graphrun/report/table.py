@@ -25,6 +25,11 @@ def scale_of(largest_bytes: int) -> tuple[str, int]:
     return "KiB", KIB
 
 
+def seconds_of(longest_seconds: float) -> tuple[str, float]:
+    """Unit of time and its seconds for a table whose longest entry is ``longest_seconds``."""
+    return ("s", 1.0) if longest_seconds >= 1 else ("ms", 1e-3)
+
+
 def size(nbytes: int, scale: int) -> str:
     """``nbytes`` in the table's unit with two decimals."""
     return f"{nbytes / scale:.2f}"
