@@ -23,7 +23,7 @@ import graphrun
 from graphrun.errors import GraphrunError, InputError
 from graphrun.report import planfile
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.split("\n", 1)[0])
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 GraphFile = Annotated[Path, typer.Argument(help="A graph (YAML), or a plan saved with -o (JSON).", show_default=False)]
 Vram = Annotated[str, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)]
@@ -42,6 +42,19 @@ class Planned:
     solution: Any
     inputs: dict[str, str]
     solve_seconds: float | None
+
+
+@app.callback()
+def about(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    """Run diffusion pipelines on cards too small for them: plan ahead what lives where, prove it, then do exactly that.
+
+    Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
+    """
+    if version:
+        typer.echo(f"graphrun {graphrun.__version__}")
+        raise typer.Exit
 
 
 @app.command()
