@@ -39,6 +39,7 @@ class Planned:
     """A graph with its solution, and how long solving took (None where it was read from a file)."""
 
     graph: Any
+    source: Path
     solution: Any
     inputs: dict[str, str]
     solve_seconds: float | None
@@ -72,7 +73,7 @@ def plan(
     made = _planned(graph, vram, ram, hardware, device, set_)
     summary = _summary(made)
     if out is not None:
-        planfile.save(out, graph, made.solution, summary)
+        planfile.save(out, made.source, made.solution, summary)
     _show(summary, as_json, _plan_screen(made))
 
 
@@ -98,6 +99,7 @@ def run(
     from graphrun.report.summary import broken_caps
 
     sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
+    planfile.require_writable(output, plan_file, trace_file)
     made = _planned(graph, vram, ram, hardware, device, sets, to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
@@ -105,7 +107,7 @@ def run(
         trace = graphrun.run(made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress)
     summary = _summary(made, trace)
     if plan_file is not None:
-        planfile.save(plan_file, planfile.graph_path(graph), made.solution, summary)
+        planfile.save(plan_file, made.source, made.solution, summary)
     if trace_file is not None:
         planfile.write_json(trace_file, trace.to_json())
     written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
@@ -215,7 +217,7 @@ def _planned(
     start = time.perf_counter()
     with _stdout_kept_clean():
         solution = graphrun.plan(problem)
-    return Planned(graph, solution, inputs, time.perf_counter() - start)
+    return Planned(graph, path, solution, inputs, time.perf_counter() - start)
 
 
 def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
@@ -240,10 +242,11 @@ def _read_plan(path: Path, inputs: dict[str, str], given: tuple[str | None, ...]
         raise InputError(f"{path} is a plan: it has its own budget, hardware and device; leave --vram, --hardware and --device out")
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
-    graph = graphrun.load(planfile.graph_path(path))
+    source = planfile.graph_path(path, saved)
+    graph = graphrun.load(source)
     if to_run:
         graphrun.planned_inputs(problem, graph, inputs)
-    return Planned(graph, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
+    return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
 
 
 def _inputs(sets: list[str] | None) -> dict[str, str]:

@@ -204,6 +204,11 @@ def test_missing_files_and_corrupt_weights_are_refused(graphrun: Cli, edited: Ca
     assert not list(tmp_path.rglob("*.png"))
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(graphrun: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--output", "file/a.png"), "file/a.png", "cannot be written")
+
+
 def test_schema_is_json(graphrun: Cli) -> None:
     code, out, _ = graphrun("schema")
     assert code == 0
@@ -224,3 +229,26 @@ def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> N
     assert (code, data["feasible"], data["binding"]) == (3, False, "VRAM")
     assert err.startswith("infeasible: no plan runs flux-tiny on sim")
     assert data["needs"][0]["short_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("problem"), ("is damaged", "problem")),
+        (lambda data: data.pop("graph_file"), ("names no graph",)),
+        (lambda data: data["problem"].update(budget_bytes="big"), ("is damaged", "problem.budget_bytes", "integer")),
+        (lambda data: data["problem"]["hardware"].pop("name"), ("is damaged", "problem.hardware.name")),
+        (lambda data: data["problem"]["hardware"].update(flops_per_second=5.0), ("digest", "refused")),
+        (lambda data: data.update(actions=["plan x", "slot"]), ("actions:", "expected 'slot")),
+        (lambda data: data.update(actions=5), ("is damaged",)),
+        (lambda data: data.update(graphrun=2), ("not a plan of this version",)),
+    ],
+)
+def test_a_damaged_plan_file_is_refused(
+    graphrun: Cli, tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: tuple[str, ...]
+) -> None:
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    change(data)
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    refused(graphrun("run", "plan.json"), "plan.json", *words)

@@ -190,33 +190,5 @@ class Problem:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary that `from_json` turns back into an equal problem."""
+        """A JSON-ready dictionary, complete: an equal problem can be made from it."""
         return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Problem:
-        """The problem that `to_json` wrote. Raises KeyError or TypeError where ``data`` is something else."""
-        return Problem(
-            **{
-                **data,
-                "settings": tuple((k, v) for k, v in data["settings"]),
-                "versions": tuple((k, v) for k, v in data["versions"]),
-                "hardware": Hardware(**data["hardware"]),
-                "components": tuple(_component(c) for c in data["components"]),
-                "phases": tuple(PhaseNumbers(**{**p, "uses": tuple(_use(u) for u in p["uses"])}) for p in data["phases"]),
-                "values": tuple(ValueNumbers(**{**v, "consumers": tuple(v["consumers"])}) for v in data["values"]),
-            }
-        )
-
-
-def _component(data: dict[str, Any]) -> ComponentNumbers:
-    classes = tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in data["classes"])
-    variants = tuple(
-        Variant(**{**v, "block_bytes": tuple(v["block_bytes"]), "load_seconds": tuple(v["load_seconds"])}) for v in data["variants"]
-    )
-    return ComponentNumbers(**{**data, "classes": classes, "variants": variants})
-
-
-def _use(data: dict[str, Any]) -> Use:
-    order = tuple((k, i, seconds) for k, i, seconds in data["order"])
-    return Use(**{**data, "class_calls": tuple(data["class_calls"]), "seconds": tuple(data["seconds"]), "order": order})

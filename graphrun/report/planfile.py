@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from graphrun.errors import InputError, PlanError
 from graphrun.planner.check import check
 from graphrun.planner.plan import Plan, parse
@@ -41,21 +43,27 @@ def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
             f'is not a plan of this version (no "graphrun": {VERSION}); make one with graphrun plan GRAPH -o', str(path)
         )
     try:
-        problem = Problem.from_json(data["problem"])
         text = "\n".join(data["actions"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"is damaged: {type(error).__name__} {error}", str(path)) from error
-    try:
-        return problem, parse(text), data
+        return problem_from(data["problem"]), parse(text), data
     except PlanError as error:
         raise PlanError(f"actions: {error}", str(path)) from error
+    except ValidationError as error:
+        wrong = "; ".join(f"problem.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise PlanError(f"is damaged: {wrong}", str(path)) from error
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"is damaged: {type(error).__name__} {error}", str(path)) from error
 
 
-def graph_path(path: Path) -> Path:
-    """The graph file: ``path`` itself, or the one that the plan file at ``path`` names."""
-    if path.suffix != ".json":
-        return path
-    return path.parent / str(json.loads(path.read_text())["graph_file"])
+def problem_from(data: Any) -> Problem:
+    """The problem that `Problem.to_json` wrote. Raises pydantic's ValidationError, which names every wrong field."""
+    return TypeAdapter(Problem).validate_python(data)
+
+
+def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
+    """The graph file that the plan file at ``path`` names in ``saved``; PlanError where it names none."""
+    if not isinstance(name := saved.get("graph_file"), str):
+        raise PlanError('names no graph: add "graph_file"', str(path))
+    return path.parent / name
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
@@ -108,16 +116,25 @@ def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
     return written
 
 
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+def require_writable(*paths: Path | None) -> None:
+    """Raises InputError unless a file can be written at each of ``paths``: better said before a run than after it."""
+    for path in paths:
+        if path is not None:
+            _whole(path, None)
+
+
+def _whole(path: Path, write: Callable[[Path], Any] | None) -> None:
+    """Writes under another name, then renames. Without ``write``, only the folder is made and writing in it tried."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         temporary = Path(name)
         try:
-            write(temporary)
-            temporary.chmod(0o644)
-            temporary.replace(path)
+            if write is not None:
+                write(temporary)
+                temporary.chmod(0o644)
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:

@@ -16,6 +16,7 @@ from graphrun.planner.plan import Load, Plan, Stream, parse
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solve import solve
+from graphrun.report.planfile import problem_from
 
 SEEDS = st.integers(0, 10**6)
 QUICK = settings(max_examples=25, deadline=None)
@@ -94,7 +95,7 @@ def test_plans_pass_the_judge_and_are_the_same_every_time(seed: int, spare: int)
     solution = solve(of)
     assert check(of, solution.plan) == ()
     assert parse(str(solution.plan)) == solution.plan
-    assert str(solve(Problem.from_json(of.to_json())).plan) == str(solution.plan)
+    assert str(solve(problem_from(of.to_json())).plan) == str(solution.plan)
 
 
 @QUICK
