@@ -92,3 +92,9 @@ def test_hooks_are_gone_afterwards() -> None:
     record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0",))
     assert not module[0]._forward_hooks
     assert not module[0]._forward_pre_hooks
+
+
+def test_bytes_are_counted_as_an_allocator_rounds_them() -> None:
+    module = nn.Linear(1, 1, bias=False).to("meta")
+    x = torch.zeros(1, 1, device="meta")
+    assert record(module, lambda: module(x), inputs=(x,)).peak_bytes == 512

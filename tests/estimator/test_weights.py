@@ -70,3 +70,13 @@ def test_a_part_that_other_calls_read_is_a_class_of_its_own() -> None:
     net = nn.ModuleDict({"encoder": nn.Linear(16, 16), "decoder": nn.Linear(64, 64)})
     classes = classify(net, [], [{"decoder.weight", "decoder.bias"}])
     assert [(k.name, k.blocks, k.streamable) for k in classes] == [("rest", ("",), False), ("encoder", ("encoder",), False)]
+
+
+def test_a_class_ends_where_blocks_of_another_are_called_between() -> None:
+    entered = ["single.0", "single.1", "double.0", "double.1", "single.2"]
+    classes = classify(Net(2, 3, 64), entered, [])
+    assert [(k.name, k.blocks) for k in classes[1:]] == [
+        ("single", ("single.0", "single.1")),
+        ("double", ("double.0", "double.1")),
+        ("single_2", ("single.2",)),
+    ]

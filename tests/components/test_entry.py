@@ -1,0 +1,96 @@
+"""The boundary of a component: the outermost entry counts, once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun.components.entry import Boundary
+
+HERE = torch.device("cpu")
+
+
+class Codec(nn.Module):
+    """Entry points that call one another, as autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.weight.device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return self.inner(x)
+
+
+@pytest.fixture
+def seen() -> list[tuple[str, ...]]:
+    return []
+
+
+def bounded(codec: Codec, seen: list[tuple[str, ...]], device: torch.device = HERE) -> Boundary:
+    return Boundary({"codec": codec}, device, lambda *at: seen.append(("enter", *at)), lambda *at: seen.append(("exit", *at)))
+
+
+def test_only_the_outermost_entry_counts(seen: list[tuple[str, ...]]) -> None:
+    codec, x = Codec(), torch.ones(1, 2)
+    with bounded(codec, seen):
+        codec(x)
+        codec.decode(codec.encode(x))
+    names = ["forward", "encode", "decode"]
+    assert seen == [(what, "codec", name) for name in names for what in ("enter", "exit")]
+
+
+def test_results_classes_and_signatures_are_the_components_own(seen: list[tuple[str, ...]]) -> None:
+    codec, x = Codec(), torch.ones(1, 2)
+    want, signature = codec(x), inspect.signature(codec.encode)
+    with bounded(codec, seen):
+        assert isinstance(codec, Codec)
+        assert type(codec).__name__ == "Codec"
+        assert inspect.signature(codec.encode) == signature
+        assert torch.equal(codec(x), want)
+    assert type(codec) is Codec
+
+
+def test_the_device_is_the_boundarys_whatever_the_parameters_say(seen: list[tuple[str, ...]]) -> None:
+    codec = Codec()
+    with bounded(codec, seen, torch.device("meta")) as boundary:
+        assert codec.device.type == "meta"
+        boundary.device = HERE
+        assert codec.device.type == "cpu"
+    assert codec.device.type == "cpu"
+
+
+def test_an_error_inside_ends_the_entry_and_the_boundary_goes_in_any_case(seen: list[tuple[str, ...]]) -> None:
+    codec = Codec()
+    with pytest.raises(ValueError, match="not a number"), bounded(codec, seen):
+        codec(torch.full((1, 2), torch.nan))
+    assert type(codec) is Codec
+    assert seen == [("enter", "codec", "forward")]
+    with bounded(codec, seen):
+        codec(torch.ones(1, 2))
+    assert seen[1:] == [("enter", "codec", "forward"), ("exit", "codec", "forward")]
+
+
+def test_around_answers_in_the_components_place() -> None:
+    codec = Codec()
+
+    def around(component: str, entry: str, proceed: Any, args: Any, kwargs: Any) -> Any:
+        return component, entry, proceed(*args, **kwargs).shape
+
+    with Boundary({"codec": codec}, HERE, around=around):
+        assert codec.encode(torch.ones(3, 2)) == ("codec", "encode", (3, 2))
