@@ -39,7 +39,8 @@ def test_plan_screen(make_problem: Any, compare: Any, gib: int) -> None:
 
 
 def test_plan_text_at_8_gib(make_problem: Any, compare: Any) -> None:
-    compare("flux-dev-8g-plan", str(solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090")).plan))
+    plan = solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090")).plan
+    compare("flux-dev-8g-plan", str(plan).replace(plan.problem, "DIGEST"))  # it depends on the versions of the libraries too
 
 
 def test_explain_screen_at_8_gib(make_problem: Any, compare: Any) -> None:
