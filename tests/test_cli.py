@@ -252,3 +252,22 @@ def test_a_damaged_plan_file_is_refused(
     change(data)
     (tmp_path / "plan.json").write_text(json.dumps(data))
     refused(graphrun("run", "plan.json"), "plan.json", *words)
+
+
+def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(graphrun: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    import graphrun as package
+
+    honest = package.run
+
+    def above_the_plan(*args: Any, **kwargs: Any) -> Any:
+        trace = honest(*args, **kwargs)
+        slots = list(trace.slots)
+        slots[1] = replace(slots[1], peak_bytes=slots[1].peak_bytes + 1)
+        return replace(trace, slots=tuple(slots))
+
+    monkeypatch.setattr(package, "run", above_the_plan)
+    code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1")
+    assert code == 4
+    assert "the plan was BROKEN: encode/0:text_encoder first: 352257 > 352256" in out

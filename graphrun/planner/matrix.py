@@ -151,6 +151,7 @@ class Matrix:
         rows = [*self._rows, *((terms, -np.inf, limit - constant) for (terms, constant), limit in limits)]
         entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
         numbers, columns, values = zip(*entries, strict=True)
+        places = (np.array(numbers, dtype=np.int32), np.array(columns, dtype=np.int32))  # older SciPy's HiGHS takes no other
         shape = (len(rows), len(self._columns))
         cost = np.zeros(shape[1])
         for column, value in goal[0].items():
@@ -160,7 +161,7 @@ class Matrix:
             c=cost,
             integrality=integer,
             bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(coo_array((values, (numbers, columns)), shape=shape).tocsc(), *_limits(rows)),
+            constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), *_limits(rows)),
             options={"mip_rel_gap": GAP, "node_limit": NODE_LIMIT},
         )
         if result.x is None:

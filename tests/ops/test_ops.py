@@ -1,0 +1,121 @@
+"""The ops on the CPU, without a plan: diffusers' own code, cut into stages."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphrun
+from graphrun.components.build import build, build_part
+from graphrun.errors import GraphError
+from graphrun.ops import run_stages
+from graphrun.ops.diffusion import _returned_names
+from graphrun.ops.pipeline import finished
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Any]:
+    def edit(name: str, *changes: tuple[str, str]) -> Any:
+        shutil.copytree(GRAPHS, tmp_path / "graphs")
+        path = tmp_path / "graphs" / f"{name}.yaml"
+        text = path.read_text()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        path.write_text(text)
+        return graphrun.load(path)
+
+    return edit
+
+
+def run(graph: Any, after_stage: Any = None, **inputs: Any) -> dict[str, Any]:
+    modules = {name: build(component, graph) for name, component in graph.components.items()}
+    return run_stages(graph, modules, CPU, graph.resolve({"steps": 1, **inputs}), after_stage=after_stage)
+
+
+def test_a_vae_in_fp32_decodes_latents_of_a_half_precision_unet(edited: Callable[..., Any]) -> None:
+    half = [(f"{name}.json, dtype: float32", f"{name}.json, dtype: bfloat16") for name in ("clip", "clip-2", "sdxl-unet")]
+    graph = edited("sdxl-tiny", *((f"tiny-{old}", f"tiny-{new}") for old, new in half))
+    seen: dict[str, torch.dtype] = {}
+
+    def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
+        if stage == "denoise":
+            seen["latents"] = outputs["latents"].dtype
+
+    image = run(graph, after_stage)["image"]
+    assert seen == {"latents": torch.bfloat16}
+    assert image.size == (128, 128)
+
+
+def test_a_value_is_dropped_after_its_last_consumer(edited: Callable[..., Any]) -> None:
+    again = """  again:
+    op: denoise
+    uses: [transformer]
+    with: {embeds: $encode.embeds, height: $height, width: $width, steps: $steps, seed: $seed}
+
+outputs: {latents: $again.latents, """
+    graph = edited("flux-tiny", ("outputs: {", again))
+    assert [stage.name for stage in graph.stages] == ["encode", "denoise", "decode", "again"]
+    latents: list[weakref.ref[torch.Tensor]] = []
+    alive: dict[str, bool] = {}
+
+    def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
+        if stage == "denoise":
+            latents.append(weakref.ref(outputs["latents"]))
+        alive[stage] = bool(latents) and latents[0]() is not None
+
+    assert run(graph, after_stage)["latents"].device == CPU
+    assert alive == {"encode": False, "denoise": True, "decode": True, "again": False}
+
+
+def test_a_component_that_a_stage_does_not_list_is_refused_when_it_is_entered(edited: Callable[..., Any]) -> None:
+    graph = edited(
+        "flux-tiny",
+        ("uses: [text_encoder, text_encoder_2]", "uses: [text_encoder]"),
+        ("uses: [vae]", "uses: [vae, text_encoder_2]"),
+    )
+    with pytest.raises(GraphError, match=r"encode enters text_encoder_2\.forward.*add text_encoder_2 to stages\.encode\.uses"):
+        run(graph)
+
+
+def test_a_pipeline_that_lacks_a_component_says_which(edited: Callable[..., Any]) -> None:
+    graph = edited("flux-tiny", ("  scheduler: {class", "  planner: {class"))
+    with pytest.raises(GraphError, match="needs scheduler: add them under components: or parts:"):
+        run(graph)
+
+
+def test_the_seed_decides_the_picture(edited: Callable[..., Any]) -> None:
+    graph = edited("flux-tiny")
+    first, same, other = (run(graph, seed=seed)["image"].tobytes() for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_a_finished_scheduler_has_no_steps_and_leaves_the_first_alone() -> None:
+    graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
+    scheduler = build_part(graph.parts["scheduler"], graph)
+    ended = finished(scheduler)
+    ended.set_timesteps(5)
+    assert (len(ended.timesteps), ended.init_noise_sigma) == (0, 1.0)
+    scheduler.set_timesteps(5)
+    assert len(scheduler.timesteps) == 5
+
+
+def test_embeddings_are_named_as_the_pipeline_returns_them() -> None:
+    from diffusers import FluxPipeline, StableDiffusionXLPipeline
+
+    assert _returned_names(FluxPipeline.encode_prompt, 3) == ("prompt_embeds", "pooled_prompt_embeds", "text_ids")
+    assert _returned_names(StableDiffusionXLPipeline.encode_prompt, 4) == (
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    )
