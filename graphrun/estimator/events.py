@@ -5,8 +5,11 @@ Hardware-independent: what a card adds (scratch, reserved memory, seconds) is co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from graphrun.planner.problem import BlockClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,22 @@ class Tape:
                     found += [(item.name, call) for call in waiting]
                     waiting = []
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a component's structure says: its parameters, its classes of blocks, and per class the bytes of its largest block."""
+
+    parameters: int
+    classes: tuple[BlockClass, ...]
+    block_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A dry run: the tape, and the facts of every component. ``ghosts`` are the modules themselves, none where it was read from
+    the cache: no number may come from them."""
+
+    tape: Tape
+    facts: Mapping[str, Facts]
+    ghosts: Mapping[str, Any] = field(default_factory=dict, compare=False)
