@@ -53,12 +53,13 @@ def estimate(
     ram: str | int = "auto",
     hardware: str | Hardware | None = None,
     inputs: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
 
     ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
     machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`; None takes the CUDA device that is
-    found, else rtx4090.
+    found, else rtx4090. ``cache`` is a folder where dry runs and problems are kept: with one found there, no torch is imported.
     """
     from graphrun.estimator import hardware as devices
     from graphrun.estimator.machine import host_ram_bytes
@@ -72,17 +73,21 @@ def estimate(
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
     values = graph.for_planning(inputs or {})
 
-    from graphrun.estimator.numbers import problem_of  # imports torch and diffusers: seconds, and not before the input is right
-    from graphrun.estimator.probe import probe
+    from graphrun.estimator.cache import problem_for
+    from graphrun.estimator.store import Store
 
-    return problem_of(graph, probe(graph, values), hardware, budget_bytes, ram_bytes, values)
+    return problem_for(graph, values, hardware, budget_bytes, ram_bytes, Store(cache) if cache is not None else None)
 
 
-def plan(problem: Problem) -> Solution:
-    """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would."""
-    from graphrun.planner.solve import solve
+def plan(problem: Problem, *, cache: Path | None = None) -> Solution:
+    """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would.
 
-    return solve(problem)
+    ``cache`` is a folder where plans are kept; one found there is checked before it counts.
+    """
+    from graphrun.estimator.cache import solution_for
+    from graphrun.estimator.store import Store
+
+    return solution_for(problem, Store(cache) if cache is not None else None)
 
 
 def run(

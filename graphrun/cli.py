@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ Ram = Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine
 HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -66,10 +68,11 @@ def plan(
     device: DeviceName = None,
     set_: Sets = None,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, vram, ram, hardware, device, set_)
+    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache))
     summary = _summary(made)
     if out is not None:
         planfile.save(out, graph, made.solution, summary)
@@ -91,17 +94,19 @@ def run(
     ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Save the trace to this file.", show_default=False)] = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a graph, or a saved plan, and show what was planned beside what was measured."""
+    from graphrun.report.progress import Progress
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
 
     sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
-    made = _planned(graph, vram, ram, hardware, device, sets, to_run=True)
+    made = _planned(graph, vram, ram, hardware, device, sets, _cache(no_cache), to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
-    with _Progress(made.solution.plan, quiet=as_json) as progress:
+    with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
         trace = graphrun.run(made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress)
     summary = _summary(made, trace)
     if plan_file is not None:
@@ -122,12 +127,13 @@ def explain(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every slot of a plan: what it does, what it holds, and where its time goes."""
     from graphrun.report.screen import explain_screen
 
-    made = _planned(graph, vram, ram, hardware, device, set_)
+    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache))
     _show(_summary(made), as_json, explain_screen(made.solution))
 
 
@@ -198,6 +204,7 @@ def _planned(
     hardware: str | None,
     device: str | None,
     sets: list[str] | None,
+    cache: Path | None,
     *,
     to_run: bool = False,
 ) -> Planned:
@@ -211,11 +218,19 @@ def _planned(
     if vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
     place = _hardware(hardware, device, to_run)
-    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs)
+    if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, cache=cache)
     start = time.perf_counter()
     with _stdout_kept_clean():
-        solution = graphrun.plan(problem)
+        solution = graphrun.plan(problem, cache=cache)
     return Planned(graph, solution, inputs, time.perf_counter() - start)
+
+
+def _cache(off: bool) -> Path | None:
+    """The folder for what is kept between commands: ``$XDG_CACHE_HOME/graphrun``, else ``~/.cache/graphrun``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return None if off else (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "graphrun"
 
 
 def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
@@ -283,39 +298,3 @@ def _stdout_kept_clean() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-class _Progress:
-    """A bar on a terminal, a line per slot elsewhere, nothing for JSON."""
-
-    def __init__(self, plan: Any, *, quiet: bool) -> None:
-        from rich.console import Console
-
-        self.plan = plan
-        self.quiet = quiet
-        self.console = Console(stderr=True)
-        self.bar: Any = None
-        self.task: Any = None
-        self.slot = -1
-
-    def __enter__(self) -> _Progress:
-        if not self.quiet and self.console.is_terminal:
-            from rich.progress import Progress
-
-            self.bar = Progress(console=self.console, transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("loading", total=sum(max(slot.calls, 1) for slot in self.plan.slots))
-        return self
-
-    def __call__(self, slot: int, call: int, calls: int) -> None:
-        name = f"{self.plan.slots[slot].phase} {self.plan.slots[slot].part}".strip()
-        if self.bar is not None:
-            done = sum(max(s.calls, 1) for s in self.plan.slots[:slot]) + call
-            self.bar.update(self.task, completed=done, description=f"{name} {call}/{calls}" if calls > 1 else name)
-        elif not self.quiet and slot != self.slot:
-            typer.echo(f"  slot {slot + 1}/{len(self.plan.slots)} {name}", err=True)
-        self.slot = slot
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

@@ -10,7 +10,9 @@ loading) to 667 MB (eager); the larger is used. cuBLAS workspace: 8.125 MiB, 32 
 from __future__ import annotations
 
 import difflib
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
@@ -19,6 +21,9 @@ from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
 DEFAULT = "rtx4090"
+
+# Without one of these Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), and torch need not be asked.
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def _card(name: str, gib: int, tflops: float, h2d_gb: float, workspace_bytes: int = 8 * MIB + 128 * KIB) -> Hardware:
@@ -84,6 +89,9 @@ def hardware(name: str) -> Hardware:
 
 def found() -> Hardware | None:
     """This machine's CUDA device: its own capacity, rates from the prior whose name its name contains. None without one."""
+    if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
+        return None
+
     import torch
 
     if not torch.cuda.is_available():
