@@ -16,8 +16,9 @@ from graphrun.planner.problem import BlockClass
 class Call:
     """One kind of call into a component, traced once for a signature of argument shapes.
 
-    ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, < 0 for scratch of that size, in order; every key
-    is released before the end. ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
+    ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, in order; every key is released before the end.
+    nbytes < 0 is scratch of that size, of which ``key`` bytes are not taken by cards that spare large copies.
+    ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
     ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
     each with the path of the block it ran in (``""`` outside of all).
     """

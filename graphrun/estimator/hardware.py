@@ -21,6 +21,7 @@ from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
 DEFAULT = "rtx4090"
+HOPPER = ("h100", "h200")  # compute capability 9.0
 
 # Without one of these Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), and torch need not be asked.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -39,6 +40,7 @@ def _card(name: str, gib: int, tflops: float, h2d_gb: float, workspace_bytes: in
         bidirectional=0.5,
         disk_bytes_per_second=1.2e9,
         flops_per_second=tflops * 1e12,
+        spares_large_copies=name in HOPPER,
     )
 
 
@@ -100,4 +102,10 @@ def found() -> Hardware | None:
     plain = properties.name.lower().replace(" ", "").replace("-", "")
     base = next((card for name, card in priors().items() if name in plain), priors()[DEFAULT])
     workspace_bytes = 32 * MIB if properties.major >= 9 else base.workspace_bytes
-    return replace(base, name=plain.removeprefix("nvidia"), capacity_bytes=properties.total_memory, workspace_bytes=workspace_bytes)
+    return replace(
+        base,
+        name=plain.removeprefix("nvidia"),
+        capacity_bytes=properties.total_memory,
+        workspace_bytes=workspace_bytes,
+        spares_large_copies=properties.major == 9,
+    )
