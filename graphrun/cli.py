@@ -151,6 +151,16 @@ def check(
 
 
 @app.command()
+def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
+    """Show what is here: device, driver, versions and what they allow or break, limits of memory, disk, cache."""
+    from graphrun.estimator.doctor import examine
+    from graphrun.report.doctor import doctor_screen
+
+    found = examine(_cache(no_cache))
+    _show(found, as_json, doctor_screen(found))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of graph files, for editors."""
     from graphrun.graph.spec import schema_text

@@ -204,6 +204,14 @@ def test_missing_files_and_corrupt_weights_are_refused(graphrun: Cli, edited: Ca
     assert not list(tmp_path.rglob("*.png"))
 
 
+def test_doctor_says_what_is_here(graphrun: Cli) -> None:
+    code, out, _ = graphrun("doctor")
+    assert code == 0
+    assert "bitsandbytes" in out
+    code, out, _ = graphrun("doctor", "--json")
+    assert (code, json.loads(out)["device"]["sim"]) == (0, True)
+
+
 def test_schema_is_json(graphrun: Cli) -> None:
     code, out, _ = graphrun("schema")
     assert code == 0
