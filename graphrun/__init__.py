@@ -36,6 +36,7 @@ __all__ = [
     "load",
     "plan",
     "run",
+    "survey",
 ]
 
 
@@ -77,6 +78,31 @@ def estimate(
     from graphrun.estimator.store import Store
 
     return problem_for(graph, values, hardware, budget_bytes, ram_bytes, Store(cache) if cache is not None else None)
+
+
+def survey(
+    graph: Graph,
+    *,
+    hardware: str | Hardware | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
+    FLOPs and seconds, each with its basis. Arguments as for `estimate`.
+    """
+    from graphrun.estimator import hardware as devices
+
+    if hardware is None:
+        hardware = devices.found() or devices.hardware(devices.DEFAULT)
+    elif isinstance(hardware, str):
+        hardware = devices.hardware(hardware)
+    values = graph.for_planning(inputs or {})
+
+    from graphrun.estimator.cache import dry_run
+    from graphrun.estimator.store import Store
+    from graphrun.estimator.survey import survey as look
+
+    return look(graph, dry_run(graph, values, Store(cache) if cache is not None else None), hardware, values)
 
 
 def plan(problem: Problem, *, cache: Path | None = None) -> Solution:

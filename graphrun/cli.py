@@ -151,6 +151,24 @@ def check(
 
 
 @app.command()
+def estimate(
+    graph: Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)],
+    hardware: HardwareName = None,
+    device: DeviceName = None,
+    set_: Sets = None,
+    as_json: AsJson = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Show what a graph takes, part by part, without a budget: weights, activations, values, FLOPs, seconds. No weights, no GPU."""
+    from graphrun.report.estimate import estimate_screen
+
+    loaded = graphrun.load(graph)
+    place = _hardware(hardware, device, False)
+    found = graphrun.survey(loaded, hardware=place, inputs=_inputs(set_), cache=_cache(no_cache))
+    _show(found, as_json, estimate_screen(found))
+
+
+@app.command()
 def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
     """Show what is here: device, driver, versions and what they allow or break, limits of memory, disk, cache."""
     from graphrun.estimator.doctor import examine

@@ -204,6 +204,17 @@ def test_missing_files_and_corrupt_weights_are_refused(graphrun: Cli, edited: Ca
     assert not list(tmp_path.rglob("*.png"))
 
 
+def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
+    code, out, _ = graphrun("estimate", TINY, "--device", "sim")
+    assert code == 0
+    assert out.startswith("estimate flux-tiny")
+    code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--json")
+    found = json.loads(out)
+    assert found["settings"]["height"] == "192"
+    assert {phase["basis"] for phase in found["phases"]} == {"traced"}
+    assert {w["basis"] for row in found["components"] for w in row["weights"].values()} == {"declared", "formula"}
+
+
 def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     code, out, _ = graphrun("doctor")
     assert code == 0

@@ -1,6 +1,6 @@
 """What a component weighs in each precision that a graph may allow, layer by layer. No quantization is run, nothing is imported.
 
-Formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU (tests/estimator/test_quantized.py):
+Formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
 
     int8   one byte an element; one fp32 scale for each output feature
     nf4    half a byte an element; one fp32 maximum for each 64 elements; the 16 values of the code

@@ -46,7 +46,7 @@ def test_a_whole_component_is_the_sum_of_its_layers() -> None:
     rest = 10 * 64 + 96 + 2 * 96
     linear = 64 * 96 + 96 * 64
     found = weights_by_precision(module, "bfloat16")
-    assert (found["bfloat16"], found["float16"], found["float32"]) == (2 * (rest + linear), 2 * (rest + linear), 4 * (rest + linear))
+    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [n * (rest + linear) for n in (2, 2, 4)]
     assert found["int8"] == 2 * rest + linear + 4 * (96 + 64)
     assert found["nf4"] == 2 * rest + layer_bytes(96, 64, "nf4") + layer_bytes(64, 96, "nf4")
 
