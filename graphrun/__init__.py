@@ -59,16 +59,18 @@ def estimate(
     """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
 
     ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
-    machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`; None takes the CUDA device that is
-    found, else rtx4090. ``cache`` is a folder where dry runs and problems are kept: with one found there, no torch is imported.
+    machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`, or of a profile that
+    `graphrun calibrate` left in ``cache``; None takes the CUDA device that is found, else rtx4090. ``cache`` is a folder where dry
+    runs and problems are kept: with one found there, no torch is imported.
     """
     from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
     from graphrun.estimator.machine import host_ram_bytes
 
     if hardware is None:
-        hardware = devices.found() or devices.hardware(devices.DEFAULT)
+        hardware = profiles.found(cache) or devices.hardware(devices.DEFAULT)
     elif isinstance(hardware, str):
-        hardware = devices.hardware(hardware)
+        hardware = profiles.hardware(hardware, cache)
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
@@ -91,11 +93,12 @@ def survey(
     FLOPs and seconds, each with its basis. Arguments as for `estimate`.
     """
     from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
 
     if hardware is None:
-        hardware = devices.found() or devices.hardware(devices.DEFAULT)
+        hardware = profiles.found(cache) or devices.hardware(devices.DEFAULT)
     elif isinstance(hardware, str):
-        hardware = devices.hardware(hardware)
+        hardware = profiles.hardware(hardware, cache)
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.cache import dry_run

@@ -163,7 +163,7 @@ def estimate(
     from graphrun.report.estimate import estimate_screen
 
     loaded = graphrun.load(graph)
-    place = _hardware(hardware, device, False)
+    place = _hardware(hardware, device, False, _cache(no_cache))
     found = graphrun.survey(loaded, hardware=place, inputs=_inputs(set_), cache=_cache(no_cache))
     _show(found, as_json, estimate_screen(found))
 
@@ -176,6 +176,25 @@ def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
 
     found = examine(_cache(no_cache))
     _show(found, as_json, doctor_screen(found))
+
+
+@app.command()
+def calibrate(
+    device: Annotated[
+        str | None, typer.Option(help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False)
+    ] = None,
+    name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
+    seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine in under 30 s and keep a profile: used as --hardware NAME, and by default for the card it is of."""
+    from graphrun.estimator.calibrate import measure_and_keep
+    from graphrun.report.calibrate import calibrate_screen
+
+    if device not in (None, "cuda", "sim", "cpu"):
+        raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
+    found = measure_and_keep(device, _cache(False) or Path(), name, seconds)  # type: ignore[arg-type]
+    _show(found, as_json, calibrate_screen(found))
 
 
 @app.command()
@@ -245,7 +264,7 @@ def _planned(
         graph.resolve(inputs)
     if vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    place = _hardware(hardware, device, to_run)
+    place = _hardware(hardware, device, to_run, cache)
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, cache=cache)
@@ -261,17 +280,18 @@ def _cache(off: bool) -> Path | None:
     return None if off else (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "graphrun"
 
 
-def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
-    """The hardware named, else the simulated one for ``--device sim``, else the card found, else (to plan for) a prior."""
+def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | None) -> Any:
+    """The hardware named, a profile or a prior; else the simulated one for ``--device sim``, the card found, or a prior."""
     from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
 
     if device not in (None, "cuda", "sim"):
         raise InputError(f"device {device!r} is not known; it is cuda or sim")
-    chosen = devices.hardware(name) if name else devices.hardware("sim") if device == "sim" else None
+    chosen = profiles.hardware(name, cache) if name else devices.hardware("sim") if device == "sim" else None
     if chosen is not None and device not in (None, chosen.device):
         raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and --device is {device}; leave one of them out")
     if chosen is None or (to_run and chosen.device == "cuda"):
-        found = devices.found()
+        found = profiles.found(cache)
         if found is None and to_run:
             raise InputError("there is no CUDA device here to run on; add --device sim to run on the simulated accelerator")
         chosen = chosen or found or devices.hardware(devices.DEFAULT)

@@ -223,6 +223,18 @@ def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     assert (code, json.loads(out)["device"]["sim"]) == (0, True)
 
 
+def test_a_profile_is_measured_kept_and_planned_for(graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code, out, _ = graphrun("calibrate", "--device", "sim", "--name", "mine", "--seconds", "0.5", "--json")
+    assert (code, json.loads(out)["hardware"]["basis"]) == (0, "measured")
+    assert (tmp_path / "cache/graphrun/profiles/mine.json").is_file()
+    code, out, _ = graphrun("plan", TINY, "--hardware", "mine", "--vram", "6M")
+    assert code == 0
+    assert "hardware mine (measured)" in out
+    refused(graphrun("calibrate", "--device", "tpu"), "cannot be calibrated")
+    refused(graphrun("calibrate", "--device", "sim", "--name", "rtx4090"), "name of a prior")
+
+
 def test_schema_is_json(graphrun: Cli) -> None:
     code, out, _ = graphrun("schema")
     assert code == 0

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from packaging.version import InvalidVersion, Version
 
-from graphrun.estimator import hardware
+from graphrun.estimator import hardware, profiles
 from graphrun.estimator.machine import host_ram_bytes, memory_limits
 from graphrun.estimator.store import Store
 from graphrun.units import GIB, show_size
@@ -64,6 +64,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
             "entries": len(store),
             "nbytes": sum(path.stat().st_size for path in store if path.is_file()),
         },
+        "profiles": list(profiles.kept(cache)),
         "problems": problems,
     }
 

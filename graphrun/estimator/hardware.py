@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,9 @@ def simulated() -> Hardware:
     )
 
 
-def hardware(name: str) -> Hardware:
-    """The device called ``name``; InputError naming the nearest one if there is none."""
-    known = priors()
+def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
+    """The device called ``name``; InputError naming the nearest one, of ``profiles`` too, if there is none."""
+    known = {**(profiles or {}), **priors()}
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -31,7 +31,7 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
     cache = found["cache"]
     kept = f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}"
     rows.append(["cache", kept if cache["folder"] else "off"])
-    rows += [["profile", text] for text in found.get("profiles", [])]
+    rows += [["profile", text] for text in found["profiles"]]
     versions = [["", item["name"], item["version"] or "-", "; ".join(item["allows"]) or "-"] for item in found["versions"]]
     lines = [table(rows, {0, 1}), "", table([["", "package", "version", "allows"], *versions], {0, 1, 2, 3})]
     if found["problems"]:
