@@ -36,6 +36,7 @@ __all__ = [
     "load",
     "plan",
     "run",
+    "survey",
 ]
 
 
@@ -53,36 +54,69 @@ def estimate(
     ram: str | int = "auto",
     hardware: str | Hardware | None = None,
     inputs: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
 
     ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
-    machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`; None takes the CUDA device that is
-    found, else rtx4090.
+    machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`, or of a profile that
+    `graphrun calibrate` left in ``cache``; None takes the CUDA device that is found, else rtx4090. ``cache`` is a folder where dry
+    runs and problems are kept: with one found there, no torch is imported.
     """
     from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
     from graphrun.estimator.machine import host_ram_bytes
 
     if hardware is None:
-        hardware = devices.found() or devices.hardware(devices.DEFAULT)
+        hardware = profiles.found(cache) or devices.hardware(devices.DEFAULT)
     elif isinstance(hardware, str):
-        hardware = devices.hardware(hardware)
+        hardware = profiles.hardware(hardware, cache)
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
     values = graph.for_planning(inputs or {})
 
-    from graphrun.estimator.numbers import problem_of  # imports torch and diffusers: seconds, and not before the input is right
-    from graphrun.estimator.probe import probe
+    from graphrun.estimator.cache import problem_for
+    from graphrun.estimator.store import Store
 
-    return problem_of(graph, probe(graph, values), hardware, budget_bytes, ram_bytes, values)
+    return problem_for(graph, values, hardware, budget_bytes, ram_bytes, Store(cache) if cache is not None else None)
 
 
-def plan(problem: Problem) -> Solution:
-    """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would."""
-    from graphrun.planner.solve import solve
+def survey(
+    graph: Graph,
+    *,
+    hardware: str | Hardware | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
+    FLOPs and seconds, each with its basis. Arguments as for `estimate`.
+    """
+    from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
 
-    return solve(problem)
+    if hardware is None:
+        hardware = profiles.found(cache) or devices.hardware(devices.DEFAULT)
+    elif isinstance(hardware, str):
+        hardware = profiles.hardware(hardware, cache)
+    values = graph.for_planning(inputs or {})
+
+    from graphrun.estimator.cache import dry_run
+    from graphrun.estimator.store import Store
+    from graphrun.estimator.survey import survey as look
+
+    return look(graph, dry_run(graph, values, Store(cache) if cache is not None else None), hardware, values)
+
+
+def plan(problem: Problem, *, cache: Path | None = None) -> Solution:
+    """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would.
+
+    ``cache`` is a folder where plans are kept; one found there is checked before it counts.
+    """
+    from graphrun.estimator.cache import solution_for
+    from graphrun.estimator.store import Store
+
+    return solution_for(problem, Store(cache) if cache is not None else None)
 
 
 def run(

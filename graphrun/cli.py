@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ Ram = Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine
 HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -67,10 +69,11 @@ def plan(
     device: DeviceName = None,
     set_: Sets = None,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, vram, ram, hardware, device, set_)
+    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache))
     summary = _summary(made)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
@@ -92,18 +95,20 @@ def run(
     ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Save the trace to this file.", show_default=False)] = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a graph, or a saved plan, and show what was planned beside what was measured."""
+    from graphrun.report.progress import Progress
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
 
     sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
     planfile.require_writable(output, plan_file, trace_file)
-    made = _planned(graph, vram, ram, hardware, device, sets, to_run=True)
+    made = _planned(graph, vram, ram, hardware, device, sets, _cache(no_cache), to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
-    with _Progress(made.solution.plan, quiet=as_json) as progress:
+    with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
         trace = graphrun.run(made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress)
     summary = _summary(made, trace)
     if plan_file is not None:
@@ -124,12 +129,13 @@ def explain(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every slot of a plan: what it does, what it holds, and where its time goes."""
     from graphrun.report.screen import explain_screen
 
-    made = _planned(graph, vram, ram, hardware, device, set_)
+    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache))
     _show(_summary(made), as_json, explain_screen(made.solution))
 
 
@@ -144,6 +150,53 @@ def check(
     problem, candidate, _ = planfile.read(plan)
     planfile.refuse_violations(plan, problem, candidate)
     typer.echo(check_screen(problem, candidate, simulate(problem, candidate)))
+
+
+@app.command()
+def estimate(
+    graph: Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)],
+    hardware: HardwareName = None,
+    device: DeviceName = None,
+    set_: Sets = None,
+    as_json: AsJson = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Show what a graph takes, part by part, without a budget: weights, activations, values, FLOPs, seconds. No weights, no GPU."""
+    from graphrun.report.estimate import estimate_screen
+
+    loaded = graphrun.load(graph)
+    place = _hardware(hardware, device, False, _cache(no_cache))
+    found = graphrun.survey(loaded, hardware=place, inputs=_inputs(set_), cache=_cache(no_cache))
+    _show(found, as_json, estimate_screen(found))
+
+
+@app.command()
+def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
+    """Show what is here: device, driver, versions and what they allow or break, limits of memory, disk, cache."""
+    from graphrun.estimator.doctor import examine
+    from graphrun.report.doctor import doctor_screen
+
+    found = examine(_cache(no_cache))
+    _show(found, as_json, doctor_screen(found))
+
+
+@app.command()
+def calibrate(
+    device: Annotated[
+        str | None, typer.Option(help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False)
+    ] = None,
+    name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
+    seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine in under 30 s and keep a profile: used as --hardware NAME, and by default for the card it is of."""
+    from graphrun.estimator.calibrate import measure_and_keep
+    from graphrun.report.calibrate import calibrate_screen
+
+    if device not in (None, "cuda", "sim", "cpu"):
+        raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
+    found = measure_and_keep(device, _cache(False) or Path(), name, seconds)  # type: ignore[arg-type]
+    _show(found, as_json, calibrate_screen(found))
 
 
 @app.command()
@@ -200,6 +253,7 @@ def _planned(
     hardware: str | None,
     device: str | None,
     sets: list[str] | None,
+    cache: Path | None,
     *,
     to_run: bool = False,
 ) -> Planned:
@@ -212,25 +266,34 @@ def _planned(
         graph.resolve(inputs)
     if vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    place = _hardware(hardware, device, to_run)
-    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs)
+    place = _hardware(hardware, device, to_run, cache)
+    if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, cache=cache)
     start = time.perf_counter()
     with _stdout_kept_clean():
-        solution = graphrun.plan(problem)
+        solution = graphrun.plan(problem, cache=cache)
     return Planned(graph, path, solution, inputs, time.perf_counter() - start)
 
 
-def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
-    """The hardware named, else the simulated one for ``--device sim``, else the card found, else (to plan for) a prior."""
+def _cache(off: bool) -> Path | None:
+    """The folder for what is kept between commands: ``$XDG_CACHE_HOME/graphrun``, else ``~/.cache/graphrun``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return None if off else (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "graphrun"
+
+
+def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | None) -> Any:
+    """The hardware named, a profile or a prior; else the simulated one for ``--device sim``, the card found, or a prior."""
     from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
 
     if device not in (None, "cuda", "sim"):
         raise InputError(f"device {device!r} is not known; it is cuda or sim")
-    chosen = devices.hardware(name) if name else devices.hardware("sim") if device == "sim" else None
+    chosen = profiles.hardware(name, cache) if name else devices.hardware("sim") if device == "sim" else None
     if chosen is not None and device not in (None, chosen.device):
         raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and --device is {device}; leave one of them out")
     if chosen is None or (to_run and chosen.device == "cuda"):
-        found = devices.found()
+        found = profiles.found(cache)
         if found is None and to_run:
             raise InputError("there is no CUDA device here to run on; add --device sim to run on the simulated accelerator")
         chosen = chosen or found or devices.hardware(devices.DEFAULT)
@@ -286,39 +349,3 @@ def _stdout_kept_clean() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-class _Progress:
-    """A bar on a terminal, a line per slot elsewhere, nothing for JSON."""
-
-    def __init__(self, plan: Any, *, quiet: bool) -> None:
-        from rich.console import Console
-
-        self.plan = plan
-        self.quiet = quiet
-        self.console = Console(stderr=True)
-        self.bar: Any = None
-        self.task: Any = None
-        self.slot = -1
-
-    def __enter__(self) -> _Progress:
-        if not self.quiet and self.console.is_terminal:
-            from rich.progress import Progress
-
-            self.bar = Progress(console=self.console, transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("loading", total=sum(max(slot.calls, 1) for slot in self.plan.slots))
-        return self
-
-    def __call__(self, slot: int, call: int, calls: int) -> None:
-        name = f"{self.plan.slots[slot].phase} {self.plan.slots[slot].part}".strip()
-        if self.bar is not None:
-            done = sum(max(s.calls, 1) for s in self.plan.slots[:slot]) + call
-            self.bar.update(self.task, completed=done, description=f"{name} {call}/{calls}" if calls > 1 else name)
-        elif not self.quiet and slot != self.slot:
-            typer.echo(f"  slot {slot + 1}/{len(self.plan.slots)} {name}", err=True)
-        self.slot = slot
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

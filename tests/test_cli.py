@@ -209,6 +209,37 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(graphrun: Cli,
     refused(graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--output", "file/a.png"), "file/a.png", "cannot be written")
 
 
+def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
+    code, out, _ = graphrun("estimate", TINY, "--device", "sim")
+    assert code == 0
+    assert out.startswith("estimate flux-tiny")
+    code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--json")
+    found = json.loads(out)
+    assert found["settings"]["height"] == "192"
+    assert {phase["basis"] for phase in found["phases"]} == {"traced"}
+    assert {w["basis"] for row in found["components"] for w in row["weights"].values()} == {"declared", "formula"}
+
+
+def test_doctor_says_what_is_here(graphrun: Cli) -> None:
+    code, out, _ = graphrun("doctor")
+    assert code == 0
+    assert "bitsandbytes" in out
+    code, out, _ = graphrun("doctor", "--json")
+    assert (code, json.loads(out)["device"]["sim"]) == (0, True)
+
+
+def test_a_profile_is_measured_kept_and_planned_for(graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code, out, _ = graphrun("calibrate", "--device", "sim", "--name", "mine", "--seconds", "0.5", "--json")
+    assert (code, json.loads(out)["hardware"]["basis"]) == (0, "measured")
+    assert (tmp_path / "cache/graphrun/profiles/mine.json").is_file()
+    code, out, _ = graphrun("plan", TINY, "--hardware", "mine", "--vram", "6M")
+    assert code == 0
+    assert "hardware mine (measured)" in out
+    refused(graphrun("calibrate", "--device", "tpu"), "cannot be calibrated")
+    refused(graphrun("calibrate", "--device", "sim", "--name", "rtx4090"), "name of a prior")
+
+
 def test_schema_is_json(graphrun: Cli) -> None:
     code, out, _ = graphrun("schema")
     assert code == 0

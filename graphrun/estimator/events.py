@@ -5,16 +5,20 @@ Hardware-independent: what a card adds (scratch, reserved memory, seconds) is co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from graphrun.planner.problem import BlockClass
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One kind of call into a component, traced once for a signature of argument shapes.
 
-    ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, < 0 for scratch of that size, in order; every key
-    is released before the end. ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
+    ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, in order; every key is released before the end.
+    nbytes < 0 is scratch of that size, of which ``key`` bytes are not taken by cards that spare large copies.
+    ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
     ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
     each with the path of the block it ran in (``""`` outside of all).
     """
@@ -67,3 +71,22 @@ class Tape:
                     found += [(item.name, call) for call in waiting]
                     waiting = []
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a component's structure says: its parameters, its classes of blocks, and per class the bytes of its largest block."""
+
+    parameters: int
+    classes: tuple[BlockClass, ...]
+    block_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A dry run: the tape, and the facts of every component. ``ghosts`` are the modules themselves, none where it was read from
+    the cache: no number may come from them."""
+
+    tape: Tape
+    facts: Mapping[str, Facts]
+    ghosts: Mapping[str, Any] = field(default_factory=dict, compare=False)

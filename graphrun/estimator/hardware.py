@@ -10,7 +10,10 @@ loading) to 667 MB (eager); the larger is used. cuBLAS workspace: 8.125 MiB, 32 
 from __future__ import annotations
 
 import difflib
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
@@ -19,6 +22,10 @@ from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
 DEFAULT = "rtx4090"
+HOPPER = ("h100", "h200")  # compute capability 9.0
+
+# Without one of these Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), and torch need not be asked.
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def _card(name: str, gib: int, tflops: float, h2d_gb: float, workspace_bytes: int = 8 * MIB + 128 * KIB) -> Hardware:
@@ -34,6 +41,7 @@ def _card(name: str, gib: int, tflops: float, h2d_gb: float, workspace_bytes: in
         bidirectional=0.5,
         disk_bytes_per_second=1.2e9,
         flops_per_second=tflops * 1e12,
+        spares_large_copies=name in HOPPER,
     )
 
 
@@ -72,9 +80,9 @@ def simulated() -> Hardware:
     )
 
 
-def hardware(name: str) -> Hardware:
-    """The device called ``name``; InputError naming the nearest one if there is none."""
-    known = priors()
+def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
+    """The device called ``name``; InputError naming the nearest one, of ``profiles`` too, if there is none."""
+    known = {**(profiles or {}), **priors()}
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -84,6 +92,9 @@ def hardware(name: str) -> Hardware:
 
 def found() -> Hardware | None:
     """This machine's CUDA device: its own capacity, rates from the prior whose name its name contains. None without one."""
+    if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
+        return None
+
     import torch
 
     if not torch.cuda.is_available():
@@ -92,4 +103,10 @@ def found() -> Hardware | None:
     plain = properties.name.lower().replace(" ", "").replace("-", "")
     base = next((card for name, card in priors().items() if name in plain), priors()[DEFAULT])
     workspace_bytes = 32 * MIB if properties.major >= 9 else base.workspace_bytes
-    return replace(base, name=plain.removeprefix("nvidia"), capacity_bytes=properties.total_memory, workspace_bytes=workspace_bytes)
+    return replace(
+        base,
+        name=plain.removeprefix("nvidia"),
+        capacity_bytes=properties.total_memory,
+        workspace_bytes=workspace_bytes,
+        spares_large_copies=properties.major == 9,
+    )

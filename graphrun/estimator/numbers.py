@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from graphrun.components.blocks import lay_out
 from graphrun.estimator.allocator import ROUND_BYTES
-from graphrun.estimator.events import Call, Tape
-from graphrun.estimator.probe import Probed
-from graphrun.estimator.weights import classify
+from graphrun.estimator.events import Call, Facts, Probed, Tape
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant
@@ -27,7 +24,7 @@ def problem_of(
     """The problem of running ``graph`` once, as ``probed``, on ``hardware`` within the two budgets."""
     entries = probed.tape.entries()
     spans = phase_spans(entries)
-    components = {name: _component(graph, name, probed, hardware, entries) for name in probed.ghosts}
+    components = {name: _component(name, facts, graph.components[name].dtype, hardware) for name, facts in probed.facts.items()}
     windows = windows_of(probed.tape, spans, hardware)
     values = _values(graph, probed.tape, [entries[begin][0] for begin, _ in spans])
     phases = tuple(
@@ -90,23 +87,16 @@ def _first_of_stage(spans: Sequence[tuple[int, int]], entries: Sequence[tuple[st
     return next(number for number, (start, _) in enumerate(spans) if entries[start][0] == stage)
 
 
-def _component(
-    graph: Graph, name: str, probed: Probed, hardware: Hardware, entries: Sequence[tuple[str, Call]]
-) -> ComponentNumbers:
-    module = probed.ghosts[name]
-    calls = {id(call): call for _, call in entries if call.component == name}
-    classes = classify(module, probed.entered[name], [call.touched for call in calls.values()])
-    layouts = lay_out(module, [path for k in classes for path in k.blocks])
-    block_bytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+def _component(name: str, facts: Facts, precision: str, hardware: Hardware) -> ComponentNumbers:
     variant = Variant(
-        precision=graph.components[name].dtype,
+        precision=precision,
         home="pinned",
         device="device",
-        block_bytes=block_bytes,
-        load_seconds=tuple(nbytes / hardware.h2d_bytes_per_second for nbytes in block_bytes),
-        host_bytes=sum(len(k.blocks) * nbytes for k, nbytes in zip(classes, block_bytes, strict=True)),
+        block_bytes=facts.block_bytes,
+        load_seconds=tuple(nbytes / hardware.h2d_bytes_per_second for nbytes in facts.block_bytes),
+        host_bytes=sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, facts.block_bytes, strict=True)),
     )
-    return ComponentNumbers(name, sum(p.numel() for p in module.parameters()), classes, (variant,))
+    return ComponentNumbers(name, facts.parameters, facts.classes, (variant,))
 
 
 def _phase(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +17,16 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
+from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
-from graphrun.estimator.events import Call, Mark, Tape
+from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
-from graphrun.estimator.weights import unit_paths
+from graphrun.estimator.weights import classify, unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """A dry run: the tape, and every component as a ghost (its structure and sizes) with the order in which its blocks ran."""
-
-    tape: Tape
-    ghosts: Mapping[str, nn.Module]
-    entered: Mapping[str, tuple[str, ...]]
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
@@ -53,7 +44,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
             prober.tape.items.append(Mark("stage", stage))
 
         run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts)
-    return Probed(prober.tape, ghosts, {name: tuple(order) for name, order in prober.entered.items()})
+    return Probed(prober.tape, prober.facts(), ghosts)
 
 
 class _Prober:
@@ -71,6 +62,17 @@ class _Prober:
         call, template = self._known[signature]
         self.tape.items.append(Mark("enter", component, call))
         return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
+
+    def facts(self) -> dict[str, Facts]:
+        """The facts of every component, with the classes of its blocks in the order in which they were entered."""
+        found = {}
+        for name, module in self.ghosts.items():
+            touched = [call.touched for call, _ in self._known.values() if call.component == name]
+            classes = classify(module, list(self.entered[name]), touched)
+            layouts = lay_out(module, [path for k in classes for path in k.blocks])
+            nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+            found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
+        return found
 
     def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
         module = self.ghosts[component]

@@ -4,8 +4,9 @@ Attention and convolution are the two places where meta shows something else tha
 
     attention      on meta falls back to the math backend and shows a tensor of S x S that no fused kernel makes. It is answered
                    before dispatch: its output, and as scratch the fp32 logsumexp that the fused kernels return.
-    convolution    takes scratch that no dispatcher sees: bytes(input) + bytes(output) + bytes(weight). That rule brought ten
-                   measured points of VAE decoding on an RTX 4090 from -20 % to within 0.4 % (InvokeAI's VAE benchmark report).
+    convolution    takes scratch that no dispatcher sees: copies of its tensors in another layout.
+
+How much scratch: `graphrun.estimator.corrections`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from graphrun.estimator.corrections import attention_scratch, convolution_scratch
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
@@ -61,10 +63,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for cdata in list(self._live):
             self._release(cdata)
 
-    def scratch(self, nbytes: int) -> None:
-        """Note ``nbytes`` that are taken and given back within one kernel."""
+    def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
+        """Note ``nbytes`` that are taken and given back within one kernel, and how many of them some cards do without."""
         if nbytes:
-            self.events.append((0, -nbytes))
+            self.events.append((spared_bytes, -nbytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         def begin(*_: Any) -> None:
@@ -91,7 +93,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors((out,)):
             self._keep(tensor)
         if func is aten.convolution.default:
-            self.scratch(sum(t.numel() * t.element_size() for t in (args[0], args[1], out)))
+            source, made, weight = (t.numel() * t.element_size() for t in (args[0], out, args[1]))
+            self.scratch(*convolution_scratch(source, made, weight, out.element_size()))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
         return out
@@ -127,12 +130,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class FusedAttention(TorchFunctionMode):
     """Answers `scaled_dot_product_attention` as a fused kernel does: output ``[b h s d]``, logsumexp ``[b h s]`` in fp32, no S x S.
 
-    FLOPs: two matrix products, 2 b h s_q s_k (d_k + d_v).
+    FLOPs: two matrix products, 2 b h s_q s_k (d_k + d_v). Not ``fused``: with what the math backend takes, S x S included.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
         super().__init__()
         self.recorder = recorder
+        self.fused = fused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,8 +145,9 @@ class FusedAttention(TorchFunctionMode):
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.numel() // query.shape[-1]
-        self.recorder.scratch(4 * rows)
-        self.recorder.count(2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        width, keys = query.shape[-1], key.shape[-2]
+        self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
+        self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
         return out
 
 

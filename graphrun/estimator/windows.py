@@ -10,7 +10,7 @@ fit beside the phase's weights, the glue code between two stages included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphrun.estimator.allocator import Allocator, Caching, Counting
@@ -27,9 +27,12 @@ class Window:
     rest_bytes: int = 0
 
 
-def windows_of(tape: Tape, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[Window]:
-    """What lives in each phase's window, replayed through the device's allocator."""
-    replay = _Replay(hardware)
+def windows_of(
+    tape: Tape, spans: Sequence[tuple[int, int]], hardware: Hardware, allocator: Callable[[], Allocator] | None = None
+) -> list[Window]:
+    """What lives in each phase's window, replayed through ``allocator``, or the device's own (with expandable segments)."""
+    own = Caching if hardware.caching_allocator else Counting
+    replay = _Replay(hardware, (allocator or own)())
     windows: list[Window] = []
     starts = {begin: number for number, (begin, _) in enumerate(spans)}
     position, waiting, rest = 0, set[str](), False
@@ -63,9 +66,10 @@ def _close(windows: list[Window], replay: _Replay, rest: bool) -> None:
 class _Replay:
     """Feeds a tape to an allocator. Keys of calls are made distinct from the tape's own by a running offset."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self.allocator: Allocator = Caching() if hardware.caching_allocator else Counting()
+    def __init__(self, hardware: Hardware, allocator: Allocator) -> None:
+        self.allocator = allocator
         self.scratch = hardware.convolution_scratch
+        self.spares = hardware.spares_large_copies
         self.peak_bytes = 0
         self.prelude_bytes = 0
         self._live: set[int] = set()
@@ -98,6 +102,6 @@ class _Replay:
             elif nbytes == 0:
                 self.allocator.release(low - key)
             elif self.scratch:
-                self.allocator.allocate(low, -nbytes)
+                self.allocator.allocate(low, -nbytes - key * self.spares)
                 self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
                 self.allocator.release(low)

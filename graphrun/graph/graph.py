@@ -10,13 +10,13 @@ Decides the order of stages and what values an input may take. Must not know YAM
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
-
-import networkx as nx
 
 from graphrun.errors import InputError
 from graphrun.graph.values import did_you_mean, fit
@@ -203,26 +203,32 @@ class Graph:
 
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     """``stages`` in topological order, ties in the order given. There must be no cycle."""
-    place = list(stages).index
-    return tuple(stages[name] for name in nx.lexicographical_topological_sort(_dag(stages), key=place))
+    names, sorter = list(stages), TopologicalSorter(_producers(stages))
+    sorter.prepare()
+    found: list[Stage] = []
+    waiting: list[int] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(waiting, names.index(name))
+        name = names[heapq.heappop(waiting)]
+        found.append(stages[name])
+        sorter.done(name)
+    return tuple(found)
 
 
 def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
     """The members of a cycle among ``stages``, each the producer of the next; empty when there is none."""
     try:
-        members = tuple(edge[0] for edge in nx.find_cycle(_dag(stages)))
-    except nx.NetworkXNoCycle:
-        return ()
-    first = members.index(min(members, key=list(stages).index))
-    return members[first:] + members[:first]
+        TopologicalSorter(_producers(stages)).prepare()
+    except CycleError as error:
+        members = tuple(error.args[1][:-1])
+        first = members.index(min(members, key=list(stages).index))
+        return members[first:] + members[:first]
+    return ()
 
 
-def _dag(stages: Mapping[str, Stage]) -> nx.DiGraph[str]:
-    dag: nx.DiGraph[str] = nx.DiGraph()
-    dag.add_nodes_from(stages)
-    for stage in stages.values():
-        dag.add_edges_from((r.name, stage.name) for r in stage.references if r.kind == "stage" and r.name in stages)
-    return dag
+def _producers(stages: Mapping[str, Stage]) -> dict[str, list[str]]:
+    return {name: [r.name for r in stage.references if r.kind == "stage" and r.name in stages] for name, stage in stages.items()}
 
 
 def _plain(value: Any) -> Any:

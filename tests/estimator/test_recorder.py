@@ -65,11 +65,26 @@ def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
     assert sum(flops for _, flops in recorder.flops) == linear + 2 * 4 * tokens * tokens * (16 + 16)
 
 
-def test_a_convolution_takes_scratch_of_input_output_and_weight() -> None:
-    module = nn.Conv2d(3, 8, 3, padding=1, bias=False).to("meta")
-    recorder = record(module, lambda: module(torch.zeros(1, 3, 32, 32, device="meta")))
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 3 + 8), (torch.float32, 3)])
+def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype: torch.dtype, elements: int) -> None:
+    module = nn.Conv2d(3, 8, 3, padding=1, bias=False).to("meta", dtype)
+    recorder = record(module, lambda: module(torch.zeros(1, 3, 32, 32, dtype=dtype, device="meta")))
     scratch = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
-    assert scratch == [4 * (3 * 32 * 32 + 8 * 32 * 32 + 8 * 3 * 9)]
+    assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 3 * 9)]
+
+
+def test_math_attention_takes_its_square() -> None:
+    module = Attention(64).to("meta")
+    x = torch.zeros(1, 256, 64, device="meta")
+    scratch = {}
+    for fused in (True, False):
+        recorder = Recorder(module, ())
+        with torch.no_grad(), FusedAttention(recorder, fused=fused), recorder:
+            module(x)
+        recorder.close()
+        scratch[fused] = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
+    rows = 4 * 256
+    assert scratch == {True: [4 * rows], False: [4 * (2 * rows * 256 + 2 * rows * 16)]}
 
 
 def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None:

@@ -1,0 +1,290 @@
+"""Replays what others published: every row of data/published_peaks.csv, and further sizes of the VAE report that it quotes.
+
+.venv/bin/python benchmarks/estimator.py      writes benchmarks/results/estimator.json
+
+Rules were fitted on the rows named in FITTED; every other row judges them. Nothing here is fitted: what is added to a trace is
+what `graphrun.estimator.corrections` says for the row's card and dtype.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
+
+import torch
+from torch import nn
+
+import graphrun
+from graphrun.components.build import ghost
+from graphrun.estimator.allocator import Allocator, Counting, Native
+from graphrun.estimator.hardware import hardware
+from graphrun.estimator.numbers import phase_spans
+from graphrun.estimator.probe import probe
+from graphrun.estimator.recorder import FusedAttention, Recorder
+from graphrun.estimator.windows import windows_of
+from graphrun.graph.graph import Component, Graph, Input, Reference
+from graphrun.units import GIB, MIB, round_up
+
+ROOT = Path(__file__).parent.parent
+CARDS = {"H100": "h100", "A100-40": "a100", "RTX4090": "rtx4090", "": "a100"}
+FITTED = {
+    "convolution scratch, 16 bit": "VAE decode, FLUX AE and SDXL, 16 bit, RTX 4090 (the ten points of the design)",
+    "convolution scratch, 32 bit": "VAE decode, SDXL, fp32, 1024 x 1024, RTX 4090",
+    "convolution scratch, compute capability 9.0": "Flux, batch 16, H100",
+}
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all distinct tensors, each rounded to what an allocation takes."""
+    return sum(round_up(t.numel() * t.element_size(), 512) for t in (*module.parameters(), *module.buffers()))
+
+
+def with_images(graph: Graph, count: int) -> Graph:
+    """The graph with ``num_images`` pictures for a prompt."""
+    stages = tuple(
+        replace(stage, arguments={**stage.arguments, "num_images": Reference("input", "num_images")})
+        if stage.op == "encode_prompt"
+        else stage
+        for stage in graph.stages
+    )
+    return replace(graph, inputs={**graph.inputs, "num_images": Input("num_images", "int", default=count)}, stages=stages)
+
+
+def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
+    """Per stage and component: bytes of its weights, and the most allocated beside weights in its phases."""
+    graph = with_images(graphrun.load(ROOT / f"graphs/{name}.yaml"), images)
+    probed = probe(graph, graph.for_planning({"steps": 2}))
+    entries = probed.tape.entries()
+    spans = phase_spans(entries)
+    found: dict[str, dict[str, int]] = {}
+    for (begin, end), window in zip(spans, windows_of(probed.tape, spans, hardware(card), Counting), strict=True):
+        for component in {call.component for _, call in entries[begin:end]}:
+            row = found.setdefault(component, {"weights": weight_bytes(probed.ghosts[component]), "activation": 0})
+            row["activation"] = max(row["activation"], window.entry_bytes, window.first_bytes, window.rest_bytes)
+    return found
+
+
+def traced(module: nn.Module, call: Callable[[torch.Tensor], Any], x: torch.Tensor, allocator: Allocator) -> int:
+    """The most that one call takes beyond weights and input, through ``allocator``."""
+    recorder = Recorder(module, ())
+    recorder.ignore([x])
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = call(x)
+    del out
+    recorder.close()
+    peak = 0
+    for key, nbytes in recorder.events:
+        if nbytes == 0:
+            allocator.release(key)
+            continue
+        allocator.allocate(key if nbytes > 0 else -1, abs(nbytes))
+        peak = max(peak, allocator.used_bytes)
+        if nbytes < 0:
+            allocator.release(-1)
+    return peak
+
+
+class OneVariable(nn.Module):
+    """A decoder as the FLUX autoencoder's own repository writes it: one variable, so no caller holds an earlier tensor."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Latents ``[b c h/8 w/8]`` to pictures ``[b 3 h w]``."""
+        decoder = self.decoder
+        h = decoder.conv_in(h)
+        h = self.resnet(decoder.mid_block.resnets[0], h)
+        h = decoder.mid_block.attentions[0](h)
+        h = self.resnet(decoder.mid_block.resnets[1], h)
+        for block in decoder.up_blocks:
+            for resnet in block.resnets:
+                h = self.resnet(resnet, h)
+            if block.upsamplers:
+                h = self.upsample(block.upsamplers[0], h)
+        h = nn.functional.silu(decoder.conv_norm_out(h))
+        return decoder.conv_out(h)
+
+    def resnet(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        """x + f(x), with a 1 x 1 convolution on x where the channels differ."""
+        h = block.conv1(nn.functional.silu(block.norm1(x)))
+        h = block.conv2(nn.functional.silu(block.norm2(h)))
+        if block.conv_shortcut is not None:
+            x = block.conv_shortcut(x)
+        return x + h
+
+    def upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        """Twice the size, then a convolution."""
+        x = nn.functional.interpolate(x, scale_factor=2.0, mode="nearest")
+        return block.conv(x)
+
+
+def vae(name: str, dtype: str) -> Any:
+    """The VAE of a reference graph on meta, in ``dtype``."""
+    graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
+    return ghost(replace(graph.components["vae"], dtype=dtype), graph.allow)
+
+
+def vae_bytes(model: str, mode: str, pixels: int, dtype: str, allocator: Allocator, tile: int = 0) -> int:
+    """What decoding or encoding one square picture takes."""
+    module = vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype)
+    place: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
+    if mode == "encode":
+        x = torch.empty(1, 3, pixels, pixels, **place)
+        return traced(module, lambda x: module.encode(x, return_dict=False), x, allocator)
+    z = torch.empty(1, module.config["latent_channels"], pixels // 8, pixels // 8, **place)
+    if tile:
+        module.enable_tiling()
+        module.tile_sample_min_size, module.tile_latent_min_size = tile, tile // 8
+    if model == "FLUX AE":
+        decoder = OneVariable(module.decoder)
+        return traced(decoder, decoder, z, allocator)
+    return traced(module, lambda z: module.decode(z, return_dict=False), z, allocator)
+
+
+def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ...]) -> int:
+    """Weights of one byte an element in layers of ``kinds``, ``scale_bytes`` per output channel beside them."""
+    saved = 0
+    for layer in module.modules():
+        if isinstance(layer, kinds):
+            weight: torch.Tensor = layer.weight
+            saved += weight.numel() * (weight.element_size() - 1) - scale_bytes * weight.shape[0]
+    return weight_bytes(module) - saved
+
+
+def torchao_bytes(quant: str) -> int:
+    """FLUX's transformer in torchao's weight-only formats: per output channel a scale (fp8: fp32), in int8 also a zero point."""
+    graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
+    module = ghost(graph.components["transformer"], graph.allow)
+    return scaled(module, 2 + 8 if "int8" in quant else 4, (nn.Linear,))
+
+
+def pixart(quant: str) -> int:
+    """Weights of PixArt-Sigma in fp16: T5-XXL (``wo`` in fp32), the transformer and SDXL's VAE."""
+    t5 = graphrun.load(ROOT / "graphs/flux-dev.yaml").components["text_encoder_2"]
+    config = {
+        "sample_size": 128,
+        "num_layers": 28,
+        "num_attention_heads": 16,
+        "attention_head_dim": 72,
+        "in_channels": 4,
+        "out_channels": 8,
+        "patch_size": 2,
+        "caption_channels": 4096,
+        "cross_attention_dim": 1152,
+        "use_additional_conditions": False,
+    }
+    path = "diffusers.PixArtTransformer2DModel"
+    transformer = Component("transformer", path, None, config, True, "float16", ("float16",))
+    allow = ("diffusers", "transformers")
+    modules = {"transformer": ghost(transformer, allow), "text_encoder": ghost(replace(t5, dtype="float16"), allow)}
+    sizes = {
+        name: scaled(module, 2, (nn.Linear, nn.Conv2d)) if name in quant and "fp8" in quant else weight_bytes(module)
+        for name, module in modules.items()
+    }
+    return sum(sizes.values()) + weight_bytes(vae("sdxl", "float16"))
+
+
+def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
+    """(GiB at load, GiB at the peak, a note) of a published row; None where there is nothing to compare."""
+    card, batch, pixels = CARDS[row["gpu"]], int(row["batch"]), int(row["height"])
+    workspace = hardware(card).workspace_bytes
+    if row["pipeline"].startswith("VAE"):
+        mode, dtype = row["pipeline"].split()[1], {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[row["dtype"]]
+        tile = int(row["offload"].split()[1]) if row["offload"].startswith("tile") else 0
+        note = "load is the weights; the peak is what is taken beside them"
+        weights = weight_bytes(vae("flux-dev" if "FLUX" in row["checkpoint"] else "sdxl", dtype))
+        return weights / GIB, vae_bytes(row["checkpoint"], mode, pixels, dtype, Counting(), tile) / GIB, note
+    if row["pipeline"].startswith("PixArt"):
+        note = "cuBLAS workspace counted: the figure was read after a run. quanto: one byte and fp16 scales"
+        return (pixart(row["quant"]) + workspace) / GIB, None, note
+    parts = pipeline_bytes("flux-dev" if row["pipeline"] == "Flux" else "sdxl", card, batch)
+    return flux_or_sdxl(row, parts, workspace)
+
+
+def flux_or_sdxl(row: dict[str, str], parts: dict[str, dict[str, int]], workspace: int) -> tuple[float | None, float, str]:
+    """As `predicted`, for the two pipelines."""
+    if row["quant"].startswith("torchao"):
+        parts["transformer"]["weights"] = torchao_bytes(row["quant"])
+    load = sum(part["weights"] for part in parts.values())
+    activation = {name: part["activation"] for name, part in parts.items()}
+    if row["offload"] == "model":
+        peak = max(part["weights"] + part["activation"] for part in parts.values()) + workspace
+        note = "the largest of weights and activation of one component"
+        if row["pipeline"] == "SDXL":
+            peak = parts["unet"]["weights"] + parts["vae"]["weights"] + activation["vae"] + workspace
+            note = "the UNet stays beside the VAE: diffusers of that time called vae.decode past the hook that evicts it"
+        return None, peak / GIB, note
+    if row["offload"] == "sequential":
+        return None, (max(activation.values()) + workspace) / GIB, "activation alone; the leaf on the device is small at the peak"
+    note = (
+        "all weights resident; the peak is the VAE's" if activation["vae"] == max(activation.values()) else "all weights resident"
+    )
+    return load / GIB, (load + max(activation.values()) + workspace) / GIB, note
+
+
+def compared(published: float, ours: float | None) -> dict[str, Any]:
+    """Published beside predicted, and the error in percent."""
+    if ours is None:
+        return {"published": published}
+    return {"published": published, "predicted": round(ours, 3), "error_percent": round(100 * (ours / published - 1), 2)}
+
+
+def published_rows() -> Iterator[dict[str, Any]]:
+    """Every row of the file, replayed."""
+    with (ROOT / "benchmarks/data/published_peaks.csv").open() as file:
+        for row in csv.DictReader(file):
+            load, peak, note = predicted(row)
+            names = ("pipeline", "checkpoint", "dtype", "quant", "offload", "height", "batch", "gpu", "metric")
+            result: dict[str, Any] = {name: row[name] for name in names}
+            if row["load_gib"]:
+                result["load_gib"] = compared(float(row["load_gib"]), load)
+            if row["peak_gib"]:
+                result["peak_gib"] = compared(float(row["peak_gib"]), peak)
+            yield {**result, "note": note}
+
+
+def report_rows() -> Iterator[dict[str, Any]]:
+    """Every size of the VAE report: allocated, and reserved with native segments (the default when it was measured)."""
+    with (ROOT / "benchmarks/data/vae_report.csv").open() as file:
+        for row in csv.DictReader(file):
+            arguments = (row["model"], row["mode"], int(row["pixels"]), row["dtype"])
+            allocated, reserved = (vae_bytes(*arguments, kind()) / MIB for kind in (Counting, Native))
+            yield {
+                **{name: row[name] for name in ("model", "mode", "pixels", "dtype")},
+                "allocated_mib": compared(float(row["allocated_mib"]), allocated),
+                "reserved_mib": compared(float(row["reserved_mib"]), reserved),
+            }
+
+
+def main() -> None:
+    """Replay, write, and say where."""
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
+        "fitted_on": FITTED,
+        "published_peaks": list(published_rows()),
+        "vae_report": list(report_rows()),
+    }
+    path = ROOT / "benchmarks/results/estimator.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    for row in result["published_peaks"]:
+        texts = [f"{kind} {row[kind]}" for kind in ("load_gib", "peak_gib") if kind in row]
+        print(row["pipeline"], row["checkpoint"], row["quant"], row["offload"], row["height"], row["batch"], row["metric"], *texts)
+    for row in result["vae_report"]:
+        print(*(row[name] for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

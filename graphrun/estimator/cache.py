@@ -1,0 +1,204 @@
+"""What is computed once and kept: dry runs, problems, plans. Decides under which key, and when an entry does not count.
+
+    dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
+    problem    dry run + hardware + budgets                                            no torch is imported to read it
+    plan       the problem's digest + graphrun's own source                            nor scipy
+
+Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from graphrun.errors import PlanError
+from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.store import Store, digest_of
+from graphrun.graph.graph import Graph, Reference
+from graphrun.planner.check import check
+from graphrun.planner.plan import parse
+from graphrun.planner.problem import BlockClass, Hardware, Problem
+from graphrun.planner.solution import Solution
+
+# Packages whose code a dry run of diffusers' pipelines passes through, or whose presence changes it.
+LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
+
+# What a damaged or foreign entry makes a reader raise.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
+
+
+def problem_for(
+    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
+) -> Problem:
+    """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there."""
+    traced = trace_key(graph, inputs) if store is not None else None
+    if store is None or traced is None:
+        return problem_of(graph, _probe(graph, inputs), hardware, budget_bytes, ram_bytes, inputs)
+    settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
+    key = digest_of([traced, graph.name, settings, asdict(hardware), budget_bytes, ram_bytes])
+    if (found := store.get("problem", key)) is not None:
+        try:
+            return TypeAdapter(Problem).validate_python(found)
+        except UNREADABLE:
+            pass
+    problem = problem_of(graph, dry_run(graph, inputs, store), hardware, budget_bytes, ram_bytes, inputs)
+    store.put("problem", key, problem.to_json())
+    return problem
+
+
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> Probed:
+    """The dry run of ``graph`` for resolved ``inputs``: from ``store``, else made (seconds) and kept there."""
+    key = trace_key(graph, inputs) if store is not None else None
+    if store is None or key is None:
+        return _probe(graph, inputs)
+    if (found := store.get("trace", key)) is not None:
+        try:
+            return from_json(found)
+        except UNREADABLE:
+            pass
+    probed = _probe(graph, inputs)
+    store.put("trace", key, to_json(probed))
+    return probed
+
+
+def solution_for(problem: Problem, store: Store | None) -> Solution:
+    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible."""
+    key = digest_of([problem.digest, own_source()])
+    found = store.get("plan", key) if store is not None else None
+    if found is not None:
+        try:
+            plan = parse(found["plan"])
+            if plan.problem == problem.digest and not check(problem, plan):
+                return Solution(problem, plan, *found["proof"])
+        except UNREADABLE:
+            pass
+    from graphrun.planner.solve import solve  # imports scipy
+
+    solution = solve(problem)
+    if store is not None:
+        proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap]
+        store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
+    return solution
+
+
+def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
+    """What a dry run depends on, as a key; None where it depends on something that has no version.
+
+    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed.
+    """
+    whole = all(c.has_config for c in graph.components.values()) and all(p.has_config or p.file for p in graph.parts.values())
+    stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.allow)}
+    if not whole or any(stamps[name] is None for name in graph.allow):
+        return None
+    code = [stamps, list(sys.version_info[:3]), own_source()]
+    return digest_of([graph.digest, list(graph.allow), _settings(graph, inputs), code])
+
+
+def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
+    uses = [
+        (name, value.name)
+        for stage in graph.stages
+        for name, value in stage.arguments.items()
+        if isinstance(value, Reference) and value.kind == "input"
+    ]
+    plain = {wanted for name, wanted in uses if "prompt" not in name and name != "seed"}
+    found = {name: repr(inputs[name]) for name in sorted(plain)}
+    texts = sorted({wanted for name, wanted in uses if "prompt" in name} - plain)
+    return found | {name: "text" if inputs[name] else repr(inputs[name]) for name in texts}
+
+
+def _stamp(package: str) -> tuple[str, int] | None:
+    """The version of a package, and when its first file was written: an installation of the same version anew is another one."""
+    try:
+        number, spec = version(package), find_spec(package)
+        return number, Path(spec.origin).stat().st_mtime_ns if spec is not None and spec.origin else 0
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+
+
+def own_source() -> str:
+    """A digest of every Python file of graphrun: whatever changes there, nothing kept before counts."""
+    root, total = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return total.hexdigest()[:32]
+
+
+def _probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
+    with _no_collections():
+        from graphrun.components.classes import resolve_class
+        from graphrun.estimator.probe import probe
+
+        for component in graph.components.values():
+            resolve_class(component.class_path, graph.allow, component.where)
+        for part in graph.parts.values():
+            resolve_class(part.class_path, graph.allow, part.where)
+        resolve_class(graph.pipeline, graph.allow)
+    return probe(graph, inputs)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Imports make half a million objects that stay. Looking for garbage among them takes a quarter of the imports' time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def to_json(probed: Probed) -> dict[str, Any]:
+    """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered on the tape."""
+    calls: dict[int, Call] = {id(item.call): item.call for item in probed.tape.items if isinstance(item, Mark) and item.call}
+    numbers = {key: number for number, key in enumerate(calls)}
+    return {
+        "calls": [{**asdict(call), "touched": sorted(call.touched)} for call in calls.values()],
+        "items": [
+            [item.kind, item.name, numbers[id(item.call)] if item.call else -1] if isinstance(item, Mark) else item
+            for item in probed.tape.items
+        ],
+        "values": {name: sorted(keys) for name, keys in probed.tape.values.items()},
+        "facts": {name: asdict(facts) for name, facts in probed.facts.items()},
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> Probed:
+    """The dry run that `to_json` wrote, without modules. Raises one of `UNREADABLE` where ``data`` is something else."""
+    calls = [
+        Call(
+            **{
+                **call,
+                "events": tuple((key, nbytes) for key, nbytes in call["events"]),
+                "touched": frozenset(call["touched"]),
+                "flops": tuple((path, flops) for path, flops in call["flops"]),
+            }
+        )
+        for call in data["calls"]
+    ]
+    items: list[tuple[int, int] | Mark] = [
+        Mark(item[0], item[1], calls[item[2]] if item[2] >= 0 else None) if len(item) == 3 else (item[0], item[1])
+        for item in data["items"]
+    ]
+    facts = {
+        name: Facts(
+            found["parameters"],
+            tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"]),
+            tuple(found["block_bytes"]),
+        )
+        for name, found in data["facts"].items()
+    }
+    return Probed(Tape(items, {name: frozenset(keys) for name, keys in data["values"].items()}), facts)

@@ -1,0 +1,120 @@
+"""What ``graphrun estimate`` knows: every size and time of a graph on a device, each with its basis, before any budget is given.
+
+Decides nothing: it lays side by side what the dry run, the configurations and the allocator's models say. JSON-ready data; how it
+is shown is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from graphrun.components.build import ghost
+from graphrun.estimator.allocator import Counting, Native
+from graphrun.estimator.corrections import CORRECTIONS
+from graphrun.estimator.events import Call, Probed
+from graphrun.estimator.numbers import phase_spans, problem_of
+from graphrun.estimator.quantized import PRECISIONS, weights_by_precision
+from graphrun.estimator.windows import Window, windows_of
+from graphrun.graph.graph import Graph
+from graphrun.planner.problem import Hardware, PhaseNumbers, Problem
+
+
+def survey(graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds) and the total of keeping all.
+
+    ``allocated_bytes`` of a phase is the most allocated beside weights; ``reserved_bytes`` the same with expandable segments,
+    ``reserved_native_bytes`` with native ones: what lived at its entry is in all three.
+    """
+    problem = problem_of(graph, probed, hardware, hardware.capacity_bytes, 1, inputs)
+    phases = _phases(problem, probed, hardware)
+    components = [_component(graph, name, probed, problem) for name in probed.facts]
+    weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)
+    outside = hardware.context_bytes + hardware.workspace_bytes
+    return {
+        "graph": graph.name,
+        "settings": dict(problem.settings),
+        "versions": dict(problem.versions),
+        "hardware": {
+            "name": hardware.name,
+            "basis": hardware.basis,
+            "context_bytes": hardware.context_bytes,
+            "workspace_bytes": hardware.workspace_bytes,
+        },
+        "components": components,
+        "phases": phases,
+        "values": [{"name": v.name, "bytes": v.nbytes, "basis": v.basis} for v in problem.values],
+        "all_resident": {
+            "weights_bytes": weights,
+            "peak_bytes": weights + outside + max(row["reserved_bytes"] for row in phases),
+            "allocated_bytes": weights + hardware.workspace_bytes + max(row["allocated_bytes"] for row in phases),
+            "seconds": sum(row["seconds"] for row in phases),
+        },
+        "corrections": [c.name for c in CORRECTIONS] if hardware.convolution_scratch else [],
+    }
+
+
+def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dict[str, Any]:
+    declared = graph.components[name]
+    module = probed.ghosts[name] if name in probed.ghosts else ghost(declared, graph.allow)
+    sizes = weights_by_precision(module, declared.dtype, allocated=True)
+    allowed = {declared.dtype, *declared.precision}
+    numbers = next((c for c in problem.components if c.name == name), None)
+    return {
+        "name": name,
+        "class": declared.class_path,
+        "parameters": probed.facts[name].parameters,
+        "dtype": declared.dtype,
+        "weights": {
+            precision: {
+                "bytes": sizes[precision],
+                "allowed": precision in allowed,
+                "basis": "formula" if precision in ("int8", "nf4") else "declared",
+            }
+            for precision in PRECISIONS
+        },
+        "host_bytes": numbers.variants[0].host_bytes if numbers else 0,
+        "blocks": [{"class": k.name, "count": len(k.blocks), "streamable": k.streamable} for k in probed.facts[name].classes],
+        "basis": numbers.basis if numbers else "declared",
+    }
+
+
+def _phases(problem: Problem, probed: Probed, hardware: Hardware) -> list[dict[str, Any]]:
+    entries = probed.tape.entries()
+    spans = phase_spans(entries)
+    counted = windows_of(probed.tape, spans, replace(hardware, caching_allocator=False), Counting)
+    expandable = windows_of(probed.tape, spans, hardware)
+    native = windows_of(probed.tape, spans, hardware, Native) if hardware.caching_allocator else counted
+    return [
+        _phase(problem, phase, [call for _, call in entries[begin:end]], counted[n], expandable[n], native[n], n)
+        for n, (phase, (begin, end)) in enumerate(zip(problem.phases, spans, strict=True))
+    ]
+
+
+def _phase(
+    problem: Problem, phase: PhaseNumbers, calls: Sequence[Call], counted: Window, expandable: Window, native: Window, number: int
+) -> dict[str, Any]:
+    seconds = 0.0
+    for use in phase.uses:
+        classes = problem.component(use.component).classes
+        seconds += sum(n * len(k.blocks) * s for n, k, s in zip(use.class_calls, classes, use.seconds, strict=True))
+    return {
+        "stage": phase.stage,
+        "phase": phase.name,
+        "components": [use.component for use in phase.uses],
+        "calls": len(calls),
+        "allocated_bytes": _most(counted),
+        "reserved_bytes": _most(expandable),
+        "reserved_native_bytes": _most(native),
+        "values_bytes": problem.value_bytes(number),
+        "carry_bytes": phase.carry_bytes,
+        "flops": sum(flops for call in calls for _, flops in call.flops),
+        "seconds": seconds,
+        "basis": phase.basis,
+        "seconds_basis": problem.hardware.basis,
+    }
+
+
+def _most(window: Window) -> int:
+    return max(window.entry_bytes, window.first_bytes, window.rest_bytes)

@@ -1,0 +1,35 @@
+"""The screen of `graphrun calibrate`: each measured figure beside what was assumed before. Shows data and judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphrun.report.table import table
+from graphrun.units import show_size
+
+
+def calibrate_screen(found: Mapping[str, Any]) -> str:
+    """What `estimator.calibrate.measure_and_keep` returned, as text. A processor has nothing that was assumed."""
+    rows, figures = [["", "measured", "assumed"]], found["figures"]
+    for name, title in (
+        ("h2d_bytes_per_second", "host to device, pinned"),
+        ("pageable_bytes_per_second", "host to device, pageable"),
+        ("d2h_bytes_per_second", "device to host, pinned"),
+        ("bidirectional", "host to device while the other way runs"),
+        ("disk_bytes_per_second", "disk, cold"),
+        ("flops_per_second", "compute"),
+        ("context_bytes", "context"),
+    ):
+        rows.append([title, *(_show(name, of[name]) if of is not None else "-" for of in (found["hardware"], found["assumed"]))])
+    single = ", ".join(f"{name} {_show('flops', figures[f'{name}_flops_per_second'])}" for name in ("matmul", "attention"))
+    title = f"profile {found['hardware']['name']}  measured in {found['measured_in_seconds']:.1f} s"
+    return "\n".join([title, "", table(rows, {0}), "", f" compute: {single}", f" kept in {found['path']}"])
+
+
+def _show(name: str, value: float) -> str:
+    if name == "bidirectional":
+        return f"{value:.0%}"
+    if "flops" in name:
+        return f"{value / 1e12:.2f} TFLOP/s" if value >= 1e11 else f"{value / 1e9:.2f} GFLOP/s"
+    return show_size(value) if name == "context_bytes" else f"{value / 1e9:.2f} GB/s"

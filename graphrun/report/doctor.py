@@ -1,0 +1,49 @@
+"""The screen of `graphrun doctor`: what was found, line by line, problems last. Shows data and judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphrun.report.table import table
+from graphrun.units import show_size
+
+
+def doctor_screen(found: Mapping[str, Any]) -> str:
+    """What `estimator.doctor.examine` returned, as text."""
+    memory = found["memory"]
+    pinned = memory["pinned_limit_bytes"]
+    rows = [
+        ["python", f"{found['python']} on {found['platform']}"],
+        ["device", _card(found["device"])],
+        ["simulated", "works" if found["device"]["sim"] else "does not work here"],
+        ["RAM", f"{show_size(memory['usable_bytes'])} usable, {show_size(memory['available_bytes'])} free now"],
+        ["swap", show_size(memory["swap_bytes"])],
+    ]
+    for limit in memory["limits"]:
+        rows.append(
+            [f"cgroup v{limit['version']}", f"{show_size(limit['nbytes'])} ({show_size(limit['used_bytes'])} used) {limit['path']}"]
+        )
+    if not memory["limits"]:
+        rows.append(["cgroup", "no limit"])
+    rows.append(["pinned", "no limit" if pinned is None else f"{show_size(pinned)} (RLIMIT_MEMLOCK)"])
+    rows += [["disk", f"{show_size(disk['free_bytes'])} free at {disk['folder']}"] for disk in found["disk"]]
+    cache = found["cache"]
+    kept = f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}"
+    rows.append(["cache", kept if cache["folder"] else "off"])
+    rows += [["profile", text] for text in found["profiles"]]
+    versions = [["", item["name"], item["version"] or "-", "; ".join(item["allows"]) or "-"] for item in found["versions"]]
+    lines = [table(rows, {0, 1}), "", table([["", "package", "version", "allows"], *versions], {0, 1, 2, 3})]
+    if found["problems"]:
+        lines += ["", *(f" ! {text}" for text in found["problems"])]
+    else:
+        lines += ["", " nothing stands in the way"]
+    return "\n".join(lines)
+
+
+def _card(device: Mapping[str, Any]) -> str:
+    card = device["card"]
+    if card is None:
+        return f"no CUDA device (torch's CUDA: {device['cuda'] or 'none, a CPU build'}; driver: {device['driver'] or 'none'})"
+    free = f"{show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
+    return f"{card['name']}, {free}, compute capability {card['capability']}, driver {device['driver']}, CUDA {device['cuda']}"
