@@ -90,9 +90,10 @@ class CudaDevice:
     def pin(self, arena: torch.Tensor) -> None:
         """Registers ``arena``'s pages, and unregisters them when its storage dies. Raises InputError when the system refuses.
 
-        The finalizer runs before the storage frees its memory, as weak references to a Python object are cleared first.
+        The finalizer runs before the storage frees its memory, as weak references to a Python object are cleared first. Asking
+        ``arena.is_pinned()`` would not do: once `sim` is registered it asks that backend (at::getAccelerator prefers PrivateUse1).
         """
-        if arena.numel() == 0 or arena.is_pinned():
+        if arena.numel() == 0:
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(arena.data_ptr(), round_up(arena.numel(), PAGESIZE), PORTABLE))
