@@ -25,6 +25,7 @@ from mmap import PAGESIZE
 import torch
 
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
+from graphrun.executor.arenas import Arenas
 from graphrun.executor.device import Stream
 from graphrun.units import round_up, show_size
 
@@ -43,6 +44,7 @@ class CudaDevice:
         _request_expandable_segments()
         self._index = index
         self._workspace_bytes = workspace_bytes
+        self.arenas = Arenas()
         self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
         self._origin = self.mark("compute")
@@ -85,7 +87,9 @@ class CudaDevice:
         """Host memory that begins at a page and shares its last page with nobody: a page can be registered once."""
         memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGESIZE
-        return memory[start : start + nbytes]
+        arena = memory[start : start + nbytes]
+        self.arenas.count("arenas", arena)
+        return arena
 
     def pin(self, arena: torch.Tensor) -> None:
         """Registers ``arena``'s pages, and unregisters them when its storage dies. Raises InputError when the system refuses.
@@ -103,6 +107,7 @@ class CudaDevice:
                 "raise the limit on locked memory (ulimit -l), or give a smaller --ram"
             )
         weakref.finalize(arena.untyped_storage(), runtime.cudaHostUnregister, arena.data_ptr())
+        self.arenas.count("pinned", arena)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``cudaMemcpyAsync`` on the copy stream; from pageable memory the driver makes the host wait."""
