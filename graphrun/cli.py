@@ -94,11 +94,14 @@ def run(
         Path | None, typer.Option(help="Where the picture goes; default out/<graph>.png.", show_default=False)
     ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
-    trace_file: Annotated[Path | None, typer.Option("--trace", help="Save the trace to this file.", show_default=False)] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Save the trace here; for a viewer: *.perfetto.json.", show_default=False)
+    ] = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a graph, or a saved plan, and show what was planned beside what was measured."""
+    from graphrun.report.export import trace_json
     from graphrun.report.progress import Progress
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
@@ -114,7 +117,7 @@ def run(
     if plan_file is not None:
         planfile.save(plan_file, made.source, made.solution, summary)
     if trace_file is not None:
-        planfile.write_json(trace_file, trace.to_json())
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace))
     written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
     _show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
     if broken_caps(made.solution, trace):

@@ -33,6 +33,20 @@ class SlotTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class Tier:
+    """One place where bytes lie (``device``, ``pinned``, ``arenas``: all host memory for weights), before a run and after it."""
+
+    name: str
+    before_bytes: int
+    after_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        """What the run left behind."""
+        return max(0, self.after_bytes - self.before_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """A run. ``outputs`` are the graph's; ``left_bytes`` is what remained on the device beyond the ``baseline_bytes`` before."""
 
@@ -43,6 +57,7 @@ class Trace:
     baseline_bytes: int
     left_bytes: int
     outputs: dict[str, Any] = field(default_factory=dict, compare=False)
+    tiers: tuple[Tier, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -66,6 +81,7 @@ class Trace:
             "device": self.device,
             "baseline_bytes": self.baseline_bytes,
             "left_bytes": self.left_bytes,
+            "tiers": [{**asdict(tier), "left_bytes": tier.left_bytes} for tier in self.tiers],
             "slots": [asdict(slot) for slot in self.slots],
             "events": [asdict(event) for event in self.events],
         }

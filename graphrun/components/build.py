@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,10 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
-def build(component: Component, graph: Graph) -> nn.Module:
+def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
     """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone.
 
+    ``random`` gives the latter, from the module and a text to seed it with.
     Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
     missing, a file is corrupt, the source has other shapes than the config.
     """
@@ -63,7 +64,7 @@ def build(component: Component, graph: Graph) -> nn.Module:
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
-    fill(module, f"{component.seed}/{component.name}")
+    random(module, f"{component.seed}/{component.name}")
     return module
 
 

@@ -3,6 +3,7 @@
 Decides nothing: it hands each entry to a function. The wrapping is a subclass given to the instance for as long as the boundary
 stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores everything. While it
 stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by its parameters.
+For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move or cast is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from graphrun.errors import BrokenPlan
 
 # Entry points that pipelines of diffusers call besides the module itself. `forward` is reached through `__call__`.
 ENTRY_POINTS = (
@@ -68,11 +71,25 @@ class Boundary:
             "__qualname__": kind.__qualname__,
             "__call__": self._wrapped(name, "forward", kind.__call__),
             "device": property(lambda _: self.device),
+            "to": self._moved(name),
+            "_apply": functools.partialmethod(_refuse_change, name),
         }
         for entry in ENTRY_POINTS:
             if callable(method := getattr(kind, entry, None)):
                 members[entry] = self._wrapped(name, entry, method)
         return type(kind.__name__, (kind,), members)
+
+    def _moved(self, name: str) -> Callable[..., nn.Module]:
+        def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            kept = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
+            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kept)
+            here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
+            same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
+            if not here or not same:
+                _refuse_change(module, name, device if not here else dtype)
+            return module
+
+        return to
 
     def _wrapped(self, name: str, entry: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -86,6 +103,15 @@ class Boundary:
                 self._inside = False
 
         return enter
+
+
+def _refuse_change(module: nn.Module, name: str, wanted: object = None, *_: object) -> nn.Module:
+    """In place of ``Module._apply``, through which every move and cast of torch goes, and of a ``to`` that changes something."""
+    asked = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
+    raise BrokenPlan(
+        f"something moves or casts {name}{asked} during the run, whose weights are where the plan says: take the call out "
+        f"(.to, .cuda, .half, ...), or give {name} another dtype in the graph"
+    )
 
 
 def _enter_and_exit(

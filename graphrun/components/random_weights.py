@@ -33,14 +33,14 @@ def _values(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.
     if like.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-    tile = torch.randn(min(like.numel(), TILE), generator=generator).mul_(_scale(owner, key, like)).to(like.dtype)
+    tile = torch.randn(min(like.numel(), TILE), generator=generator).mul_(scale(owner, key, like)).to(like.dtype)
     values = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     for piece in torch.split(values.view(-1), TILE):
         piece.copy_(tile[: piece.numel()])
     return values
 
 
-def _scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
+def scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
     """1 for embeddings, 1/sqrt(fan in) for what multiplies (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for biases."""
     if isinstance(owner, nn.Embedding):
         return 1.0

@@ -25,6 +25,7 @@ from mmap import PAGESIZE
 import torch
 
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
+from graphrun.executor.arenas import Arenas
 from graphrun.executor.device import Stream
 from graphrun.units import round_up, show_size
 
@@ -43,6 +44,7 @@ class CudaDevice:
         _request_expandable_segments()
         self._index = index
         self._workspace_bytes = workspace_bytes
+        self.arenas = Arenas()
         self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
         self._origin = self.mark("compute")
@@ -85,14 +87,17 @@ class CudaDevice:
         """Host memory that begins at a page and shares its last page with nobody: a page can be registered once."""
         memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGESIZE
-        return memory[start : start + nbytes]
+        arena = memory[start : start + nbytes]
+        self.arenas.count("arenas", arena)
+        return arena
 
     def pin(self, arena: torch.Tensor) -> None:
         """Registers ``arena``'s pages, and unregisters them when its storage dies. Raises InputError when the system refuses.
 
-        The finalizer runs before the storage frees its memory, as weak references to a Python object are cleared first.
+        The finalizer runs before the storage frees its memory, as weak references to a Python object are cleared first. Asking
+        ``arena.is_pinned()`` would not do: once `sim` is registered it asks that backend (at::getAccelerator prefers PrivateUse1).
         """
-        if arena.numel() == 0 or arena.is_pinned():
+        if arena.numel() == 0:
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(arena.data_ptr(), round_up(arena.numel(), PAGESIZE), PORTABLE))
@@ -102,6 +107,7 @@ class CudaDevice:
                 "raise the limit on locked memory (ulimit -l), or give a smaller --ram"
             )
         weakref.finalize(arena.untyped_storage(), runtime.cudaHostUnregister, arena.data_ptr())
+        self.arenas.count("pinned", arena)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``cudaMemcpyAsync`` on the copy stream; from pageable memory the driver makes the host wait."""

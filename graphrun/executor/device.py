@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from graphrun.errors import GraphrunError
+from graphrun.executor.arenas import Arenas
 
 Stream = Literal["compute", "copy"]
 Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA
@@ -43,6 +44,10 @@ class Device(Protocol):
 
     def pin(self, arena: torch.Tensor) -> None:
         """Locks the pages of ``arena`` for as long as its storage lives. A no-op where nothing pins."""
+
+    @property
+    def arenas(self) -> Arenas:
+        """The host memory that `arena` handed out and that still lives, and what of it is pinned."""
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy from the host on the copy stream. Raises TransferFailed where it is known to have failed."""

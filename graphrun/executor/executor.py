@@ -32,7 +32,7 @@ from graphrun.ops import run_stages
 from graphrun.planner.check import check
 from graphrun.planner.plan import Free, Plan, Restore, Spill, action_text, slot_text
 from graphrun.planner.problem import Problem
-from graphrun.trace import SlotTrace, Trace
+from graphrun.trace import SlotTrace, Tier, Trace
 from graphrun.units import show_size
 
 Progress = Callable[[int, int, int], None]
@@ -132,6 +132,7 @@ class _Run:
         self._recorder: Recorder | None = None
         self._call: tuple[str, Mark] = ("", None)
         self.baseline_bytes = device.allocated_bytes
+        self._before = _tiers(device)
 
     @property
     def where(self) -> str:
@@ -154,17 +155,17 @@ class _Run:
                 self._release()
             gc.collect()
             device.release_cached()
-        left_bytes = max(0, device.allocated_bytes - self.baseline_bytes)
-        if left_bytes:
-            raise BrokenPlan(f"{show_size(left_bytes)} stayed on the device after the run: {_leftovers(device)}")
+        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in _tiers(device).items())
+        _refuse_leftovers(tiers, device)
         return Trace(
             plan_digest=self._plan.digest,
             device=device.name,
             slots=tuple(self._slots),
             events=tuple(self._recorder.events),
             baseline_bytes=self.baseline_bytes,
-            left_bytes=left_bytes,
+            left_bytes=0,
             outputs=outputs,
+            tiers=tiers,
         )
 
     def _enter(self, component: str, entry: str) -> None:
@@ -203,6 +204,20 @@ class _Run:
             self._open.release()
         for residency in self._host.residencies.values():
             residency.release()
+
+
+def _tiers(device: Device) -> dict[str, int]:
+    return {"device": device.allocated_bytes, **{name: device.arenas.nbytes(name) for name in ("arenas", "pinned")}}
+
+
+def _refuse_leftovers(tiers: tuple[Tier, ...], device: Device) -> None:
+    """Raises BrokenPlan when a tier holds more than before the run."""
+    for tier in tiers:
+        if tier.left_bytes:
+            holders = (
+                f"on the device after the run: {_leftovers(device)}" if tier.name == "device" else f"in {tier.name} on the host"
+            )
+            raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {holders}")
 
 
 def _leftovers(device: Device) -> str:

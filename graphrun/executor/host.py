@@ -11,6 +11,7 @@ from torch import nn
 from graphrun.components.build import build, build_part, ghost
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
+from graphrun.executor.movers import refuse_movers
 from graphrun.executor.residency import Residency
 from graphrun.graph.graph import Graph
 from graphrun.planner.problem import ComponentNumbers, Problem
@@ -20,7 +21,7 @@ class Host:
     """``modules`` in arenas, pinned for ``device`` where their home is pinned memory.
 
     A module keeps its values, but its tensors are views of the arena from now on. ``modules`` holds all components of ``problem``.
-    Raises InputError where a module is not what ``problem`` describes.
+    Raises InputError where a module is not what ``problem`` describes, or where something else moves it too.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], problem: Problem, device: Device) -> None:
@@ -29,6 +30,7 @@ class Host:
         self.parts: dict[str, Any] = {}
         self.ghosts: dict[str, nn.Module] = {}
         self._shape = _shape(problem)
+        refuse_movers(modules)
         for numbers in problem.components:
             self._add(modules[numbers.name], numbers, device)
 
@@ -38,6 +40,7 @@ class Host:
         host = cls({}, replace(problem, components=()), device)
         host._shape = _shape(problem)
         given = modules or {}
+        refuse_movers(given)
         for numbers in problem.components:
             module = given[numbers.name] if numbers.name in given else build(graph.component(numbers.name), graph)
             host._add(module, numbers, device)

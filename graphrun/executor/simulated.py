@@ -9,6 +9,7 @@ import torch
 
 from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
+from graphrun.executor.arenas import Arenas
 from graphrun.executor.device import Stream
 from graphrun.units import show_size
 
@@ -18,6 +19,7 @@ class SimulatedDevice:
 
     def __init__(self, machine: sim.Machine) -> None:
         self.machine = machine
+        self.arenas = Arenas()
 
     @property
     def name(self) -> str:
@@ -46,10 +48,13 @@ class SimulatedDevice:
 
     def arena(self, nbytes: int) -> torch.Tensor:
         """Ordinary host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.arenas.count("arenas", memory)
+        return memory
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Nothing: the simulated bus is as fast from any memory."""
+        """Is counted alone: the simulated bus is as fast from any memory."""
+        self.arenas.count("pinned", arena)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The bytes move now; the copy timeline is charged."""

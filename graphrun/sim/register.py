@@ -57,6 +57,14 @@ class DeviceModule:
     def manual_seed_all(self, seed: int) -> None:
         """Nothing: random numbers on ``sim`` come from the CPU's generator."""
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """The CPU generator's: ``torch.random.fork_rng`` keeps the state of every device."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Sets the CPU generator's."""
+        torch.set_rng_state(state)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Asked by ``torch.autocast("sim", enabled=False)``, which language models' position embeddings use."""
         return [torch.bfloat16, torch.float16]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from executor_small import ON, PREFETCH, WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
+from executor_small import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
 
-from graphrun.errors import InputError, PlanError
-from graphrun.executor.executor import refuse_unfit
+from graphrun.errors import BrokenPlan, InputError, PlanError
+from graphrun.executor.executor import follow, refuse_unfit
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
 from graphrun.planner.plan import Free, Plan, Slot
@@ -127,3 +128,27 @@ def test_the_device_of_a_problem_is_opened_with_its_rates() -> None:
     assert device.machine.flops_per_second == 3e9  # type: ignore[attr-defined]
     with pytest.raises(InputError, match="computes on 'tpu', which this version cannot run on"):
         open_device(problem({"a": Small()}, [], replace(hardware(), device="tpu")))
+
+
+def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_storage_does() -> None:
+    modules = {"a": Small()}
+    of = problem(modules, [[use("a", 1, hardware())]])
+    device = device_of(of)
+    host = Host(modules, of, device)
+    held = device.arenas.nbytes("arenas")
+    plan = plan_of(of, "slot s0/0:a load\n  load a all from pinned\nslot s0/0:a first\n  run\nslot end\n  evict a all")
+    kept: list[torch.Tensor] = []
+
+    def work() -> dict[str, torch.Tensor]:
+        kept.append(device.arena(1024))
+        return calls_to(host.modules, ["a"], device.torch_device)
+
+    with pytest.raises(BrokenPlan, match="1.00 KiB stayed in arenas on the host"):
+        follow(of, plan, host, device, work)
+    kept.clear()
+    assert device.arenas.nbytes("arenas") == held > 0
+    modules.clear()
+    host.modules.clear()
+    host.residencies.clear()
+    gc.collect()
+    assert device.arenas.nbytes("arenas") == device.arenas.nbytes("pinned") == 0

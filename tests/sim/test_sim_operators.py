@@ -237,3 +237,13 @@ except Exception as error:
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.startswith(GraphrunError.__name__)
     assert "taken by 'other'" in done.stdout
+
+
+def test_random_states_can_be_forked_once_sim_is_registered() -> None:
+    """``torch.random.fork_rng()`` asks every accelerator for its state, `sim` included."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with torch.random.fork_rng():
+        torch.rand(7)
+    assert torch.equal(torch.rand(3), expected)

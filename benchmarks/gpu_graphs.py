@@ -1,0 +1,324 @@
+"""Graphs on the card: planned beside measured, the same bits streamed and resident, caps, an injected shortage of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_lab import Lab, Log, fingerprint, placed, weave
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "a lighthouse at dusk, oil on canvas"
+AMPLE = {"cuda": "90%", "sim": 1 << 40}
+
+
+class Bench:
+    """One graph with its components in host memory, made once and used by every run."""
+
+    def __init__(self, name: str, lab: Lab, steps: int, *, full_size: bool) -> None:
+        import graphrun
+
+        self.lab, self.name = lab, name
+        self.graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml").without_sources()
+        self.inputs = {"prompt": PROMPT, "steps": steps, "seed": 3}
+        self.values = self.graph.resolve(self.inputs)
+        self.full_size = full_size
+        self.host: Any = None
+        self.device: Any = None
+        self.resident: dict[str, Any] = {}
+        self.call_seconds: dict[str, list[float]] = {}
+
+    def problem(self, budget: str | int) -> Any:
+        """The problem within ``budget``."""
+        import graphrun
+
+        return graphrun.estimate(self.graph, vram=budget, hardware=self.lab.hardware, inputs=self.inputs)
+
+    def build(self, out: dict[str, Any]) -> None:
+        """Weights into host arenas, and the device."""
+        from graphrun.components import random_weights
+        from graphrun.components.build import build
+        from graphrun.executor.host import Host
+
+        start = time.perf_counter()
+        problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
+        estimated = time.perf_counter()
+        random = weave if self.full_size else random_weights.fill
+        modules = {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
+        made = time.perf_counter()
+        self.device = self.lab.open(problem)
+        self.host = Host.of_graph(self.graph, problem, self.device, modules)
+        out["estimate_seconds"] = round(estimated - start, 3)
+        out["weights_seconds"] = round(made - estimated, 3)
+        out["arenas_and_pinning_seconds"] = round(time.perf_counter() - made, 3)
+        out["weight_bytes"] = {c.name: c.weight_bytes() for c in problem.components}
+        out["hardware"] = asdict(problem.hardware)
+        out["baseline"] = self.lab.books(self.device)
+        self.ample = problem
+
+    def stages(self, modules: Mapping[str, Any], place: torch.device, found: dict[str, Any]) -> dict[str, Any]:
+        """The graph's stages on ``modules``; the fingerprint of every value goes to ``found``."""
+        from graphrun.ops import run_stages
+
+        def note(stage: str, made: Mapping[str, Any]) -> None:
+            found[stage] = fingerprint(made)
+
+        host = self.host
+        return run_stages(self.graph, modules, place, self.values, parts=host.parts, ghosts=host.ghosts, after_stage=note)
+
+    def measure_resident(self, out: dict[str, Any]) -> None:
+        """Everything on the device: the bits to compare with, and bytes and seconds of calls beside the estimator's."""
+        from graphrun.components.entry import Boundary
+        from graphrun.ops.pipeline import assemble
+
+        device, place, calls = self.device, self.device.torch_device, []
+
+        def around(component: str, entry: str, proceed: Any, args: Any, kwargs: Any) -> Any:
+            if sum(call["component"] == component for call in calls) >= 3:
+                return proceed(*args, **kwargs)
+            self.lab.settle(device)
+            before, start = self.lab.books(device), device.mark("compute")
+            result = proceed(*args, **kwargs)
+            end = device.mark("compute")
+            device.barrier()
+            after = self.lab.books(device)
+            grown = {key: after[key] - before.get(key.replace("peak_", ""), 0) for key in after if key.startswith("peak_")}
+            seconds = device.seconds_at(end) - device.seconds_at(start)
+            calls.append({"component": component, "entry": entry, "seconds": seconds, **grown})
+            return result
+
+        with device.session(1 << 60), placed(self.host.modules, place), torch.no_grad():
+            with contextlib.suppress(RuntimeError):
+                _warm(place)
+            with Boundary(self.host.modules, place, around=around):
+                self.stages(self.host.modules, place, self.resident)
+            out["values"] = self.resident
+            start = time.perf_counter()
+            again: dict[str, Any] = {}
+            self.stages(self.host.modules, place, again)
+            device.barrier()
+            out["seconds"] = round(time.perf_counter() - start, 4)
+            out["second resident run has the same bits"] = again == self.resident
+            with Boundary(self.host.modules, place, around=lambda c, e, proceed, a, k: proceed(*a, **k)):
+                pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
+                start = time.perf_counter()
+                image = pipeline(
+                    prompt=PROMPT,
+                    num_inference_steps=self.values["steps"],
+                    generator=torch.Generator("cpu").manual_seed(self.values["seed"]),
+                    **{k: v for k, v in self.values.items() if k not in ("prompt", "steps", "seed")},
+                ).images[0]
+                device.barrier()
+                out["plain pipeline, seconds"] = round(time.perf_counter() - start, 4)
+            out["plain pipeline has the same picture"] = fingerprint(image) == self.resident[self.graph.stages[-1].name]["image"]
+        self.lab.settle(device)
+        out["baseline_after"] = self.lab.books(device)
+        for call in calls:
+            self.call_seconds.setdefault(call["component"], []).append(call["seconds"])
+        out["calls"] = calls
+        out["estimated"] = self._estimated()
+
+    def _estimated(self) -> Any:
+        """What the estimator says of the same calls, with everything else of a phase."""
+        phases = []
+        for phase in self.ample.phases:
+            uses = [
+                {"component": u.component, "calls": u.calls, "seconds_per_call": _call_seconds(self.ample, u)} for u in phase.uses
+            ]
+            phases.append({"phase": phase.name, "first_bytes": phase.first_bytes, "rest_bytes": phase.rest_bytes, "uses": uses})
+        try:
+            from graphrun.estimator.probe import probe
+
+            kinds = {id(call): call for _, call in probe(self.graph, self.values).tape.entries()}.values()
+            traced = [
+                {"component": c.component, "entry": c.entry, "traced_bytes": c.peak_bytes, "input_bytes": c.input_bytes}
+                for c in kinds
+            ]
+        except Exception as error:  # noqa: BLE001
+            traced = [{"failed": repr(error)}]
+        return {"phases": phases, "calls": traced}
+
+    def measure_budget(self, budget: str | int, out: dict[str, Any], runs: int) -> None:
+        """Plans for ``budget``, runs by it, and compares slot by slot."""
+        import graphrun
+        from graphrun.planner.simulate import simulate
+
+        problem = self.problem(budget)
+        start = time.perf_counter()
+        solution = graphrun.plan(problem)
+        out["solve_seconds"] = round(time.perf_counter() - start, 3)
+        planned = simulate(problem, solution.plan)
+        out["planned"] = {
+            "seconds": planned.seconds,
+            "compute_seconds": planned.compute_seconds,
+            "peak_bytes": planned.peak_bytes,
+            "moved_bytes": planned.moved_bytes,
+        }
+        out["budget_bytes"], out["effective_bytes"] = problem.budget_bytes, problem.effective_bytes
+        out["plan"] = str(solution.plan).splitlines()
+        out["runs"] = []
+        for _ in range(runs):
+            trace, found, seconds = self.follow(problem, solution.plan)
+            out["runs"].append(self._compared(problem, planned, trace, found, seconds))
+
+    def follow(self, problem: Any, plan: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
+        """A run by ``plan``: trace, fingerprints, wall seconds."""
+        from graphrun.executor.executor import follow
+
+        found: dict[str, Any] = {}
+        self.lab.slots.clear()
+        start = time.perf_counter()
+        work = lambda: self.stages(self.host.modules, self.device.torch_device, found)  # noqa: E731
+        trace = follow(problem, plan, self.host, self.device, work, progress)
+        return trace, found, time.perf_counter() - start
+
+    def _compared(self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float) -> dict[str, Any]:
+        books = self.lab.slots[-len(trace.slots) :]
+        slots = []
+        for index, (p, m, b) in enumerate(zip(planned.slots, trace.slots, books, strict=True)):
+            events = [e for e in trace.events if e.slot == index]
+            copies = [e for e in events if e.kind in ("load", "stream")]
+            took = m.end_seconds - m.start_seconds
+            resident = sum(
+                min(self.call_seconds[e.component]) for e in events if e.kind == "run" and e.component in self.call_seconds
+            )
+            slots.append(
+                {
+                    "slot": f"{m.phase} {m.part}",
+                    "planned": {
+                        **{k: v for k, v in asdict(p).items() if k not in ("phase", "part")},
+                        "stall_seconds": p.stall_seconds,
+                    },
+                    "peak_bytes": m.peak_bytes,
+                    "moved_bytes": m.moved_bytes,
+                    "calls": m.calls,
+                    "seconds": took,
+                    "run_seconds": sum(e.end_seconds - e.start_seconds for e in events if e.kind == "run"),
+                    "resident_call_seconds": resident,
+                    "copy_busy_seconds": sum(e.end_seconds - e.start_seconds for e in copies),
+                    "copied_bytes": sum(e.nbytes for e in copies),
+                    "stall_seconds": took - resident,
+                    "books": b,
+                    "activation_allocated_bytes": b["peak_allocated_bytes"] - p.resident_bytes - p.ring_bytes - p.values_bytes,
+                }
+            )
+        return {
+            "wall_seconds": round(seconds, 4),
+            "seconds": trace.seconds,
+            "seconds_over_planned": trace.seconds / planned.seconds if planned.seconds else None,
+            "peak_bytes": trace.peak_bytes,
+            "peak_over_planned": trace.peak_bytes / planned.peak_bytes if planned.peak_bytes else None,
+            "moved_bytes": trace.moved_bytes,
+            "left_bytes": trace.left_bytes,
+            "cap_kept": trace.peak_bytes <= problem.effective_bytes,
+            "no_slot_over_its_plan": all(m.peak_bytes <= p.peak_bytes for p, m in zip(planned.slots, trace.slots, strict=True)),
+            "used_bytes_at_most": max((b.get("used_bytes", 0) for b in books), default=0),
+            "used_within_budget": max((b.get("used_bytes", 0) for b in books), default=0) <= problem.budget_bytes,
+            "same_bits_as_resident": {stage: found[stage] == self.resident.get(stage) for stage in found},
+            "baseline_restored": self.device.allocated_bytes == trace.baseline_bytes,
+            "slots": slots,
+        }
+
+    def measure_shortage(self, budget: str | int, out: dict[str, Any], at: list[int] | None = None) -> None:
+        """The device's memory is taken away as a slot opens: a typed error, an empty device, and a next run that works."""
+        import graphrun
+        from graphrun.errors import OutOfMemory
+
+        problem = self.problem(budget)
+        plan = graphrun.plan(problem).plan
+        baseline = self.device.allocated_bytes
+        for target in range(len(plan.slots)) if at is None else at:
+
+            def progress(slot: int, call: int, calls: int, target: int = target) -> None:
+                if slot == target and call == 0:
+                    self.lab.lower_cap(self.device)
+
+            told: dict[str, Any] = {}
+            try:
+                self.follow(problem, plan, progress)
+                told["ended"] = "no allocation was refused"
+            except OutOfMemory as error:
+                told["ended"] = "OutOfMemory"
+                told["text"] = str(error)[:300]
+            told["device_empty"] = self.device.allocated_bytes == baseline
+            out[f"slot {target}"] = told
+        _, found, _ = self.follow(problem, plan)
+        out["next run has the same bits"] = found == self.resident
+
+    def measure_cap(self, out: dict[str, Any]) -> None:
+        """A session of 64 MiB refuses 1 GiB; the next one gives it."""
+        with self.device.session(64 << 20):
+            try:
+                self.device.allocate(1 << 30)
+                out["refused"] = False
+            except torch.OutOfMemoryError as error:
+                out["refused"] = True
+                out["told"] = str(self.device.explain(error))[:300]
+        with self.device.session(2 << 30):
+            out["given afterwards"] = self.device.allocate(1 << 30).numel() == 1 << 30
+
+    def against_cpu(self, out: dict[str, Any]) -> None:
+        """The same values on the CPU, which differ by rounding alone. For graphs in small."""
+        device, kept = self.device, {}
+        for name, place in (("cpu", torch.device("cpu")), ("device", device.torch_device)):
+            values: dict[str, torch.Tensor] = {}
+
+            def note(stage: str, made: Mapping[str, Any], values: dict[str, torch.Tensor] = values) -> None:
+                for key, value in made.items():
+                    if isinstance(value, torch.Tensor):
+                        values[f"{stage}.{key}"] = value.detach().to("cpu").float()
+
+            from graphrun.ops import run_stages
+
+            with device.session(1 << 60), torch.no_grad():
+                inside = contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
+                with inside:
+                    run_stages(self.graph, self.host.modules, place, self.values, after_stage=note)
+            kept[name] = values
+        for key, value in kept["cpu"].items():
+            difference = (value - kept["device"][key]).abs().max().item()
+            out[key] = {"largest_difference": difference, "largest_value": value.abs().max().item()}
+            out[key]["close"] = bool(difference <= 0.05 * value.abs().max().item())
+
+
+def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool) -> None:
+    """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can be planned."""
+    from graphrun.planner.infeasible import smallest_budget
+
+    bench = Bench(name, lab, steps, full_size=full_size)
+    with log.part(f"{name} build") as out:
+        bench.build(out)
+    if bench.host is None:
+        return
+    with log.part(f"{name} resident") as out:
+        bench.measure_resident(out)
+    least: int | str = budgets[0]
+    with log.part(f"{name} smallest budget") as out:
+        least = out["bytes"] = int(smallest_budget(bench.ample))
+    for budget in budgets:
+        with log.part(f"{name} within {budget}") as out:
+            bench.measure_budget(least if budget == "smallest" else budget, out, runs)
+    with log.part(f"{name} cap") as out:
+        bench.measure_cap(out)
+    with log.part(f"{name} shortage") as out:
+        bench.measure_shortage(least, out, [1] if full_size else None)
+    if not full_size:
+        with log.part(f"{name} against the CPU") as out:
+            bench.against_cpu(out)
+
+
+def _call_seconds(problem: Any, use: Any) -> float:
+    classes = problem.component(use.component).classes
+    return sum(s * len(k.blocks) * n for s, k, n in zip(use.seconds, classes, use.class_calls, strict=True)) / max(1, use.calls)
+
+
+def _warm(place: torch.device) -> None:
+    """cuBLAS takes its workspace at its first product; it is counted apart from activations."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.ones(64, 64, dtype=dtype, device=place)
+        x @ x

@@ -1,0 +1,184 @@
+"""What the GPU benchmark measures with: results that survive failures, the device's books, and weights made at memory's speed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+TILE = 2**22
+
+
+class Log:
+    """Results by section and part, written after every part. A part that fails leaves its failure's text and stops nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results: dict[str, Any] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[dict[str, Any]]:
+        """The dictionary of part ``name``, to be filled."""
+        found: dict[str, Any] = self.results.setdefault(name, {})
+        start = time.perf_counter()
+        try:
+            yield found
+        except Exception as error:  # noqa: BLE001 - one failure must not lose the rest
+            found["failed"] = f"{type(error).__name__}: {error}"[:2000]
+            found["failed_at"] = traceback.format_exc().strip().splitlines()[-8:]
+            print(f"  {name} FAILED: {found['failed'][:300]}", flush=True)
+        found["took_seconds"] = round(time.perf_counter() - start, 3)
+        self.save()
+        print(f"  {name}: {found['took_seconds']} s", flush=True)
+
+    def save(self) -> None:
+        """Writes what there is."""
+        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+
+
+class Lab:
+    """The device under test: CUDA, or the simulated accelerator in a rehearsal. ``made`` are the executor's devices for it."""
+
+    def __init__(self, rehearse: bool) -> None:
+        self.rehearse = rehearse
+        self.slots: list[dict[str, int]] = []
+
+    @property
+    def hardware(self) -> str | None:
+        """What `graphrun.estimate` is told: None finds the card."""
+        return "sim" if self.rehearse else None
+
+    def open(self, problem: Any) -> Any:
+        """The executor's device for ``problem``, whose books at the end of each slot go to ``slots``."""
+        from graphrun.executor.open import open_device
+
+        device = open_device(problem)
+        lab = self
+
+        class Watched(type(device)):  # type: ignore[misc]
+            @property
+            def peak_bytes(self) -> int:
+                peak_bytes = super().peak_bytes
+                lab.slots.append({"peak_bytes": int(peak_bytes), **lab.books(self)})
+                return int(peak_bytes)
+
+        device.__class__ = Watched
+        return device
+
+    def books(self, device: Any) -> dict[str, int]:
+        """Bytes now, and the highest allocated since the peak was reset; ``used`` is what nvidia-smi shows for the whole card."""
+        if self.rehearse:
+            return {"allocated_bytes": device.allocated_bytes, "peak_allocated_bytes": device.machine.peak_bytes}
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.memory_reserved(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "used_bytes": total_bytes - free_bytes,
+        }
+
+    def lower_cap(self, device: Any) -> None:
+        """From now on the device gives nothing more: another program took it."""
+        if self.rehearse:
+            device.machine.capacity_bytes = 1
+        else:
+            torch.cuda.set_per_process_memory_fraction(1e-6)
+
+    def settle(self, device: Any) -> None:
+        """Streams drained, caches dropped, peaks reset: what is measured next begins here."""
+        device.barrier()
+        if not self.rehearse:
+            torch.cuda.empty_cache()
+        device.reset_peak()
+
+
+def weave(module: nn.Module, seed: str) -> None:
+    """Random weights of any size in no time and no memory: every matrix is a set of windows into one random tile (row i starts
+    i steps into it), scaled as `graphrun.components.random_weights` does. Rows differ, and a copy of it is a plain tensor of
+    the real size. For benchmarks; where each weight should be drawn for itself, use that module's `fill`.
+    """
+    from graphrun.components.random_weights import scale
+
+    tile = torch.randn(TILE, generator=torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])))
+    made: dict[int, nn.Parameter] = {}
+    number = 0
+    for child in module.modules():
+        for key, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                number += 1
+                values = _windows(child, key, parameter, tile, number * 7919, scale)
+                made[id(parameter)] = nn.Parameter(values, requires_grad=False)
+            child._parameters[key] = made[id(parameter)]
+
+
+def _windows(owner: nn.Module, key: str, like: torch.Tensor, tile: torch.Tensor, start: int, scale: Callable[..., float]) -> Any:
+    if like.dim() <= 1:
+        if "Norm" in type(owner).__name__:
+            return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype)
+        return (tile[: like.numel()] * scale(owner, key, like)).to(like.dtype).reshape(like.shape).clone()
+    rows, columns = like.shape[0], like.numel() // like.shape[0]
+    step = max(1, min(17, (TILE // 2 - columns) // rows))
+    need = (rows - 1) * step + columns
+    start %= TILE - need
+    used = (tile[start : start + need] * scale(owner, key, like)).to(like.dtype)
+    inner = torch.empty(like.shape[1:], device="meta").stride()
+    return used.as_strided(like.shape, (step, *inner))
+
+
+@contextmanager
+def placed(modules: Mapping[str, nn.Module], place: torch.device) -> Iterator[None]:
+    """Every parameter and buffer of ``modules`` is on ``place``, a copy of its own, until the context ends."""
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    copies: dict[int, torch.Tensor] = {}
+    try:
+        for module in modules.values():
+            for child in module.modules():
+                for entries in (child._parameters, child._buffers):
+                    for key, tensor in entries.items():
+                        if tensor is None or tensor.is_meta:
+                            continue
+                        if id(tensor) not in copies:
+                            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=place).copy_(tensor.detach())
+                            kept = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+                            copies[id(tensor)] = kept
+                        before.append((entries, key, tensor))
+                        entries[key] = copies[id(tensor)]
+        yield
+    finally:
+        for entries, key, tensor in before:
+            entries[key] = tensor
+
+
+def fingerprint(value: Any) -> Any:
+    """What tells two results apart: a digest of every tensor's or picture's bytes, with figures that show that it is no noise."""
+    import numpy as np
+
+    if isinstance(value, Mapping):
+        return {name: fingerprint(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [fingerprint(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        host = value.detach().to("cpu").contiguous()
+        numbers = host.float()
+        raw = host.view(-1).view(torch.uint8).numpy().tobytes()
+        std = float(numbers.std()) if numbers.numel() > 1 else 0.0
+        return {"sha256": _digest(raw), "std": std, "finite": bool(numbers.isfinite().all()), "shape": list(host.shape)}
+    if hasattr(value, "size") and hasattr(value, "mode"):
+        array = np.asarray(value)
+        return {"sha256": _digest(array.tobytes()), "std": float(array.std()), "shape": list(array.shape)}
+    return repr(value)
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""The GPU benchmark where there is no GPU: it says so; what it measures with is right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_card_it_says_so_and_leaves_in_peace() -> None:
+    done = subprocess.run([sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no CUDA device" in done.stdout
+
+
+def test_a_part_that_fails_is_recorded_and_the_next_goes_on(part: Any, tmp_path: Path) -> None:
+    log = part("gpu_lab").Log(tmp_path / "results.json")
+    with log.part("first") as out:
+        out["before"] = 1
+        raise RuntimeError("no such luck")
+    with log.part("second") as out:
+        out["cap_kept"] = False
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["first"]["before"] == 1
+    broken = part("gpu").broken(written)
+    assert [line.split(":")[0] for line in broken] == ["/first", "/second"]
+    assert "no such luck" in broken[0]
+
+
+def test_woven_weights_are_those_of_a_plain_tensor_once_copied(part: Any) -> None:
+    lab, made = part("gpu_lab"), []
+    for _ in range(2):
+        module = nn.Sequential(
+            nn.Conv2d(8, 16, 3, device="meta"), nn.LayerNorm(4, device="meta"), nn.Linear(64, 500, device="meta")
+        )
+        lab.weave(module, "seed")
+        made.append(module)
+    for one, other in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(torch.empty(one.shape).copy_(one), one)
+    weight = made[0][2].weight
+    assert torch.unique(weight, dim=0).shape == weight.shape
+    assert weight.std() == pytest.approx(1 / 8, rel=0.05)
+    assert made[0][0].weight.std() == pytest.approx(1 / 72**0.5, rel=0.1)
+
+
+def test_placed_modules_have_copies_of_their_own_until_the_end(part: Any) -> None:
+    linear = nn.Linear(4, 4)
+    module = nn.ModuleList([linear, linear])
+    before = linear.weight
+    with part("gpu_lab").placed({"m": module}, torch.device("cpu")):
+        assert linear.weight is not before
+        assert torch.equal(linear.weight, before)
+        assert module[0].weight is module[1].weight
+    assert linear.weight is before
