@@ -25,7 +25,9 @@ from torch import nn
 
 import graphrun
 from graphrun.components.build import ghost
-from graphrun.estimator.allocator import Allocator, Counting, Native
+from graphrun.estimator.allocator import Allocator, Caching, Counting, Native
+from graphrun.estimator.events import Tape
+from graphrun.estimator.extrapolate import Range, Size
 from graphrun.estimator.hardware import hardware
 from graphrun.estimator.numbers import phase_spans
 from graphrun.estimator.probe import probe
@@ -59,10 +61,26 @@ def with_images(graph: Graph, count: int) -> Graph:
     return replace(graph, inputs={**graph.inputs, "num_images": Input("num_images", "int", default=count)}, stages=stages)
 
 
+def dry_run(name: str, images: int, **settings: int) -> Any:
+    """The dry run of a reference graph."""
+    graph = with_images(graphrun.load(ROOT / f"graphs/{name}.yaml"), images)
+    return probe(graph, graph.for_planning({"steps": 2, **settings}))
+
+
+def peaks(tape: Tape, card: str, allocator: Callable[[], Allocator]) -> dict[str, int]:
+    """The most beside weights of each phase."""
+    entries = tape.entries()
+    spans = phase_spans(entries)
+    windows = windows_of(tape, spans, hardware(card), allocator)
+    return {
+        f"{entries[begin][0]}/{begin}": max(window.entry_bytes, window.first_bytes, window.rest_bytes)
+        for (begin, _), window in zip(spans, windows, strict=True)
+    }
+
+
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
     """Per stage and component: bytes of its weights, and the most allocated beside weights in its phases."""
-    graph = with_images(graphrun.load(ROOT / f"graphs/{name}.yaml"), images)
-    probed = probe(graph, graph.for_planning({"steps": 2}))
+    probed = dry_run(name, images)
     entries = probed.tape.entries()
     spans = phase_spans(entries)
     found: dict[str, dict[str, int]] = {}
@@ -267,6 +285,37 @@ def report_rows() -> Iterator[dict[str, Any]]:
             }
 
 
+def worst(made: Tape, direct: Tape, allocator: Callable[[], Allocator]) -> float:
+    """The largest error of any phase's peak, in percent."""
+    ours, theirs = (peaks(tape, "rtx4090", allocator) for tape in (made, direct))
+    return max((100 * (ours[name] / theirs[name] - 1) for name in theirs), key=abs)
+
+
+def extrapolated() -> Iterator[dict[str, Any]]:
+    """Two dry runs of 512 and 1024 squared against direct ones on a grid: the largest error of any phase, in percent."""
+    grid = ((768, 1024), (1280, 768), (1536, 1536), (2048, 2048))
+    for name in ("flux-dev", "sdxl"):
+        for counts in ((1, 1), (2, 4)):
+            small, large = (
+                dry_run(name, count, height=side, width=side).tape for count, side in zip(counts, (512, 1024), strict=True)
+            )
+            spanned = Range(Size(512**2, counts[0]), Size(1024**2, counts[1]), small, large)
+            for height, width in grid:
+                for images in sorted({counts[0], 2 * counts[1] if counts[1] > 1 else 1}):
+                    direct = dry_run(name, images, height=height, width=width).tape
+                    made = spanned.tape(Size(height * width, images))
+                    errors = {kind.__name__: worst(made, direct, kind) for kind in (Counting, Caching)}
+                    yield {
+                        "graph": name,
+                        "traced_images": counts,
+                        "height": height,
+                        "width": width,
+                        "images": images,
+                        "allocated_error_percent": round(errors["Counting"], 3),
+                        "reserved_error_percent": round(errors["Caching"], 3),
+                    }
+
+
 def main() -> None:
     """Replay, write, and say where."""
     result = {
@@ -275,6 +324,7 @@ def main() -> None:
         "fitted_on": FITTED,
         "published_peaks": list(published_rows()),
         "vae_report": list(report_rows()),
+        "extrapolation": list(extrapolated()),
     }
     path = ROOT / "benchmarks/results/estimator.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -283,6 +333,8 @@ def main() -> None:
         print(row["pipeline"], row["checkpoint"], row["quant"], row["offload"], row["height"], row["batch"], row["metric"], *texts)
     for row in result["vae_report"]:
         print(*(row[name] for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")))
+    for row in result["extrapolation"]:
+        print(*row.values())
     print(f"wrote {path}")
 
 

@@ -127,13 +127,14 @@ def run(
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
+    cache: Path | None = None,
 ) -> Trace:
     """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
 
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
-    times without loading twice). ``random_weights`` ignores the graph's source. Raises PlanError before anything is loaded when the
-    plan is not for this graph or breaks a rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device
-    back at its baseline.
+    times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
+    for the next `estimate` with it. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
+    rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
     """
     from graphrun.executor.executor import execute, refuse_unfit
     from graphrun.executor.open import open_device
@@ -142,7 +143,13 @@ def run(
     refuse_unfit(solution.problem, solution.plan, graph)
     device = open_device(solution.problem)
     graph = graph.without_sources() if random_weights else graph
-    return execute(solution.problem, solution.plan, graph, values, device, modules, progress)
+    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress)
+    if cache is not None:
+        from graphrun.estimator.feedback import remember
+        from graphrun.estimator.store import Store
+
+        remember(solution.problem, solution.plan, trace, Store(cache))
+    return trace
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:

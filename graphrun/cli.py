@@ -112,7 +112,9 @@ def run(
     if not as_json:
         typer.echo(_plan_screen(made))
     with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
-        trace = graphrun.run(made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress)
+        trace = graphrun.run(
+            made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress, cache=_cache(no_cache)
+        )
     summary = _summary(made, trace)
     if plan_file is not None:
         planfile.save(plan_file, made.source, made.solution, summary)

@@ -8,12 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that was done: ``load``, ``evict``, ``stream`` (one block passing), ``run`` (one call), ``free``."""
+    """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
+    what it waited), ``run`` (one call), ``free``."""
 
     kind: str
     component: str
     slot: int
-    detail: str  # block path for load, evict, stream; entry point for run
+    detail: str  # block path for load, evict, stream, block; entry point for run
     nbytes: int
     start_seconds: float
     end_seconds: float

@@ -3,6 +3,7 @@
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
     problem    dry run + hardware + budgets                                            no torch is imported to read it
     plan       the problem's digest + graphrun's own source                            nor scipy
+    measured   device, versions, graph, settings (`estimator.feedback`)                put into a problem when it is read
 
 Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
 """
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter
 
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import problem_of
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
@@ -42,7 +44,16 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanE
 def problem_for(
     graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
 ) -> Problem:
-    """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there."""
+    """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there.
+
+    Where earlier runs left measurements in ``store``, they take the place of traced numbers.
+    """
+    return informed(_problem(graph, inputs, hardware, budget_bytes, ram_bytes, store), store)
+
+
+def _problem(
+    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
+) -> Problem:
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
         return problem_of(graph, _probe(graph, inputs), hardware, budget_bytes, ram_bytes, inputs)

@@ -69,6 +69,7 @@ class Streamer:
         self._done: dict[int, Mark | None] = {}  # placements that compute has left, and when
         self._last = -1  # index of the last block of this call
         self._bound: str | None = None
+        self._began: Mark = None  # when the block that is bound could begin
         self._hooks: list[RemovableHandle] = []
 
     def open(self) -> None:
@@ -159,6 +160,7 @@ class Streamer:
             self._device.wait("compute", passing.arrived)
             self._bound = path
             self._residency.bind(path, passing.buffer)
+            self._began = self._device.mark("compute")
 
         return before
 
@@ -166,7 +168,8 @@ class Streamer:
         def after(_: nn.Module, __: object, ___: object) -> None:
             self._residency.unbind(path)
             self._bound = None
-            self._done[self._issued.popleft().number] = self._device.mark("compute")
+            end = self._done[self._issued.popleft().number] = self._device.mark("compute")
+            self._note("block", self._residency.name, path, 0, (self._began, end))
             self._due += 1
             self.fill()
 

@@ -1,0 +1,117 @@
+"""What a run measured is in the next plan, on the same device, versions, graph and settings; and that plan holds too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun
+from graphrun.estimator import feedback
+from graphrun.estimator.store import Store
+from graphrun.planner.simulate import simulate
+from graphrun.report.summary import broken_caps
+from graphrun.trace import Event, SlotTrace, Trace
+from graphrun.units import MIB
+
+
+@pytest.fixture
+def planned(make_problem: Any) -> Any:
+    return graphrun.plan(make_problem("flux-tiny", 6 * MIB))
+
+
+def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str = "") -> Trace:
+    """A run that takes ``more_bytes`` and is ``slower`` than planned, in the phases whose name holds ``only``."""
+    problem, plan = solution.problem, solution.plan
+    slots, events = [], []
+    for number, report in enumerate(simulate(problem, plan).slots):
+        more = more_bytes if report.part in ("first", "rest") and only in report.phase else 0
+        slots.append(SlotTrace(report.phase, report.part, 1, report.peak_bytes + more, 0, 0.0, 0.0))
+        phase = next((phase for phase in problem.phases if phase.name == report.phase), None)
+        for use in phase.uses if phase is not None and report.part == "rest" else ():
+            classes = problem.component(use.component).classes
+            for k, block, seconds in use.order:
+                if classes[k].streamable:
+                    end = seconds * slower
+                    events.append(Event("block", use.component, number, classes[k].blocks[block], 0, 0.0, end))
+    return Trace("", "sim", tuple(slots), tuple(events), 0, 0)
+
+
+def phase_of(problem: Any, name: str) -> Any:
+    return next(phase for phase in problem.phases if name in phase.name)
+
+
+def test_measured_activation_and_block_times_are_in_the_next_problem(planned: Any, tmp_path: Path) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5, "denoise"), store)
+    informed = feedback.informed(problem, store)
+    before, after = phase_of(problem, "denoise"), phase_of(informed, "denoise")
+    assert (after.first_bytes - before.first_bytes, after.rest_bytes - before.rest_bytes) == (4096, 4096)
+    assert (before.basis, after.basis) == ("traced", "measured")
+    for number, k in enumerate(problem.component("transformer").classes):
+        by = 1.5 if k.streamable else 1.0
+        assert after.uses[0].seconds[number] == pytest.approx(by * before.uses[0].seconds[number], rel=0.05)
+    assert graphrun.plan(informed).problem.digest != problem.digest
+
+
+def test_it_counts_for_the_same_device_versions_graph_and_settings_only(planned: Any, tmp_path: Path) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096), store)
+    others = (
+        replace(problem, hardware=replace(problem.hardware, name="other")),
+        replace(problem, versions=(("torch", "9"),)),
+        replace(problem, graph_digest="0"),
+        replace(problem, settings=(*problem.settings, ("x", "1"))),
+    )
+    for other in others:
+        assert feedback.informed(other, store) == other
+    assert feedback.informed(replace(problem, budget_bytes=9 * MIB), store).phases == feedback.informed(problem, store).phases
+
+
+def test_the_largest_activation_counts_and_noise_changes_nothing(planned: Any, tmp_path: Path) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 2.0), store)
+    first = feedback.informed(problem, store)
+    feedback.remember(problem, planned.plan, trace_of(planned, 1024, 2.01), store)
+    assert feedback.informed(problem, store) == first
+    feedback.remember(problem, planned.plan, trace_of(planned, 8192, 3.0), store)
+    third = feedback.informed(problem, store)
+    assert phase_of(third, "denoise").first_bytes == phase_of(problem, "denoise").first_bytes + 8192
+    assert phase_of(third, "denoise").uses[0].seconds[-1] > phase_of(first, "denoise").uses[0].seconds[-1]
+
+
+@pytest.mark.parametrize(("vram", "seconds"), [(6 * MIB, {}), (64 * MIB, {"transformer": 2.0})], ids=["waited", "stayed"])
+def test_calls_give_seconds_where_their_component_stayed(make_problem: Any, vram: int, seconds: dict[str, float]) -> None:
+    solution = graphrun.plan(make_problem("flux-tiny", vram))
+    slots = solution.plan.slots
+    number = next(n for n, slot in enumerate(slots) if slot.part == "rest")
+    events = tuple(Event("run", "transformer", number, "forward", 0, 0.0, 1.0 + n) for n in range(3))
+    found = feedback.measured_in(solution.problem, solution.plan, replace(trace_of(solution), events=events))
+    assert found[slots[number].phase]["seconds"] == seconds
+
+
+@pytest.mark.parametrize("data", [None, 3, {"phases": 1}, {"phases": {"denoise/0:transformer": {"seconds": {"transformer": "x"}}}}])
+def test_damaged_measurements_are_none(planned: Any, tmp_path: Path, data: Any) -> None:
+    store = Store(tmp_path)
+    store.put("measured", feedback._key(planned.problem), data)
+    assert feedback.informed(planned.problem, store) == planned.problem
+
+
+@pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
+def test_a_real_run_s_measurements_make_plans_that_hold_at_other_budgets(
+    dry: Any, make_problem: Any, tmp_path: Path, name: str
+) -> None:
+    graph, _, _ = dry(name)
+    budgets = (6 * MIB, 9 * MIB, 64 * MIB) if name == "flux-tiny" else (13 * MIB, 20 * MIB, 64 * MIB)
+    store = Store(tmp_path)
+    bases = set()
+    for budget in budgets:
+        problem = feedback.informed(make_problem(name, budget), store)
+        bases |= {phase.basis for phase in problem.phases}
+        solution = graphrun.plan(problem)
+        trace = graphrun.run(solution, graph, {"steps": problem.settings and dict(problem.settings)["steps"]}, cache=tmp_path)
+        assert broken_caps(solution, trace) == []
+        assert trace.seconds == pytest.approx(simulate(problem, solution.plan).seconds, rel=0.01)
+    assert bases == {"traced", "measured"}

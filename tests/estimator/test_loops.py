@@ -1,0 +1,59 @@
+"""What lives in a phase's window over a loop: the most of any iteration, growing history and alternating components included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphrun.estimator.events import Call, Mark, Tape
+from graphrun.estimator.hardware import hardware
+from graphrun.estimator.numbers import phase_spans
+from graphrun.estimator.windows import Window, windows_of
+from graphrun.units import MIB
+
+SIM = hardware("sim")
+
+
+def call(component: str, mib: int, scratch: tuple[int, int] | None = None) -> Call:
+    """One call that holds ``mib`` MiB, and scratch (bytes, bytes spared) beside it."""
+    inside = ((scratch[1], -scratch[0]),) if scratch else ()
+    return Call(component, "forward", ((1, mib * MIB), *inside, (1, 0)), mib * MIB, 0, frozenset(), ())
+
+
+def windows(tape: Tape, card: str = "sim") -> list[Window]:
+    place = hardware(card)
+    return windows_of(tape, phase_spans(tape.entries()), replace(place, caching_allocator=False))
+
+
+def test_a_growing_history_makes_the_last_iteration_the_peak() -> None:
+    items: list[tuple[int, int] | Mark] = []
+    for step in range(6):
+        items.append((step + 1, 8 * MIB))  # the history that the op keeps
+        items.append(Mark("enter", "dit", call("dit", 10 * (step + 1))))
+    (window,) = windows(Tape([*items, Mark("stage", "denoise")]))
+    assert (window.entry_bytes, window.first_bytes) == (8 * MIB, (8 + 10) * MIB)
+    assert window.rest_bytes == (6 * 8 + 60) * MIB
+
+
+def test_the_peak_of_a_loop_is_that_of_its_largest_iteration_not_of_its_last() -> None:
+    items = [Mark("enter", "dit", call("dit", mib)) for mib in (10, 70, 20)]
+    (window,) = windows(Tape([*items, Mark("stage", "denoise")]))
+    assert (window.first_bytes, window.rest_bytes) == (10 * MIB, 70 * MIB)
+
+
+def test_components_that_alternate_share_a_window_and_its_first_part_ends_when_each_was_entered() -> None:
+    items = [Mark("enter", name, call(name, mib)) for _ in range(5) for name, mib in (("controlnet", 30), ("unet", 50))]
+    tape = Tape([*items, Mark("stage", "denoise")])
+    assert phase_spans(tape.entries()) == [(0, 10)]
+    (window,) = windows(tape)
+    assert (window.first_bytes, window.rest_bytes) == (50 * MIB, 50 * MIB)
+
+
+def test_two_experts_one_after_another_are_two_phases() -> None:
+    items = [Mark("enter", name, call(name, 10)) for name in ("high", "high", "high", "low", "low")]
+    assert phase_spans(Tape([*items, Mark("stage", "denoise")]).entries()) == [(0, 3), (3, 5)]
+
+
+def test_scratch_is_taken_on_cards_alone_and_large_copies_are_spared_on_some() -> None:
+    tape = Tape([Mark("enter", "vae", call("vae", 10, (6 * MIB, 2 * MIB))), Mark("stage", "decode")])
+    peaks = {card: windows(tape, card)[0].first_bytes // MIB for card in ("sim", "rtx4090", "h100")}
+    assert peaks == {"sim": 10, "rtx4090": 16, "h100": 14}
