@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
             prober.tape.items.append(Mark("stage", stage))
 
         run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts)
-    return Probed(prober.tape, ghosts, {name: tuple(order) for name, order in prober.entered.items()})
+    return Probed(prober.tape, ghosts, {name: prober.once(name) for name in ghosts})
 
 
 class _Prober:
@@ -61,8 +62,14 @@ class _Prober:
         self.ghosts = ghosts
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
+        self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
         self.boundary = Boundary(ghosts, sim.device, around=self.answer)
         self._known: dict[Any, tuple[Call, Any]] = {}
+
+    def once(self, component: str) -> tuple[str, ...]:
+        """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
+        decoder one by one): they cannot pass in one order, so they stay with the rest."""
+        return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = (component, entry, _signature(args), _signature(kwargs))
@@ -90,6 +97,7 @@ class _Prober:
         finally:
             self.boundary.device = sim.device
         self.entered[component].update(dict.fromkeys(recorder.entered))
+        self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )

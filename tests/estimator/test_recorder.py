@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -92,3 +93,24 @@ def test_hooks_are_gone_afterwards() -> None:
     record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0",))
     assert not module[0]._forward_hooks
     assert not module[0]._forward_pre_hooks
+
+
+def test_a_mask_is_taken_to_have_gaps_so_that_its_memory_is_counted() -> None:
+    class Masked(nn.Module):
+        def forward(self, mask: torch.Tensor) -> torch.Tensor:
+            return mask.float() if not mask.all() else mask
+
+    module = Masked()
+    mask = torch.ones(4, 1024, dtype=torch.bool, device="meta")
+    recorder = Recorder(module, [])
+    recorder.ignore([mask])
+    with recorder:
+        module(mask)
+    assert recorder.peak_bytes >= 4 * 4 * 1024
+
+
+def test_blocks_that_run_twice_in_a_call_stay_with_the_rest(dry: Any) -> None:
+    """Wan's decoder passes one frame after another; its transformer's blocks run once a call."""
+    _, probed, _ = dry("wan-tiny")
+    assert not any(path.startswith("decoder") for path in probed.entered["vae"])
+    assert len(probed.entered["transformer"]) == 8
