@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,8 +53,14 @@ class _Prober:
         self.ghosts = ghosts
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
+        self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
         self.boundary = Boundary(ghosts, sim.device, around=self.answer)
         self._known: dict[Any, tuple[Call, Any]] = {}
+
+    def once(self, component: str) -> tuple[str, ...]:
+        """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
+        decoder one by one): they cannot pass in one order, so they stay with the rest."""
+        return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = (component, entry, _signature(args), _signature(kwargs))
@@ -68,7 +75,7 @@ class _Prober:
         found = {}
         for name, module in self.ghosts.items():
             touched = [call.touched for call, _ in self._known.values() if call.component == name]
-            classes = classify(module, list(self.entered[name]), touched)
+            classes = classify(module, self.once(name), touched)
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
             found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
@@ -92,6 +99,7 @@ class _Prober:
         finally:
             self.boundary.device = sim.device
         self.entered[component].update(dict.fromkeys(recorder.entered))
+        self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )

@@ -32,7 +32,8 @@ aten = torch.ops.aten
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
-    On meta a mask is taken to be full and an index to hit everything: ``item()`` answers True or 1, ``nonzero`` its largest shape.
+    On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False:
+    encoders leave a full mask out, and one that is not full takes memory.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
@@ -51,6 +52,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
+        self._whole: set[int] = set()  # results of ``tensor.all()``
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The inputs of the call: they are there already."""
@@ -82,7 +84,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return True if args[0].dtype == torch.bool else 1
+            full = args[0].untyped_storage()._cdata not in self._whole
+            return full if args[0].dtype == torch.bool else 1
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
         else:
@@ -92,6 +95,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.touched.add(name)
         for tensor in _tensors((out,)):
             self._keep(tensor)
+            if func is aten.all.default:
+                self._whole.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
             source, made, weight = (t.numel() * t.element_size() for t in (args[0], out, args[1]))
             self.scratch(*convolution_scratch(source, made, weight, out.element_size()))
@@ -122,6 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._release(cdata)
 
     def _release(self, cdata: int) -> None:
+        self._whole.discard(cdata)
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]

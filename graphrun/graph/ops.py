@@ -52,13 +52,14 @@ OPERATIONS: Mapping[str, Operation] = _table(
             "guidance_scale": "float",
             "seed": "int",
             "num_images": "int",
+            "num_frames": "int",
         },
         outputs={"latents": "latents"},
     ),
     Operation(
         "decode",
         required={"latents": "latents", "embeds": "embeds"},
-        optional={"height": "int", "width": "int"},
+        optional={"height": "int", "width": "int", "num_frames": "int"},
         outputs={"image": "image"},
     ),
 )

@@ -18,11 +18,14 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
 
 
-def assemble(graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device) -> Any:
+def assemble(
+    graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device, *, partial: bool = False
+) -> Any:
     """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` whatever its modules' parameters say.
 
     Schedulers are made anew from their configs, so that their state belongs to the stage and goes with it.
-    Raises GraphError when the pipeline's class needs something that the graph does not have.
+    Raises GraphError when the pipeline's class needs something that the graph does not have, unless it is ``partial``: encoding a
+    prompt needs no VAE and no transformer, and nothing of its sizes is read from them.
     """
     kind = resolve_class(graph.pipeline, graph.allow)
     arguments: dict[str, Any] = dict(graph.pipeline_config)
@@ -38,7 +41,7 @@ def assemble(graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any],
             arguments[name] = None
             if name not in getattr(kind, "_optional_components", ()):
                 missing.append(name)
-    if missing:
+    if missing and not partial:
         raise GraphError(
             f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", str(graph.path or "")
         )

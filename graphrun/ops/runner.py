@@ -40,6 +40,7 @@ def run_stages(
     """
     parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
     ghosts = ghosts if ghosts is not None else {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    partial = all(stage.op == "encode_prompt" for stage in graph.stages)
     values: dict[Reference, Any] = {Reference("input", name, ""): value for name, value in inputs.items()}
     outputs: dict[str, Any] = {}
     for number, stage in enumerate(graph.stages):
@@ -47,7 +48,7 @@ def run_stages(
         absent = {name: module for name, module in present.items() if name not in stage.uses}
         with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
             made = OPS[stage.op](
-                StageContext(stage.name, assemble(graph, present, parts, device), device),
+                StageContext(stage.name, assemble(graph, present, parts, device, partial=partial), device),
                 **{name: values[value] if isinstance(value, Reference) else value for name, value in stage.arguments.items()},
             )
         if after_stage is not None:

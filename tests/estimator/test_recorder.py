@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +114,25 @@ def test_bytes_are_counted_as_an_allocator_rounds_them() -> None:
     module = nn.Linear(1, 1, bias=False).to("meta")
     x = torch.zeros(1, 1, device="meta")
     assert record(module, lambda: module(x), inputs=(x,)).peak_bytes == 512
+
+
+def test_a_mask_is_taken_to_have_gaps_so_that_its_memory_is_counted() -> None:
+    class Masked(nn.Module):
+        def forward(self, mask: torch.Tensor) -> torch.Tensor:
+            return mask.float() if not mask.all() else mask
+
+    module = Masked()
+    mask = torch.ones(4, 1024, dtype=torch.bool, device="meta")
+    recorder = Recorder(module, [])
+    recorder.ignore([mask])
+    with recorder:
+        module(mask)
+    assert recorder.peak_bytes >= 4 * 4 * 1024
+
+
+def test_blocks_that_run_twice_in_a_call_stay_with_the_rest(dry: Any) -> None:
+    """Wan's decoder passes one frame after another; its transformer's blocks run once a call."""
+    _, probed, _ = dry("wan-tiny")
+    streamed = {name: [path for k in facts.classes if k.streamable for path in k.blocks] for name, facts in probed.facts.items()}
+    assert not any(path.startswith("decoder") for path in streamed["vae"])
+    assert len(streamed["transformer"]) == 8

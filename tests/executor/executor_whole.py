@@ -79,15 +79,16 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     things = {k: v for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items() if k in known}
     pipeline = kind(**things)
     pipeline.set_progress_bar_config(disable=True)
-    names = {"steps": "num_inference_steps"}
+    names = {"steps": "num_inference_steps", "frames": "num_frames"}
     accepted = inspect.signature(kind.__call__).parameters
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
-    return pipeline(generator=torch.Generator("cpu").manual_seed(inputs["seed"]), **arguments).images[0]
+    generator = torch.Generator("cpu").manual_seed(inputs["seed"])
+    return pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0][0]
 
 
 def pixels(image: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(image)
+    return np.stack([np.asarray(frame) for frame in image]) if isinstance(image, list) else np.asarray(image)
 
 
 def ranges_of(machine: Machine, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, range]:

@@ -1,0 +1,118 @@
+"""Small graphs of the scenarios, and the same pipelines under diffusers' own offloading on the simulated accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun import sim
+from graphrun.components.build import build, build_part
+from graphrun.estimator.hardware import simulated
+from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.probe import probe
+from graphrun.executor.executor import execute
+from graphrun.executor.host import Host
+from graphrun.executor.simulated import SimulatedDevice
+from graphrun.graph.graph import Graph
+from graphrun.graph.load import load
+from graphrun.ops.pipeline import assemble
+from graphrun.planner.infeasible import smallest_budget
+from graphrun.planner.problem import Problem
+from graphrun.trace import Trace
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+AMPLE = 1 << 40
+
+GLM_ENCODE = """
+graphrun: 1
+name: glm-encode
+pipeline: diffusers.CogView4Pipeline
+inputs:
+  prompt: {type: str, default: a lighthouse at dusk}
+  guidance_scale: {type: float, default: 5.0}
+components:
+  text_encoder: {class: transformers.GlmModel, config: configs/tiny-glm.json, dtype: bfloat16}
+parts:
+  tokenizer:
+    class: transformers.PreTrainedTokenizerFast
+    file: tokenizers/bytes.json
+    config: {model_max_length: 256, pad_token: <pad>, bos_token: <s>, eos_token: </s>}
+  scheduler: {class: diffusers.FlowMatchEulerDiscreteScheduler, config: configs/plain-flow-scheduler.json}
+stages:
+  encode: {op: encode_prompt, uses: [text_encoder], with: {prompt: $prompt, guidance_scale: $guidance_scale}}
+outputs: {embeds: $encode.embeds}
+"""
+
+
+def graph_of(text: str, folder: Path) -> Graph:
+    """The graph in ``text``, with the configs and tokenizers of the reference graphs beside it."""
+    for name in ("configs", "tokenizers"):
+        (folder / name).symlink_to(GRAPHS / name)
+    (folder / "graph.yaml").write_text(text)
+    return load(folder / "graph.yaml")
+
+
+class Encoding:
+    """A graph that only encodes: estimated once; its runs share host memory and a device."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.inputs = graph.resolve({})
+        self._probed = probe(graph, self.inputs)
+        self.modules: dict[str, nn.Module] = {n: build(c, graph) for n, c in graph.components.items()}
+        self.device = SimulatedDevice(sim.Machine())
+        self.ample = self.within(AMPLE)
+        self.plain = encode(self.pipeline(torch.device("cpu")), self.inputs)
+        self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
+
+    def within(self, budget_bytes: int) -> Problem:
+        return problem_of(self.graph, self._probed, simulated(), budget_bytes, AMPLE, self.inputs)
+
+    def smallest(self) -> Problem:
+        return self.within(smallest_budget(self.ample))
+
+    def run(self, problem: Problem, plan: Any) -> Trace:
+        return execute(problem, plan, self.graph, self.inputs, self.device, host=self.host)
+
+    def pipeline(self, device: torch.device) -> Any:
+        """diffusers' pipeline over modules of its own."""
+        parts = {name: build_part(part, self.graph) for name, part in self.graph.parts.items()}
+        modules = {name: build(component, self.graph) for name, component in self.graph.components.items()}
+        return assemble(self.graph, modules, parts, device, partial=True)
+
+
+def encode(pipeline: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the pipeline's own ``encode_prompt`` returns, with classifier-free guidance, on the host."""
+    with torch.no_grad():
+        found = pipeline.encode_prompt(inputs["prompt"], do_classifier_free_guidance=True, **_length(inputs))
+    return [tensor.cpu() for tensor in found]
+
+
+def _length(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: inputs[name] for name in ("max_sequence_length",) if name in inputs}
+
+
+def equal(one: Mapping[str, torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """The same tensors, bit for bit."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one.values(), other, strict=True))
+
+
+@contextmanager
+def offloaded(pipeline: Any) -> Iterator[sim.Machine]:
+    """``pipeline`` under diffusers' own ``enable_model_cpu_offload`` on the simulated accelerator."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    plain = type(pipeline).__mro__[1]
+    pipeline.__class__ = plain  # without the device that `assemble` says
+    try:
+        with sim.Machine() as machine:
+            pipeline.enable_model_cpu_offload(device=sim.device)
+            yield machine
+            pipeline.remove_all_hooks()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

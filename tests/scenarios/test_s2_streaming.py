@@ -1,0 +1,93 @@
+"""S2: streaming. The device comes from the plan, one mover per module, the same bits, the planned bytes, honest seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, run, use
+from executor_small import problem as small_problem
+from executor_whole import Whole, pixels, planned, streamed
+
+import graphrun
+from graphrun.errors import InputError
+from graphrun.executor.host import Host
+from graphrun.planner.simulate import simulate
+from graphrun.planner.solve import solve
+
+
+@pytest.fixture(scope="module", params=["cogview4-tiny", "wan-tiny"])
+def whole(request: pytest.FixtureRequest) -> Whole:
+    """A GLM encoder and guidance in two calls; a video whose frames pass the decoder one by one."""
+    return Whole(request.param, {"steps": 2})
+
+
+def test_s2_1_the_device_is_the_plans_although_the_parameters_are_elsewhere() -> None:
+    modules = {"a": Small(), "b": Small(1)}
+    of = small_problem(modules, [[use("a", 4, hardware())], [use("b", 1, hardware())]])
+    device = device_of(of)
+    host = Host(modules, of, device)
+    seen: list[tuple[str, str]] = []
+    modules["a"].inside = lambda _: seen.append((modules["a"].device.type, modules["a"].wide[0].up.weight.device.type))
+    run(of, plan_of(of, PREFETCH.format(ring=2 * WIDE)), host, device, ["a"] * 4 + ["b"])
+    assert seen == [("sim", "cpu")] * 4
+
+
+def test_s2_1_under_accelerates_offloading_the_device_is_meta() -> None:
+    module = accelerate.cpu_offload(Small(), "cpu")
+    assert next(module.parameters()).device.type == "meta"
+
+
+def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(make_problem: Any, dry: Any) -> None:
+    graph, _, _ = dry("flux-tiny")
+    from graphrun.components.build import build
+
+    moved = accelerate.cpu_offload(build(graph.components["transformer"], graph), "cpu")
+    solution = graphrun.plan(make_problem("flux-tiny", 1 << 30))
+    with pytest.raises(InputError, match="transformer.* carries accelerate's AlignDevicesHook"):
+        graphrun.run(solution, graph, modules={"transformer": moved})
+
+
+@pytest.mark.parametrize("room", [0.0, 0.5])
+def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_plans(whole: Whole, room: float) -> None:
+    least = whole.smallest().budget_bytes
+    of = whole.within(int(least + room * (whole.largest_with_activation() - least)))
+    plan = planned(of)
+    assert "transformer" in streamed(plan)
+    trace = whole.run(of, plan)
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    for m, p in zip(trace.slots, simulate(of, plan).slots, strict=True):
+        assert m.peak_bytes <= p.peak_bytes
+        if p.ring_bytes:
+            assert m.peak_bytes >= 0.97 * p.peak_bytes
+    assert trace.left_bytes == whole.device.allocated_bytes == 0
+
+
+def test_s2_3_resident_output_is_the_same(whole: Whole) -> None:
+    plan = planned(whole.problem)
+    assert np.array_equal(pixels(whole.run(whole.problem, plan).outputs["image"]), whole.image)
+
+
+def test_s2_4_tables_and_rings_are_counted(whole: Whole) -> None:
+    """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its component."""
+    numbers = whole.problem.component("text_encoder")
+    rest = numbers.variants[0].block_bytes[[k.name for k in numbers.classes].index("rest")]
+    module = whole.modules["text_encoder"]
+    table = max(m.weight.nbytes for m in module.modules() if isinstance(m, torch.nn.Embedding))
+    assert rest >= table
+    of = whole.smallest()
+    for slot in simulate(of, planned(of)).slots:
+        if "text_encoder" in slot.phase and slot.part == "first":
+            assert slot.resident_bytes >= rest
+
+
+@pytest.mark.parametrize("mib", [6, 8, 16])
+def test_s2_6_seconds_are_never_below_bytes_over_bandwidth(make_problem: Any, mib: int) -> None:
+    of = make_problem("flux-tiny", mib << 20)
+    solution = solve(of)
+    simulated = simulate(of, solution.plan)
+    assert simulated.seconds >= simulated.moved_bytes / of.hardware.h2d_bytes_per_second
+    assert solution.bound_seconds <= simulated.seconds * 1.0001

@@ -1,0 +1,99 @@
+"""S3.3: the hundredth run is the first. S4: a GLM encoder whose inputs go where the plan says."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import accelerate
+import psutil
+import pytest
+import torch
+from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, use
+from scenario_graphs import GLM_ENCODE, Encoding, encode, equal, graph_of
+
+from graphrun.executor.host import Host
+from graphrun.planner.plan import Load, Stream
+from graphrun.planner.solve import solve
+
+RUNS = 100
+MEASURED = 10  # the last of them, under tracemalloc, which is slow
+
+
+def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift() -> None:
+    modules = {"a": Small(), "b": Small(1)}
+    of = problem(modules, [[use("a", 2, hardware())], [use("b", 1, hardware())]])
+    device = device_of(of)
+    host, plan = Host(modules, of, device), plan_of(of, PREFETCH.replace("x3", "x1").format(ring=2 * WIDE))
+    calls = ["a"] * 2 + ["b"]
+    gc.collect()
+    gc.freeze()
+    told, first, worst = set(), [], 1.0
+    process = psutil.Process()
+    try:
+        for number in range(RUNS):
+            if number == RUNS - MEASURED:
+                gc.collect()
+                tracemalloc.start()
+                start_bytes, rss_bytes = tracemalloc.get_traced_memory()[0], process.memory_info().rss
+            trace = run(of, plan, host, device, calls)
+            actions = tuple((e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events)
+            told.add(hash((actions, tuple(s.peak_bytes for s in trace.slots), trace.tiers)))
+            seconds = [slot.end_seconds - slot.start_seconds for slot in trace.slots]
+            first = first or seconds
+            worst = max(worst, *((mine + 1e-9) / (other + 1e-9) for mine, other in zip(seconds, first, strict=True)))
+            assert all(tier.before_bytes == tier.after_bytes for tier in trace.tiers)
+            del trace, actions, seconds
+        gc.collect()
+        grown_bytes = tracemalloc.get_traced_memory()[0] - start_bytes
+    finally:
+        tracemalloc.stop()
+        gc.unfreeze()
+    assert len(told) == 1, "actions, peaks and tiers"
+    assert worst <= 1.05
+    assert device.allocated_bytes == 0
+    assert grown_bytes < 16 * 1024 * MEASURED, "Python's own objects; a run moves a hundred times that"
+    assert process.memory_info().rss - rss_bytes < 16 << 20
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Encoding:
+    return Encoding(graph_of(GLM_ENCODE, tmp_path_factory.mktemp("glm")))
+
+
+def test_s4_1_no_input_goes_where_a_parameter_is(glm: Encoding) -> None:
+    """What pipelines do (``input_ids.to(self.text_encoder.device)``) goes to the plan's device; weights are on the host."""
+    seen: list[tuple[str, str]] = []
+    module = glm.modules["text_encoder"]
+    hook = module.register_forward_pre_hook(lambda m, args: seen.append((m.device.type, args[0].device.type)))
+    of = glm.smallest()
+    try:
+        glm.run(of, solve(of).plan)
+    finally:
+        hook.remove()
+    assert seen == [("sim", "sim")] * 2
+    assert module.device.type == "cpu"
+
+
+def test_s4_1_under_accelerates_offloading_the_inputs_go_to_meta(glm: Encoding) -> None:
+    pipeline = glm.pipeline(torch.device("cpu"))
+    accelerate.cpu_offload(pipeline.text_encoder, "cpu")
+    assert pipeline.text_encoder.device.type == "meta"
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        pipeline.text_encoder(torch.ones(1, 16, dtype=torch.long).to(pipeline.text_encoder.device)).last_hidden_state.cpu()
+    assert all(torch.equal(a, b) for a, b in zip(encode(glm.pipeline(torch.device("cpu")), glm.inputs), glm.plain, strict=True))
+
+
+@pytest.mark.parametrize("way", ["resident", "swapped", "streamed"])
+def test_s4_2_glm_gives_the_same_bits_every_way(glm: Encoding, way: str) -> None:
+    of = glm.smallest() if way == "streamed" else glm.ample
+    plan = solve(of).plan
+    if way == "swapped":  # all of it before the first call, nothing beside the compute
+        text = "slot encode/0:text_encoder load\n  load text_encoder all from pinned\nslot encode/0:text_encoder first\n  run\n"
+        plan = plan_of(of, text + "slot encode/0:text_encoder rest x1\n  run\nslot end\n  evict text_encoder all")
+    actions = [a for slot in plan.slots for a in slot.actions]
+    assert any(isinstance(a, Stream) for a in actions) == (way == "streamed")
+    assert any(isinstance(a, Load) for a in actions)
+    trace = glm.run(of, plan)
+    assert equal(trace.outputs["embeds"], glm.plain)
+    assert trace.left_bytes == glm.device.allocated_bytes == 0
