@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUNS = 3
+OPTIONS = ("--vram", "8G", "--ram", "64G", "--hardware", "rtx4090", "--no-cache")
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 
 
@@ -27,7 +28,7 @@ def command_seconds() -> list[float]:
     seconds = []
     for _ in range(RUNS):
         start = time.perf_counter()
-        subprocess.run([*command, "--vram", "8G", "--ram", "64G", "--hardware", "rtx4090"], check=True, capture_output=True)
+        subprocess.run([*command, *OPTIONS], check=True, capture_output=True)
         seconds.append(round(time.perf_counter() - start, 2))
     return seconds
 

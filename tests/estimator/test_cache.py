@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,24 @@ finally:
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["digest"] == solution.problem.digest
     assert sorted(folder.iterdir()) == kept
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool) -> None:
+    import gc
+
+    from graphrun.estimator import probe
+
+    seen: list[bool] = []
+
+    def answer(graph: Any, inputs: Any) -> Any:
+        seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
+        if fails:
+            raise RuntimeError("the pipeline's own")
+        return dry("flux-tiny")[1]
+
+    graph = graphrun.load(TINY)
+    monkeypatch.setattr(probe, "probe", answer)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        cache.dry_run(graph, graph.for_planning({}), None)
+    assert (seen, gc.isenabled(), gc.get_freeze_count()) == ([True], True, 0)
