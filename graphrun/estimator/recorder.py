@@ -30,8 +30,8 @@ aten = torch.ops.aten
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
-    On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False: encoders
-    leave a full mask out, and one that is not full takes memory.
+    On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False:
+    encoders leave a full mask out, and one that is not full takes memory.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
