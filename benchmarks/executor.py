@@ -1,0 +1,205 @@
+"""What following a plan costs when nothing has to move, and how well copies hide behind compute when blocks stream.
+
+.venv/bin/python benchmarks/executor.py [GRAPH ...]      a few minutes a graph; writes benchmarks/results/executor.json
+
+overhead   wall seconds of a run with everything resident over those of the same stages without graphrun, in pairs one after the
+           other; the median of the pairs' ratios. On sim, and on the CPU (where only the boundary around components is graphrun's)
+overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over the bound
+           1.03 x max(compute, transfer) + one block
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch  # noqa: E402
+from gpu_lab import placed  # noqa: E402
+
+PAIRS = 5
+STEPS = 8
+RATES = (2e8, 5e8, 1e9, 2e9, 5e9)  # bytes per second into the device: from bound by copies to bound by compute
+SLACK = 1.03
+AMPLE = 1 << 40
+
+
+class Prepared:
+    """A graph, its dry run, and its components."""
+
+    def __init__(self, name: str) -> None:
+        import graphrun
+        from graphrun.components.build import build, build_part, ghost
+        from graphrun.estimator.probe import probe
+
+        self.graph = graphrun.load(HERE.parent / "graphs" / f"{name}.yaml")
+        self.inputs = self.graph.resolve({"steps": STEPS})
+        self.probed = probe(self.graph, self.inputs)
+        self.modules = {n: build(component, self.graph) for n, component in self.graph.components.items()}
+        self.parts = {n: build_part(part, self.graph) for n, part in self.graph.parts.items()}
+        self.ghosts = {n: ghost(component, self.graph.allow) for n, component in self.graph.components.items()}
+
+    def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
+        """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
+        from graphrun.estimator.hardware import simulated
+        from graphrun.estimator.numbers import problem_of
+
+        hardware = replace(simulated(), h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
+        return problem_of(self.graph, self.probed, hardware, budget_bytes, AMPLE, self.inputs)
+
+    def stages(self, place: torch.device) -> None:
+        """The graph's stages, without graphrun's executor."""
+        from graphrun.ops import run_stages
+
+        run_stages(self.graph, self.modules, place, self.inputs, parts=self.parts, ghosts=self.ghosts)
+
+
+def resident_plan(problem: Any) -> Any:
+    """Every component is loaded before its phase and stays to the end; nothing streams."""
+    from graphrun.planner.plan import parse
+
+    lines, loaded = [f"plan {problem.digest}"], []
+    for phase in problem.phases:
+        lines.append(f"slot {phase.name} load")
+        new = [use.component for use in phase.uses if use.component not in loaded]
+        lines += [f"  load {name} all from pinned" for name in new]
+        loaded += new
+        lines += [f"slot {phase.name} first", "  run"]
+        lines += [f"slot {phase.name} rest x{phase.rest_calls}", "  run"] if phase.rest_calls else []
+    return parse("\n".join([*lines, "slot end", *(f"  evict {name} all" for name in loaded)]))
+
+
+def paired(plain: Callable[[], object], ours: Callable[[], object]) -> dict[str, Any]:
+    """Ratios of wall seconds, ours over plain, alternating which comes first."""
+    seconds: list[tuple[float, float]] = []
+    for number in range(PAIRS + 1):
+        took = {}
+        for which, run in (("plain", plain), ("ours", ours)) if number % 2 else (("ours", ours), ("plain", plain)):
+            gc.collect()
+            start = time.perf_counter()
+            run()
+            took[which] = time.perf_counter() - start
+        seconds.append((took["plain"], took["ours"]))
+    ratios = sorted(ours / plain for plain, ours in seconds[1:])  # the first pair warms up
+    return {
+        "median_ratio": round(statistics.median(ratios), 4),
+        "quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
+        "plain_seconds": round(statistics.median(plain for plain, _ in seconds[1:]), 4),
+        "pairs": PAIRS,
+    }
+
+
+def overhead(name: str) -> dict[str, Any]:
+    """Resident runs of graph ``name`` on sim and on the CPU."""
+    from graphrun.components.entry import Boundary
+    from graphrun.executor.executor import execute
+    from graphrun.executor.host import Host
+    from graphrun.executor.simulated import SimulatedDevice
+    from graphrun.sim import Machine
+
+    prepared = Prepared(name)
+    problem = prepared.problem(AMPLE)
+    plan, device = resident_plan(problem), SimulatedDevice(Machine())
+    host = Host.of_graph(prepared.graph, problem, device, prepared.modules)
+
+    def on_sim() -> None:
+        with device.session(AMPLE), placed(prepared.modules, device.torch_device), torch.no_grad():
+            prepared.stages(device.torch_device)
+
+    def planned() -> None:
+        execute(problem, plan, prepared.graph, prepared.inputs, device, host=host)
+
+    cpu = torch.device("cpu")
+
+    def bounded() -> None:
+        with Boundary(prepared.modules, cpu, on_enter=lambda *_: None, on_exit=lambda *_: None):
+            prepared.stages(cpu)
+
+    return {
+        "on sim, the whole executor": paired(on_sim, planned),
+        "on the CPU, boundaries alone": paired(lambda: prepared.stages(cpu), bounded),
+    }
+
+
+def overlap(name: str) -> list[dict[str, Any]]:
+    """The slot that streams the largest component, at several rates, with the least budget."""
+    import graphrun
+    from graphrun.executor.executor import execute
+    from graphrun.executor.host import Host
+    from graphrun.executor.simulated import SimulatedDevice
+    from graphrun.planner.infeasible import smallest_budget
+    from graphrun.planner.simulate import simulate
+    from graphrun.sim import Machine
+
+    prepared, found = Prepared(name), []
+    for rate in RATES:
+        problem = prepared.problem(smallest_budget(prepared.problem(AMPLE, rate)), rate)
+        solution = graphrun.plan(problem)
+        device = SimulatedDevice(Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=1e11))
+        host = Host.of_graph(prepared.graph, problem, device, prepared.modules)
+        trace = execute(problem, solution.plan, prepared.graph, prepared.inputs, device, host=host)
+        reports = simulate(problem, solution.plan).slots
+        index = max(range(len(reports)), key=lambda i: reports[i].streamed_bytes)
+        slot, report = trace.slots[index], reports[index]
+        seconds, transfer = slot.end_seconds - slot.start_seconds, slot.moved_bytes / rate
+        phase = next(p for p in problem.phases if p.name == slot.phase)
+        block = max(
+            b / rate + s
+            for use in phase.uses
+            for k, b, s in zip(
+                problem.component(use.component).classes,
+                problem.component(use.component).variants[0].block_bytes,
+                use.seconds,
+                strict=True,
+            )
+            if k.streamable
+        )
+        bound = SLACK * max(report.compute_seconds, transfer) + block
+        found.append(
+            {
+                "bytes_per_second": rate,
+                "slot": f"{slot.phase} {slot.part}",
+                "seconds": seconds,
+                "planned_seconds": report.seconds,
+                "compute_seconds": report.compute_seconds,
+                "transfer_seconds": transfer,
+                "one_block_seconds": block,
+                "over_bound": round(seconds / bound, 4),
+                "within": seconds <= bound,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Measure, write, and say where."""
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
+        "steps": STEPS,
+    }
+    path = HERE / "results" / "executor.json"
+    for name in sys.argv[1:] or ("flux-tiny", "sdxl-tiny"):
+        result[name] = {"overlap": overlap(name), "overhead": overhead(name)}
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
