@@ -160,6 +160,8 @@ def main() -> NoReturn:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers anew when they are imported
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    import graphrun.commands  # noqa: F401  (further commands of this app)
+
     try:
         app()
     except GraphrunError as error:

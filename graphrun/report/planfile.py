@@ -92,7 +92,12 @@ def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solut
 
 def write_json(path: Path, data: Any) -> None:
     """``data`` as JSON in ``path``, whole or not at all."""
-    _whole(path, lambda target: target.write_text(json.dumps(data, indent=1) + "\n"))
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """``text`` in ``path``, whole or not at all."""
+    _whole(path, lambda target: target.write_text(text))
 
 
 def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:

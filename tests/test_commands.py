@@ -1,0 +1,87 @@
+"""Commands that compare plans, as their users meet them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from graphrun import cli
+from graphrun.units import MIB
+
+TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def graphrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        out = capsys.readouterr()
+        return int(done.value.code or 0), out.out, out.err
+
+    return run
+
+
+def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "2M:6M")
+    code, out, _ = graphrun(*options, "--plot", "o/curve.svg")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if line[:1] == " " and line.split()[0][0].isdigit()] == [
+        "2.00",
+        "3.00",
+        "4.00",
+        "6.00",
+    ]
+    picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
+    assert len(picture.findall("{*}circle")) == 2, "one for each budget that something fits"
+    code, out, _ = graphrun(*options, "--json")
+    data = json.loads(out)
+    assert [point["feasible"] for point in data["points"]] == [False, False, True, True]
+    assert f"--vram {data['points'][0]['smallest_budget_bytes']} " in graphrun(*options)[1]
+    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json")
+    alone = json.loads(out)
+    last = data["points"][-1]
+    figures = ("predicted_seconds", "peak_bytes", "moved_bytes", "bound_seconds", "proven_optimal")
+    assert {key: last[key] for key in figures} == {key: alone[key] for key in figures}
+
+
+def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(graphrun: Cli) -> None:
+    options = ("--device", "sim", "--set", "steps=1", "--vram", "4M")
+    code, out, _ = graphrun("frontier", TINY, *options, "--sweep", "height=128:320:64")
+    assert code == 0
+    assert "within 4.00 MiB: height up to 192, predicted" in out
+    assert graphrun("plan", TINY, *options, "--set", "height=192")[0] == 0
+    assert graphrun("plan", TINY, *options, "--set", "height=256")[0] == 3
+    data = json.loads(graphrun("frontier", TINY, *options, "--sweep", "height=192:256:64", "--json")[1])
+    assert data["largest"] == [{"budget_bytes": 4 * MIB, "height": "192"}]
+
+
+def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None:
+    code, out, _ = graphrun("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M")
+    assert code == 3
+    assert "smallest budget that works: --vram" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--vram", "8G:4G"), "is not a range"),
+        (("--vram", "4M", "--sweep", "height=128:256"), "is not a range of an input"),
+        (("--vram", "4M", "--sweep", "hight=128:256:64"), "did you mean 'height'"),
+        (("--vram", "4M", "--sweep", "height=128:256:8"), "is not a multiple of 16"),
+    ],
+)
+def test_a_bad_range_is_refused_before_any_dry_run(graphrun: Cli, arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = graphrun("frontier", TINY, "--device", "sim", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
