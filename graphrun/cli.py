@@ -119,6 +119,9 @@ def run(
 @app.command()
 def explain(
     graph: GraphFile,
+    component: Annotated[
+        str | None, typer.Argument(help="Show what other placements of this one would cost.", show_default=False)
+    ] = None,
     vram: Annotated[str | None, typer.Option(help="VRAM budget; a saved plan has its own.", show_default=False)] = None,
     ram: Ram = "auto",
     hardware: HardwareName = None,
@@ -126,11 +129,15 @@ def explain(
     set_: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show every slot of a plan: what it does, what it holds, and where its time goes."""
+    """Show every slot of a plan: what it does, what it holds, and where its time goes. Or why a component is where it is."""
     from graphrun.report.screen import explain_screen
 
     made = _planned(graph, vram, ram, hardware, device, set_)
-    _show(_summary(made), as_json, explain_screen(made.solution))
+    if component is not None:
+        data, screen = _alternatives(made, component)
+        _show(data, as_json, screen)
+    else:
+        _show(_summary(made), as_json, explain_screen(made.solution))
 
 
 @app.command()
@@ -265,6 +272,15 @@ def _summary(made: Planned, trace: Any = None) -> dict[str, Any]:
     from graphrun.report.summary import summarize
 
     return summarize(made.solution, made.solve_seconds, trace)
+
+
+def _alternatives(made: Planned, component: str) -> tuple[dict[str, Any], str]:
+    from graphrun.planner.alternatives import alternatives
+    from graphrun.report.alternatives import alternatives_json, alternatives_screen
+
+    with _stdout_kept_clean():
+        found = alternatives(made.solution, component)
+    return alternatives_json(made.solution, component, found), alternatives_screen(made.solution, component, found)
 
 
 def _plan_screen(made: Planned) -> str:

@@ -85,3 +85,15 @@ def test_a_bad_range_is_refused_before_any_dry_run(graphrun: Cli, arguments: tup
     assert (code, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
+
+
+def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: Cli) -> None:
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
+    code, out, _ = graphrun("explain", "plan.json", "transformer")
+    assert code == 0
+    assert "all of it streamed, nothing kept" in out
+    data = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])
+    assert [row["placement"] for row in data["alternatives"]] == ["planned", "whole", "exclude", "drop", "keep"]
+    code, _, err = graphrun("explain", "plan.json", "transfromer")
+    assert code == 2
+    assert "no component 'transfromer'" in err

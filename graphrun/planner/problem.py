@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 Basis = Literal["measured", "traced", "declared", "prior"]
 Home = Literal["pinned", "pageable", "disk"]
+Placement = Literal["keep", "exclude", "whole", "drop"]
 
 # A device allocation takes a multiple of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim does the same).
 ALLOCATION_BYTES = 512
@@ -154,8 +155,28 @@ class ValueNumbers:
 
 
 @dataclass(frozen=True, slots=True)
+class Directive:
+    """What is demanded of a component, whether it saves time or not.
+
+    keep      every block is on the device from its first use to the end of the run
+    exclude   no block that can be streamed stays: all of them pass through the ring in every call
+    whole     not streamed: whole on the device in every slot that computes with it
+    drop      on the device in its own phases only, loaded anew for each of them
+
+        phase     a        b        a
+        keep      ####     ####     ####
+        exclude   ~~~~              ~~~~     # held   ~ streamed
+        whole     ####     (may)    ####
+        drop      (may)             (may)
+    """
+
+    placement: Placement
+    component: str
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything a plan depends on. Equal problems have equal digests, and equal plans."""
+    """Everything a plan depends on. Equal problems have equal digests, and equal plans. ``directives``: as `directed` puts them."""
 
     graph: str
     graph_digest: str
@@ -167,6 +188,7 @@ class Problem:
     phases: tuple[PhaseNumbers, ...]
     values: tuple[ValueNumbers, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())
+    directives: tuple[Directive, ...] = ()
 
     @property
     def effective_bytes(self) -> int:
@@ -184,10 +206,16 @@ class Problem:
         """Bytes of the values that live on the device when phase number ``phase`` is entered."""
         return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
 
+    def demanded(self, component: str) -> frozenset[Placement]:
+        """What directives demand of ``component``."""
+        return frozenset(of.placement for of in self.directives if of.component == component)
+
     @property
     def digest(self) -> str:
-        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later (directives) counts only where it is
+        used, so that plans made before keep their digests."""
+        content = {key: value for key, value in asdict(self).items() if value or key != "directives"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, complete: an equal problem can be made from it."""
