@@ -10,7 +10,7 @@ Importing this package imports no torch; each function imports what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +53,16 @@ def estimate(
     ram: str | int = "auto",
     hardware: str | Hardware | None = None,
     inputs: Mapping[str, Any] | None = None,
+    keep: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reserve: str | int | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
 
     ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
     machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`; None takes the CUDA device that is
-    found, else rtx4090.
+    found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which nothing
+    stays that can be streamed; ``reserve``: a part of the budget left to other programs. All three add to the graph's own.
     """
     from graphrun.estimator import hardware as devices
     from graphrun.estimator.machine import host_ram_bytes
@@ -70,6 +74,7 @@ def estimate(
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    graph = graph.directed(keep, exclude, None if reserve is None else parse_size(reserve, name="reserve"))
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.numbers import problem_of  # imports torch and diffusers: seconds, and not before the input is right

@@ -31,6 +31,13 @@ Ram = Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine
 HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+Keep = Annotated[
+    list[str] | None, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="A component that is streamed, with nothing kept. Repeatable.", show_default=False)
+]
+Reserve = Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -66,11 +73,14 @@ def plan(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, vram, ram, hardware, device, set_)
+    made = _planned(graph, vram, ram, hardware, device, set_, _demands(keep, exclude, reserve))
     summary = _summary(made)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
@@ -85,6 +95,9 @@ def run(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
     prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
     output: Annotated[
@@ -100,7 +113,7 @@ def run(
 
     sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
     planfile.require_writable(output, plan_file, trace_file)
-    made = _planned(graph, vram, ram, hardware, device, sets, to_run=True)
+    made = _planned(graph, vram, ram, hardware, device, sets, _demands(keep, exclude, reserve), to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
     with _Progress(made.solution.plan, quiet=as_json) as progress:
@@ -127,12 +140,15 @@ def explain(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
     as_json: AsJson = False,
 ) -> None:
     """Show every slot of a plan: what it does, what it holds, and where its time goes. Or why a component is where it is."""
     from graphrun.report.screen import explain_screen
 
-    made = _planned(graph, vram, ram, hardware, device, set_)
+    made = _planned(graph, vram, ram, hardware, device, set_, _demands(keep, exclude, reserve))
     if component is not None:
         data, screen = _alternatives(made, component)
         _show(data, as_json, screen)
@@ -209,20 +225,21 @@ def _planned(
     hardware: str | None,
     device: str | None,
     sets: list[str] | None,
+    demands: dict[str, Any],
     *,
     to_run: bool = False,
 ) -> Planned:
     """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds."""
     inputs = _inputs(sets)
     if path.suffix == ".json":
-        return _read_plan(path, inputs, (vram, hardware, device), to_run)
+        return _read_plan(path, inputs, (vram, hardware, device, *demands.values()), to_run)
     graph = graphrun.load(path)
     if to_run:
         graph.resolve(inputs)
     if vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
     place = _hardware(hardware, device, to_run)
-    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs)
+    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, **demands)
     start = time.perf_counter()
     with _stdout_kept_clean():
         solution = graphrun.plan(problem)
@@ -246,9 +263,10 @@ def _hardware(name: str | None, device: str | None, to_run: bool) -> Any:
     return chosen
 
 
-def _read_plan(path: Path, inputs: dict[str, str], given: tuple[str | None, ...], to_run: bool) -> Planned:
+def _read_plan(path: Path, inputs: dict[str, str], given: tuple[Any, ...], to_run: bool) -> Planned:
     if any(given):
-        raise InputError(f"{path} is a plan: it has its own budget, hardware and device; leave --vram, --hardware and --device out")
+        what = "it has its own budget, hardware, device and directives; leave --vram, --hardware, --device, --keep and the like out"
+        raise InputError(f"{path} is a plan: {what}")
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
     source = planfile.graph_path(path, saved)
@@ -256,6 +274,11 @@ def _read_plan(path: Path, inputs: dict[str, str], given: tuple[str | None, ...]
     if to_run:
         graphrun.planned_inputs(problem, graph, inputs)
     return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
+
+
+def _demands(keep: list[str] | None, exclude: list[str] | None, reserve: str | None) -> dict[str, Any]:
+    """Directives of the command line, as `graphrun.estimate` takes them."""
+    return {"keep": tuple(keep or ()), "exclude": tuple(exclude or ()), "reserve": reserve}
 
 
 def _inputs(sets: list[str] | None) -> dict[str, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import graphrun
 from graphrun import cli
-from graphrun.cli import AsJson, DeviceName, HardwareName, Ram, Sets
+from graphrun.cli import AsJson, DeviceName, Exclude, HardwareName, Keep, Ram, Reserve, Sets
 from graphrun.errors import InputError
 from graphrun.report import planfile
 
@@ -29,6 +29,9 @@ def frontier(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
     sweep: Annotated[
         str | None, typer.Option(help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP")
     ] = None,
@@ -39,7 +42,7 @@ def frontier(
     from graphrun.report.frontier import frontier_json, frontier_screen, frontier_svg
 
     planfile.require_writable(plot)
-    swept, name = _swept(graph, vram, ram, hardware, device, set_, sweep)
+    swept, name = _swept(graph, vram, ram, hardware, device, set_, cli._demands(keep, exclude, reserve), sweep)
     problem = swept[0][0]
     rows = [(value, points) for _, value, points in swept]
     if plot is not None:
@@ -56,6 +59,7 @@ def _swept(
     hardware: str | None,
     device: str | None,
     sets: list[str] | None,
+    demands: dict[str, Any],
     sweep: str | None,
 ) -> tuple[list[tuple[Problem, str, tuple[Point, ...]]], str]:
     """Problem, value and points for each value of the swept input (one dry run each; one in all where none is swept), its name."""
@@ -76,7 +80,7 @@ def _swept(
     for value, given in tried:
         if name:
             typer.echo(f"  {name}={value}", err=True)
-        problem = graphrun.estimate(graph, vram=budgets[0], ram=ram, hardware=place, inputs=given)
+        problem = graphrun.estimate(graph, vram=budgets[0], ram=ram, hardware=place, inputs=given, **demands)
         with cli._stdout_kept_clean():
             found.append((problem, value, solve_all(problem, budgets)))
     return found, name

@@ -97,3 +97,37 @@ def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: 
     code, _, err = graphrun("explain", "plan.json", "transfromer")
     assert code == 2
     assert "no component 'transfromer'" in err
+
+
+DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1M")
+
+
+def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("--device", "sim", "--vram", "7M", "--set", "steps=1")
+    code, out, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json")
+    assert code == 0
+    assert "directives keep text_encoder, exclude transformer" in out
+    assert "budget 7.00 MiB = 1.00 MiB reserve + 6.00 MiB" in out
+    assert "why transformer is streamed: the directive exclude demands it" in out
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["directives"] == ["keep text_encoder", "exclude transformer"]
+    assert (data["reserve_bytes"], data["overhead_bytes"]) == (MIB, MIB)
+    code, out, _ = graphrun("run", "plan.json", "--output", "a.png", "--trace", "trace.json", "--json")
+    measured = json.loads(out)["measured"]
+    assert (code, measured["kept_plan"], measured["left_bytes"]) == (0, True, 0)
+    assert measured["peak_bytes"] <= 6 * MIB
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    evicted = [event["slot"] for event in trace["events"] if event["kind"] == "evict" and event["component"] == "text_encoder"]
+    assert set(evicted) == {len(trace["slots"]) - 1}, "kept to the end"
+    assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphrun: Cli) -> None:
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
+    code, _, err = graphrun("run", "plan.json", "--keep", "vae")
+    assert (code, "is a plan" in err) == (2, True)
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--keep", "vea")
+    assert (code, "did you mean 'vae'" in err) == (2, True)
+    code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
+    assert (code, "reserve: 'lots' is not a size" in err) == (2, True)

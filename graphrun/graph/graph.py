@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -103,6 +103,16 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Directives:
+    """What the user demands of placement: components that stay from their first use to the end, components of which nothing stays
+    that can be streamed, and bytes of the VRAM budget left to other programs."""
+
+    keep: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file."""
 
@@ -117,6 +127,7 @@ class Graph:
     parts: Mapping[str, Part]
     stages: tuple[Stage, ...]
     outputs: Mapping[str, Reference]
+    directives: Directives = Directives()
 
     def component(self, name: str) -> Component:
         """The component called ``name``; KeyError if there is none."""
@@ -165,6 +176,25 @@ class Graph:
             raise InputError("\n".join(problems))
         return values
 
+    def directed(self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None) -> Graph:
+        """The same graph with more directives; ``reserve_bytes`` takes the place of the graph's own.
+
+        Raises InputError naming components that there are not, or that are to be both kept and excluded.
+        """
+        kept = tuple(dict.fromkeys((*self.directives.keep, *keep)))
+        excluded = tuple(dict.fromkeys((*self.directives.exclude, *exclude)))
+        problems = [
+            f"{verb} {name}: there is no such component{did_you_mean(name, self.components)}"
+            for verb, names in (("keep", kept), ("exclude", excluded))
+            for name in names
+            if name not in self.components
+        ]
+        problems += [f"keep and exclude {name}: do without one of them" for name in kept if name in excluded]
+        if problems:
+            raise InputError("\n".join(problems))
+        reserve = self.directives.reserve_bytes if reserve_bytes is None else reserve_bytes
+        return replace(self, directives=Directives(kept, excluded, reserve))
+
     def without_sources(self) -> Graph:
         """The same graph with random weights: what it needs to be run where no checkpoint is.
 
@@ -184,7 +214,8 @@ class Graph:
     def digest(self) -> str:
         """First 16 hexadecimal digits of SHA-256 over what numbers depend on.
 
-        Classes, configurations, dtypes, stages, arguments; not paths, comments, key order, seeds, nor where weights come from.
+        Classes, configurations, dtypes, stages, arguments; not paths, comments, key order, seeds, nor where weights come from; not
+        directives, which are part of the problem.
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],

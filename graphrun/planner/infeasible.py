@@ -86,9 +86,8 @@ def require_feasible(problem: Problem) -> None:
 
 
 def smallest_budget(problem: Problem) -> int:
-    """The least total budget (context and workspace included) for which a plan exists, whatever the card's capacity."""
-    overhead = problem.hardware.context_bytes + problem.hardware.workspace_bytes
-    return overhead + max((need.total_bytes for need in least_needs(problem)), default=0)
+    """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity."""
+    return problem.overhead_bytes + max((need.total_bytes for need in least_needs(problem)), default=0)
 
 
 def smallest_ram(problem: Problem) -> int:
@@ -211,6 +210,8 @@ def _repairs(problem: Problem, needs: tuple[Need, ...]) -> tuple[str, ...]:
             smaller = tuple(_limit(phase, limits.get(phase.name)) for phase in problem.phases)
             if all(need.short_bytes <= 0 for need in least_needs(replace(problem, phases=smaller))):
                 repairs.append(f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling")
+        if (rest := problem.reserve_bytes - max(need.short_bytes for need in needs)) >= 0:
+            repairs.append(f"lower the reserve from {show_size(problem.reserve_bytes)} to {rest} bytes ({show_size(rest)})")
         for directive in problem.directives:
             others = tuple(other for other in problem.directives if other != directive)
             if all(need.short_bytes <= 0 for need in least_needs(replace(problem, directives=others))):

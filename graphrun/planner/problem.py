@@ -28,6 +28,9 @@ Placement = Literal["keep", "exclude", "whole", "drop"]
 # A device allocation takes a multiple of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim does the same).
 ALLOCATION_BYTES = 512
 
+# Fields of a `Problem` that its digest leaves out where they are empty.
+LATER = ("directives", "reserve_bytes")
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -189,11 +192,17 @@ class Problem:
     values: tuple[ValueNumbers, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())
     directives: tuple[Directive, ...] = ()
+    reserve_bytes: int = 0  # of the budget, left to other programs
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What of the budget no tensor may use: context, workspace and the reserve."""
+        return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
 
     @property
     def effective_bytes(self) -> int:
-        """What tensors may use: the budget (or the capacity, if less) minus context and workspace."""
-        return min(self.budget_bytes, self.hardware.capacity_bytes) - self.hardware.context_bytes - self.hardware.workspace_bytes
+        """What tensors may use: the budget (or the capacity, if less) minus context, workspace and the reserve."""
+        return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""
@@ -212,9 +221,9 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later (directives) counts only where it is
-        used, so that plans made before keep their digests."""
-        content = {key: value for key, value in asdict(self).items() if value or key != "directives"}
+        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later counts only where it is used, so that
+        plans made before keep their digests."""
+        content = {key: value for key, value in asdict(self).items() if value or key not in LATER}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:

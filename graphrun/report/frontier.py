@@ -26,6 +26,7 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
         (
             f"frontier {problem.graph}  {settings}",
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
+            *demands_of(problem),
             "",
             table(rows, left=()),
             f" sizes in {unit}; exposed: predicted time in which the device waits for copies",
@@ -33,6 +34,13 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
             *_notes(problem, swept, name),
         )
     )
+
+
+def demands_of(problem: Problem) -> list[str]:
+    """A line with the problem's directives and its reserve, where it has any."""
+    found = [f"{of.placement} {of.component}" for of in problem.directives]
+    found += [f"reserve {show_size(problem.reserve_bytes)}"] if problem.reserve_bytes else []
+    return [f"directives {', '.join(found)}"] if found else []
 
 
 def _figures(point: Point, scale: int) -> list[str]:
@@ -80,6 +88,8 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
         "graph": problem.graph,
         "hardware": problem.hardware.name,
         "ram_bytes": problem.ram_bytes,
+        "reserve_bytes": problem.reserve_bytes,
+        "directives": [f"{of.placement} {of.component}" for of in problem.directives],
         "settings": {key: value for key, value in problem.settings if key != name},
         "points": [_entry(point, {name: value} if name else {}) for value, of in swept for point in of],
     }

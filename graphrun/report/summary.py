@@ -22,6 +22,8 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "solve_seconds": solve_seconds,
         "budget_bytes": problem.budget_bytes,
         "overhead_bytes": problem.budget_bytes - problem.effective_bytes,
+        "reserve_bytes": problem.reserve_bytes,
+        "directives": [f"{of.placement} {of.component}" for of in problem.directives],
         "ram_bytes": problem.ram_bytes,
         "peak_bytes": simulation.peak_bytes,
         "moved_bytes": simulation.moved_bytes,

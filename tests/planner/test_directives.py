@@ -123,3 +123,20 @@ def test_a_directive_that_makes_it_infeasible_is_named_as_a_repair_that_works() 
     assert check(enough, solve(enough).plan) == ()
     with pytest.raises(Infeasible):
         solve(replace(of, budget_bytes=least - 1))
+
+
+def test_a_reserve_takes_from_what_tensors_may_use_to_the_byte() -> None:
+    of = flux(24 * GIB, steps=4)
+    least = smallest_budget(of)
+    reserved = replace(of, reserve_bytes=GIB)
+    assert reserved.effective_bytes == of.effective_bytes - GIB
+    assert smallest_budget(reserved) == least + GIB
+    assert reserved.digest != of.digest
+    enough, short = replace(reserved, budget_bytes=least + GIB), replace(reserved, budget_bytes=least + GIB - 1)
+    assert check(enough, solve(enough).plan) == ()
+    assert str(solve(enough).plan).splitlines()[1:] == str(solve(replace(of, budget_bytes=least)).plan).splitlines()[1:]
+    assert "vram" in rules(short, solve(enough).plan)
+    with pytest.raises(Infeasible) as caught:
+        solve(short)
+    assert f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)" in caught.value.repairs
+    solve(replace(short, reserve_bytes=GIB - 1))
