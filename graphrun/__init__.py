@@ -11,6 +11,7 @@ Importing this package imports no torch; each function imports what it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def estimate(
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
     reserve: str | int | None = None,
+    until: str | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
 
@@ -63,6 +65,7 @@ def estimate(
     machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`; None takes the CUDA device that is
     found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which nothing
     stays that can be streamed; ``reserve``: a part of the budget left to other programs. All three add to the graph's own.
+    ``until``: a stage; only what its outputs need is planned, and a run ends behind it, with these outputs.
     """
     from graphrun.estimator import hardware as devices
     from graphrun.estimator.machine import host_ram_bytes
@@ -74,13 +77,15 @@ def estimate(
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    graph = graph if until is None else graph.until(until)
     graph = graph.directed(keep, exclude, None if reserve is None else parse_size(reserve, name="reserve"))
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.numbers import problem_of  # imports torch and diffusers: seconds, and not before the input is right
     from graphrun.estimator.probe import probe
 
-    return problem_of(graph, probe(graph, values), hardware, budget_bytes, ram_bytes, values)
+    problem = problem_of(graph, probe(graph, values), hardware, budget_bytes, ram_bytes, values)
+    return replace(problem, until=until or "")
 
 
 def plan(problem: Problem) -> Solution:
@@ -109,6 +114,7 @@ def run(
     from graphrun.executor.executor import execute, refuse_unfit
     from graphrun.executor.open import open_device
 
+    graph = graph.until(solution.problem.until) if solution.problem.until else graph
     values = planned_inputs(solution.problem, graph, inputs or {})
     refuse_unfit(solution.problem, solution.plan, graph)
     device = open_device(solution.problem)
@@ -122,6 +128,7 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
     Raises PlanError when one that the plan depends on differs from what was planned.
     """
     planned = dict(problem.settings)
+    graph = graph.until(problem.until) if problem.until else graph
     values = graph.resolve({**planned, **inputs})
     for name, text in planned.items():
         if str(values[name]) != text:

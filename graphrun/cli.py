@@ -38,6 +38,7 @@ Exclude = Annotated[
     list[str] | None, typer.Option(help="A component that is streamed, with nothing kept. Repeatable.", show_default=False)
 ]
 Reserve = Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)]
+Until = Annotated[str | None, typer.Option(help="A stage: plan what its outputs need, and end there.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -76,11 +77,12 @@ def plan(
     keep: Keep = None,
     exclude: Exclude = None,
     reserve: Reserve = None,
+    until: Until = None,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, vram, ram, hardware, device, set_, _demands(keep, exclude, reserve))
+    made = _planned(graph, vram, ram, hardware, device, set_, _demands(keep, exclude, reserve, until))
     summary = _summary(made)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
@@ -98,6 +100,7 @@ def run(
     keep: Keep = None,
     exclude: Exclude = None,
     reserve: Reserve = None,
+    until: Until = None,
     prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
     output: Annotated[
@@ -113,7 +116,7 @@ def run(
 
     sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
     planfile.require_writable(output, plan_file, trace_file)
-    made = _planned(graph, vram, ram, hardware, device, sets, _demands(keep, exclude, reserve), to_run=True)
+    made = _planned(graph, vram, ram, hardware, device, sets, _demands(keep, exclude, reserve, until), to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
     with _Progress(made.solution.plan, quiet=as_json) as progress:
@@ -143,12 +146,13 @@ def explain(
     keep: Keep = None,
     exclude: Exclude = None,
     reserve: Reserve = None,
+    until: Until = None,
     as_json: AsJson = False,
 ) -> None:
     """Show every slot of a plan: what it does, what it holds, and where its time goes. Or why a component is where it is."""
     from graphrun.report.screen import explain_screen
 
-    made = _planned(graph, vram, ram, hardware, device, set_, _demands(keep, exclude, reserve))
+    made = _planned(graph, vram, ram, hardware, device, set_, _demands(keep, exclude, reserve, until))
     if component is not None:
         data, screen = _alternatives(made, component)
         _show(data, as_json, screen)
@@ -233,7 +237,7 @@ def _planned(
     inputs = _inputs(sets)
     if path.suffix == ".json":
         return _read_plan(path, inputs, (vram, hardware, device, *demands.values()), to_run)
-    graph = graphrun.load(path)
+    graph = _load(path, demands["until"])
     if to_run:
         graph.resolve(inputs)
     if vram is None:
@@ -276,9 +280,14 @@ def _read_plan(path: Path, inputs: dict[str, str], given: tuple[Any, ...], to_ru
     return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
 
 
-def _demands(keep: list[str] | None, exclude: list[str] | None, reserve: str | None) -> dict[str, Any]:
-    """Directives of the command line, as `graphrun.estimate` takes them."""
-    return {"keep": tuple(keep or ()), "exclude": tuple(exclude or ()), "reserve": reserve}
+def _demands(keep: list[str] | None, exclude: list[str] | None, reserve: str | None, until: str | None) -> dict[str, Any]:
+    """Directives and target of the command line, as `graphrun.estimate` takes them."""
+    return {"keep": tuple(keep or ()), "exclude": tuple(exclude or ()), "reserve": reserve, "until": until}
+
+
+def _load(path: Path, until: str | None) -> Any:
+    graph = graphrun.load(path)
+    return graph if until is None else graph.until(until)
 
 
 def _inputs(sets: list[str] | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ import typer
 
 import graphrun
 from graphrun import cli
-from graphrun.cli import AsJson, DeviceName, Exclude, HardwareName, Keep, Ram, Reserve, Sets
+from graphrun.cli import AsJson, DeviceName, Exclude, HardwareName, Keep, Ram, Reserve, Sets, Until
 from graphrun.errors import InputError
 from graphrun.report import planfile
 
@@ -32,6 +32,7 @@ def frontier(
     keep: Keep = None,
     exclude: Exclude = None,
     reserve: Reserve = None,
+    until: Until = None,
     sweep: Annotated[
         str | None, typer.Option(help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP")
     ] = None,
@@ -42,7 +43,7 @@ def frontier(
     from graphrun.report.frontier import frontier_json, frontier_screen, frontier_svg
 
     planfile.require_writable(plot)
-    swept, name = _swept(graph, vram, ram, hardware, device, set_, cli._demands(keep, exclude, reserve), sweep)
+    swept, name = _swept(graph, vram, ram, hardware, device, set_, cli._demands(keep, exclude, reserve, until), sweep)
     problem = swept[0][0]
     rows = [(value, points) for _, value, points in swept]
     if plot is not None:
@@ -70,7 +71,7 @@ def _swept(
         raise InputError(f"{path} is a plan; a frontier is of a graph (YAML)")
     name, values = values_between(sweep) if sweep is not None else ("", ())
     inputs = cli._inputs(sets)
-    graph = graphrun.load(path)
+    graph = cli._load(path, demands["until"])
     tried = [(str(value), {**inputs, name: str(value)}) for value in values] or [("", inputs)]
     for _, given in tried:
         graph.for_planning(given)  # a value that the graph refuses is better said now than after minutes

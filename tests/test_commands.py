@@ -131,3 +131,23 @@ def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphru
     assert (code, "did you mean 'vae'" in err) == (2, True)
     code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
     assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
+
+
+def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("--device", "sim", "--vram", "6M", "--until", "encode")
+    code, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
+    assert code == 0
+    assert out.startswith("plan flux-tiny until encode  max_sequence_length=64\n")
+    assert "transformer" not in out
+    assert json.loads((tmp_path / "plan.json").read_text())["until"] == "encode"
+    code, out, _ = graphrun("run", "plan.json", "--set", "prompt=a boat", "--output", "a.png")
+    assert code == 0
+    assert "left on the device: 0 B\nwrote a.safetensors" in out
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "a.safetensors")
+    assert set(saved) == {"embeds.prompt_embeds", "embeds.pooled_prompt_embeds"}
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--until", "encod")
+    assert (code, "did you mean 'encode'" in err) == (2, True)
+    assert graphrun("explain", "plan.json", "text_encoder_2")[0] == 0

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import networkx as nx
 
 from graphrun.errors import InputError
+from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import did_you_mean, fit
 
 InputType = Literal["str", "int", "float", "bool"]
@@ -194,6 +195,35 @@ class Graph:
             raise InputError("\n".join(problems))
         reserve = self.directives.reserve_bytes if reserve_bytes is None else reserve_bytes
         return replace(self, directives=Directives(kept, excluded, reserve))
+
+    def until(self, name: str) -> Graph:
+        """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and its outputs, all of them.
+
+        Components and parts stay, since pipelines read sizes from those that they do not enter; directives stay for what is used.
+        Raises InputError when there is no such stage.
+        """
+        stages = {stage.name: stage for stage in self.stages}
+        if name not in stages:
+            raise InputError(f"until {name}: there is no such stage{did_you_mean(name, stages)}")
+        needed = nx.ancestors(_dag(stages), name) | {name}
+        kept = tuple(stage for stage in self.stages if stage.name in needed)
+        read = {reference.name for stage in kept for reference in stage.references if reference.kind == "input"}
+        made = {Reference("stage", name, output) for output in OPERATIONS[stages[name].op].outputs}
+        outputs = {key: reference for key, reference in self.outputs.items() if reference in made}
+        outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
+        used = {component for stage in kept for component in stage.uses}
+        demands = self.directives
+        return replace(
+            self,
+            inputs={key: value for key, value in self.inputs.items() if key in read},
+            stages=kept,
+            outputs=outputs,
+            directives=replace(
+                demands,
+                keep=tuple(component for component in demands.keep if component in used),
+                exclude=tuple(component for component in demands.exclude if component in used),
+            ),
+        )
 
     def without_sources(self) -> Graph:
         """The same graph with random weights: what it needs to be run where no checkpoint is.

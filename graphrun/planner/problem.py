@@ -29,7 +29,7 @@ Placement = Literal["keep", "exclude", "whole", "drop"]
 ALLOCATION_BYTES = 512
 
 # Fields of a `Problem` that its digest leaves out where they are empty.
-LATER = ("directives", "reserve_bytes")
+LATER = ("directives", "reserve_bytes", "until")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,7 @@ class Problem:
     versions: tuple[tuple[str, str], ...] = field(default=())
     directives: tuple[Directive, ...] = ()
     reserve_bytes: int = 0  # of the budget, left to other programs
+    until: str = ""  # the stage that the graph was cut behind; "": the whole graph
 
     @property
     def overhead_bytes(self) -> int:

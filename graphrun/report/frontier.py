@@ -24,7 +24,7 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
             rows.append([*([value] if name else []), size(point.budget_bytes, scale), *_figures(point, scale)])
     return "\n".join(
         (
-            f"frontier {problem.graph}  {settings}",
+            f"frontier {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
             *demands_of(problem),
             "",
@@ -88,6 +88,7 @@ def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, A
         "graph": problem.graph,
         "hardware": problem.hardware.name,
         "ram_bytes": problem.ram_bytes,
+        "until": problem.until,
         "reserve_bytes": problem.reserve_bytes,
         "directives": [f"{of.placement} {of.component}" for of in problem.directives],
         "settings": {key: value for key, value in problem.settings if key != name},

@@ -45,7 +45,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     directives = ", ".join(f"{of.placement} {of.component}" for of in problem.directives)
     return "\n".join(
         (
-            f"plan {problem.graph}  {settings}",
+            f"plan {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  cold run",
             *([f"directives {directives}"] if directives else []),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"

@@ -30,6 +30,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "digest": problem.digest,
         "graph": problem.graph,
         "hardware": problem.hardware.name,
+        "until": problem.until,
         "settings": dict(problem.settings),
         "stages": stages(solution, simulation, trace),
         "actions": str(solution.plan).splitlines(),
