@@ -129,6 +129,8 @@ def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphru
     assert (code, "is a plan" in err) == (2, True)
     code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--keep", "vea")
     assert (code, "did you mean 'vae'" in err) == (2, True)
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "4M", "--set", "steps=1", "--keep", "vae", "--reserve", "1M")
+    assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "lower the reserve from 1.00 MiB" in err) == (3, True, True)
     code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
     assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
 

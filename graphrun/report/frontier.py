@@ -7,6 +7,7 @@ from typing import Any
 
 from graphrun.planner.frontier import Point
 from graphrun.planner.problem import Problem
+from graphrun.report.infeasible import demands_of
 from graphrun.report.table import scale_of, size, table
 from graphrun.units import GIB, show_seconds, show_size
 
@@ -34,13 +35,6 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
             *_notes(problem, swept, name),
         )
     )
-
-
-def demands_of(problem: Problem) -> list[str]:
-    """A line with the problem's directives and its reserve, where it has any."""
-    found = [f"{of.placement} {of.component}" for of in problem.directives]
-    found += [f"reserve {show_size(problem.reserve_bytes)}"] if problem.reserve_bytes else []
-    return [f"directives {', '.join(found)}"] if found else []
 
 
 def _figures(point: Point, scale: int) -> list[str]:
