@@ -10,7 +10,8 @@ Importing this package imports no torch; each function imports what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,21 @@ def estimate(
     ram: str | int = "auto",
     hardware: str | Hardware | None = None,
     inputs: Mapping[str, Any] | None = None,
+    keep: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reserve: str | int | None = None,
+    until: str | None = None,
     cache: Path | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
 
     ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
     machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`, or of a profile that
-    `graphrun calibrate` left in ``cache``; None takes the CUDA device that is found, else rtx4090. ``cache`` is a folder where dry
-    runs and problems are kept: with one found there, no torch is imported.
+    `graphrun calibrate` left in ``cache``; None takes the CUDA device that is found, else rtx4090. ``keep``: components that stay
+    from their first use to the end; ``exclude``: components of which nothing stays that can be streamed; ``reserve``: a part of the
+    budget left to other programs. All three add to the graph's own. ``until``: a stage; only what its outputs need is planned, and
+    a run ends behind it, with these outputs. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
+    torch is imported.
     """
     from graphrun.estimator import hardware as devices
     from graphrun.estimator import profiles
@@ -74,12 +82,15 @@ def estimate(
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    graph = graph if until is None else graph.until(until)
+    graph = graph.directed(keep, exclude, None if reserve is None else parse_size(reserve, name="reserve"))
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.cache import problem_for
     from graphrun.estimator.store import Store
 
-    return problem_for(graph, values, hardware, budget_bytes, ram_bytes, Store(cache) if cache is not None else None)
+    problem = problem_for(graph, values, hardware, budget_bytes, ram_bytes, Store(cache) if cache is not None else None)
+    return replace(problem, until=until or "")
 
 
 def survey(
@@ -139,6 +150,7 @@ def run(
     from graphrun.executor.executor import execute, refuse_unfit
     from graphrun.executor.open import open_device
 
+    graph = graph.until(solution.problem.until) if solution.problem.until else graph
     values = planned_inputs(solution.problem, graph, inputs or {})
     refuse_unfit(solution.problem, solution.plan, graph)
     device = open_device(solution.problem)
@@ -158,6 +170,7 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
     Raises PlanError when one that the plan depends on differs from what was planned.
     """
     planned = dict(problem.settings)
+    graph = graph.until(problem.until) if problem.until else graph
     values = graph.resolve({**planned, **inputs})
     for name, text in planned.items():
         if str(values[name]) != text:

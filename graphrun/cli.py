@@ -33,6 +33,14 @@ HardwareName = Annotated[str | None, typer.Option(help="A known device; default:
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
+Keep = Annotated[
+    list[str] | None, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="A component that is streamed, with nothing kept. Repeatable.", show_default=False)
+]
+Reserve = Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)]
+Until = Annotated[str | None, typer.Option(help="A stage: plan what its outputs need, and end there.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -68,12 +76,16 @@ def plan(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
+    until: Until = None,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache))
+    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache), _demands(keep, exclude, reserve, until))
     summary = _summary(made)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
@@ -88,6 +100,10 @@ def run(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
+    until: Until = None,
     prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
     output: Annotated[
@@ -108,7 +124,9 @@ def run(
 
     sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
     planfile.require_writable(output, plan_file, trace_file)
-    made = _planned(graph, vram, ram, hardware, device, sets, _cache(no_cache), to_run=True)
+    made = _planned(
+        graph, vram, ram, hardware, device, sets, _cache(no_cache), _demands(keep, exclude, reserve, until), to_run=True
+    )
     if not as_json:
         typer.echo(_plan_screen(made))
     with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
@@ -129,19 +147,30 @@ def run(
 @app.command()
 def explain(
     graph: GraphFile,
+    component: Annotated[
+        str | None, typer.Argument(help="Show what other placements of this one would cost.", show_default=False)
+    ] = None,
     vram: Annotated[str | None, typer.Option(help="VRAM budget; a saved plan has its own.", show_default=False)] = None,
     ram: Ram = "auto",
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    keep: Keep = None,
+    exclude: Exclude = None,
+    reserve: Reserve = None,
+    until: Until = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every slot of a plan: what it does, what it holds, and where its time goes."""
+    """Show every slot of a plan: what it does, what it holds, and where its time goes. Or why a component is where it is."""
     from graphrun.report.screen import explain_screen
 
-    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache))
-    _show(_summary(made), as_json, explain_screen(made.solution))
+    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache), _demands(keep, exclude, reserve, until))
+    if component is not None:
+        data, screen = _alternatives(made, component)
+        _show(data, as_json, screen)
+    else:
+        _show(_summary(made), as_json, explain_screen(made.solution))
 
 
 @app.command()
@@ -176,35 +205,6 @@ def estimate(
 
 
 @app.command()
-def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
-    """Show what is here: device, driver, versions and what they allow or break, limits of memory, disk, cache."""
-    from graphrun.estimator.doctor import examine
-    from graphrun.report.doctor import doctor_screen
-
-    found = examine(_cache(no_cache))
-    _show(found, as_json, doctor_screen(found))
-
-
-@app.command()
-def calibrate(
-    device: Annotated[
-        str | None, typer.Option(help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False)
-    ] = None,
-    name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
-    seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
-    as_json: AsJson = False,
-) -> None:
-    """Measure this machine in under 30 s and keep a profile: used as --hardware NAME, and by default for the card it is of."""
-    from graphrun.estimator.calibrate import measure_and_keep
-    from graphrun.report.calibrate import calibrate_screen
-
-    if device not in (None, "cuda", "sim", "cpu"):
-        raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
-    found = measure_and_keep(device, _cache(False) or Path(), name, seconds)  # type: ignore[arg-type]
-    _show(found, as_json, calibrate_screen(found))
-
-
-@app.command()
 def schema() -> None:
     """Print the JSON Schema of graph files, for editors."""
     from graphrun.graph.spec import schema_text
@@ -218,6 +218,8 @@ def main() -> NoReturn:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers anew when they are imported
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    import graphrun.commands  # noqa: F401  (further commands of this app)
+
     try:
         app()
     except GraphrunError as error:
@@ -259,14 +261,15 @@ def _planned(
     device: str | None,
     sets: list[str] | None,
     cache: Path | None,
+    demands: dict[str, Any],
     *,
     to_run: bool = False,
 ) -> Planned:
     """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds."""
     inputs = _inputs(sets)
     if path.suffix == ".json":
-        return _read_plan(path, inputs, (vram, hardware, device), to_run)
-    graph = graphrun.load(path)
+        return _read_plan(path, inputs, (vram, hardware, device, *demands.values()), to_run)
+    graph = _load(path, demands["until"])
     if to_run:
         graph.resolve(inputs)
     if vram is None:
@@ -274,7 +277,7 @@ def _planned(
     place = _hardware(hardware, device, to_run, cache)
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, cache=cache)
+    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, cache=cache, **demands)
     start = time.perf_counter()
     with _stdout_kept_clean():
         solution = graphrun.plan(problem, cache=cache)
@@ -305,9 +308,10 @@ def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | 
     return chosen
 
 
-def _read_plan(path: Path, inputs: dict[str, str], given: tuple[str | None, ...], to_run: bool) -> Planned:
+def _read_plan(path: Path, inputs: dict[str, str], given: tuple[Any, ...], to_run: bool) -> Planned:
     if any(given):
-        raise InputError(f"{path} is a plan: it has its own budget, hardware and device; leave --vram, --hardware and --device out")
+        what = "it has its own budget, hardware, device and directives; leave --vram, --hardware, --device, --keep and the like out"
+        raise InputError(f"{path} is a plan: {what}")
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
     source = planfile.graph_path(path, saved)
@@ -315,6 +319,16 @@ def _read_plan(path: Path, inputs: dict[str, str], given: tuple[str | None, ...]
     if to_run:
         graphrun.planned_inputs(problem, graph, inputs)
     return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
+
+
+def _demands(keep: list[str] | None, exclude: list[str] | None, reserve: str | None, until: str | None) -> dict[str, Any]:
+    """Directives and target of the command line, as `graphrun.estimate` takes them."""
+    return {"keep": tuple(keep or ()), "exclude": tuple(exclude or ()), "reserve": reserve, "until": until}
+
+
+def _load(path: Path, until: str | None) -> Any:
+    graph = graphrun.load(path)
+    return graph if until is None else graph.until(until)
 
 
 def _inputs(sets: list[str] | None) -> dict[str, str]:
@@ -331,6 +345,15 @@ def _summary(made: Planned, trace: Any = None) -> dict[str, Any]:
     from graphrun.report.summary import summarize
 
     return summarize(made.solution, made.solve_seconds, trace)
+
+
+def _alternatives(made: Planned, component: str) -> tuple[dict[str, Any], str]:
+    from graphrun.planner.alternatives import alternatives
+    from graphrun.report.alternatives import alternatives_json, alternatives_screen
+
+    with _stdout_kept_clean():
+        found = alternatives(made.solution, component)
+    return alternatives_json(made.solution, component, found), alternatives_screen(made.solution, component, found)
 
 
 def _plan_screen(made: Planned) -> str:

@@ -58,7 +58,7 @@ def _problem(
     if store is None or traced is None:
         return problem_of(graph, _probe(graph, inputs), hardware, budget_bytes, ram_bytes, inputs)
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
-    key = digest_of([traced, graph.name, settings, asdict(hardware), budget_bytes, ram_bytes])
+    key = digest_of([traced, graph.name, settings, asdict(hardware), budget_bytes, ram_bytes, asdict(graph.directives)])
     if (found := store.get("problem", key)) is not None:
         try:
             return TypeAdapter(Problem).validate_python(found)

@@ -11,7 +11,8 @@ from graphrun.estimator.allocator import ROUND_BYTES
 from graphrun.estimator.events import Call, Facts, Probed, Tape
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph, Reference
-from graphrun.planner.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.planner.directives import directed
+from graphrun.planner.problem import ComponentNumbers, Directive, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant
 from graphrun.units import round_up
 
 LONGEST_PATTERN = 6
@@ -39,7 +40,7 @@ def problem_of(
         for number, (begin, end) in enumerate(spans)
     )
     used = {use.component for phase in phases for use in phase.uses}
-    return Problem(
+    problem = Problem(
         graph=graph.name,
         graph_digest=graph.digest,
         settings=settings_of(graph, inputs),
@@ -50,7 +51,10 @@ def problem_of(
         phases=phases,
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
+        reserve_bytes=graph.directives.reserve_bytes,
     )
+    kept = [Directive("keep", name) for name in graph.directives.keep]
+    return directed(problem, [*kept, *(Directive("exclude", name) for name in graph.directives.exclude)])
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:

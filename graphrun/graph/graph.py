@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
 
 from graphrun.errors import InputError
+from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import did_you_mean, fit
 
 InputType = Literal["str", "int", "float", "bool"]
@@ -103,6 +104,16 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Directives:
+    """What the user demands of placement: components that stay from their first use to the end, components of which nothing stays
+    that can be streamed, and bytes of the VRAM budget left to other programs."""
+
+    keep: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file."""
 
@@ -117,6 +128,7 @@ class Graph:
     parts: Mapping[str, Part]
     stages: tuple[Stage, ...]
     outputs: Mapping[str, Reference]
+    directives: Directives = Directives()
 
     def component(self, name: str) -> Component:
         """The component called ``name``; KeyError if there is none."""
@@ -165,6 +177,56 @@ class Graph:
             raise InputError("\n".join(problems))
         return values
 
+    def directed(self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None) -> Graph:
+        """The same graph with more directives; ``reserve_bytes`` takes the place of the graph's own.
+
+        Raises InputError naming components that there are not, or that are to be both kept and excluded.
+        """
+        kept = tuple(dict.fromkeys((*self.directives.keep, *keep)))
+        excluded = tuple(dict.fromkeys((*self.directives.exclude, *exclude)))
+        problems = [
+            f"{verb} {name}: there is no such component{did_you_mean(name, self.components)}"
+            for verb, names in (("keep", kept), ("exclude", excluded))
+            for name in names
+            if name not in self.components
+        ]
+        problems += [f"keep and exclude {name}: do without one of them" for name in kept if name in excluded]
+        if problems:
+            raise InputError("\n".join(problems))
+        reserve = self.directives.reserve_bytes if reserve_bytes is None else reserve_bytes
+        return replace(self, directives=Directives(kept, excluded, reserve))
+
+    def until(self, name: str) -> Graph:
+        """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and its outputs, all of them.
+
+        Components and parts stay, since pipelines read sizes from those that they do not enter; directives stay for what is used.
+        Raises InputError when there is no such stage.
+        """
+        stages = {stage.name: stage for stage in self.stages}
+        if name not in stages:
+            raise InputError(f"until {name}: there is no such stage{did_you_mean(name, stages)}")
+        needed = {name}
+        for stage in reversed(self.stages):  # consumers before producers
+            needed |= {r.name for r in stage.references if r.kind == "stage" and stage.name in needed}
+        kept = tuple(stage for stage in self.stages if stage.name in needed)
+        read = {reference.name for stage in kept for reference in stage.references if reference.kind == "input"}
+        made = {Reference("stage", name, output) for output in OPERATIONS[stages[name].op].outputs}
+        outputs = {key: reference for key, reference in self.outputs.items() if reference in made}
+        outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
+        used = {component for stage in kept for component in stage.uses}
+        demands = self.directives
+        return replace(
+            self,
+            inputs={key: value for key, value in self.inputs.items() if key in read},
+            stages=kept,
+            outputs=outputs,
+            directives=replace(
+                demands,
+                keep=tuple(component for component in demands.keep if component in used),
+                exclude=tuple(component for component in demands.exclude if component in used),
+            ),
+        )
+
     def without_sources(self) -> Graph:
         """The same graph with random weights: what it needs to be run where no checkpoint is.
 
@@ -184,7 +246,8 @@ class Graph:
     def digest(self) -> str:
         """First 16 hexadecimal digits of SHA-256 over what numbers depend on.
 
-        Classes, configurations, dtypes, stages, arguments; not paths, comments, key order, seeds, nor where weights come from.
+        Classes, configurations, dtypes, stages, arguments; not paths, comments, key order, seeds, nor where weights come from; not
+        directives, which are part of the problem.
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],

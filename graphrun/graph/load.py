@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, Problems, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Input, Part, Stage, find_cycle, order_stages
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, Part, Stage, find_cycle, order_stages
 from graphrun.graph.shape import note_shape
 from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, PartSpec
 from graphrun.graph.stages import check_uses, read_outputs, read_stages
 from graphrun.graph.values import did_you_mean, fit
+from graphrun.units import parse_size
 
 # Where libraries keep the configuration of a component or part in its folder.
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
@@ -77,7 +78,25 @@ class _Reader:
             parts=parts,
             stages=self._ordered(stages),
             outputs=outputs,
+            directives=self._directives(),
         )
+
+    def _directives(self) -> Directives:
+        spec, at = self.spec.directives, ("directives",)
+        for key, names in (("keep", spec.keep), ("exclude", spec.exclude)):
+            for index, name in enumerate(names):
+                if name not in self.spec.components:
+                    what = f"unknown component {name!r}{did_you_mean(name, self.spec.components)}"
+                    self.problems.add((*at, key, index), what)
+        for name in set(spec.keep) & set(spec.exclude):
+            self.problems.add((*at, "exclude"), f"{name!r} is to be kept too; do without one of them")
+        reserve_bytes = 0
+        if spec.reserve is not None:
+            try:
+                reserve_bytes = parse_size(spec.reserve, name="reserve")
+            except InputError as error:
+                self.problems.add((*at, "reserve"), str(error).removeprefix("reserve: "))
+        return Directives(tuple(spec.keep), tuple(spec.exclude), reserve_bytes)
 
     def _ordered(self, stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
         if cycle := find_cycle(stages):

@@ -9,10 +9,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from graphrun.graph.document import Problems
-from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, PartSpec, Spec, StageSpec
+from graphrun.graph.spec import ComponentSpec, DirectivesSpec, GraphSpec, InputSpec, PartSpec, Spec, StageSpec
 from graphrun.graph.values import did_you_mean
 
-_SECTIONS: dict[str, type[Spec]] = {"inputs": InputSpec, "components": ComponentSpec, "parts": PartSpec, "stages": StageSpec}
+_SECTIONS: dict[str, type[Spec]] = {
+    "inputs": InputSpec,
+    "components": ComponentSpec,
+    "parts": PartSpec,
+    "stages": StageSpec,
+    "directives": DirectivesSpec,
+}
 _EXPECTED = {
     "string_type": "a text",
     "int_type": "an int",

@@ -77,6 +77,16 @@ class StageSpec(Spec):
     arguments: dict[Name, Scalar] = Field(alias="with", default_factory=dict)
 
 
+class DirectivesSpec(Spec):
+    """What is demanded of every plan. The command line may add to it."""
+
+    keep: list[Name] = Field(
+        default_factory=list, description="Components that stay on the device from their first use to the end."
+    )
+    exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with nothing kept.")
+    reserve: Text | None = Field(default=None, description="A part of the VRAM budget left to other programs, such as 1G.")
+
+
 class GraphSpec(Spec):
     """A graph file of graphrun: a diffusion pipeline as a DAG of stages."""
 
@@ -91,6 +101,7 @@ class GraphSpec(Spec):
     parts: dict[Name, PartSpec] = Field(default_factory=dict)
     stages: dict[Name, StageSpec] = Field(min_length=1)
     outputs: dict[Name, Text] = Field(min_length=1)
+    directives: DirectivesSpec = Field(default_factory=DirectivesSpec)
 
 
 def schema_text() -> str:

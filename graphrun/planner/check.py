@@ -11,6 +11,9 @@ not-streamable   blocks that cannot be streamed are present when the slot starts
 rest-load        a rest slot loads nothing of a component that it uses
 stream           only what the slot uses is streamed, once; its keep is exactly what is present or loaded
 ring             a ring holds two of the largest block that passes (one, where only one passes)
+keep             from its first use on all of it is present, and not streamed
+exclude          nothing of it that can be streamed is on the device
+whole            it is not streamed;                 drop        it is there in its own phases only, and absent when one begins
 vram, ram        budgets hold in every slot;         baseline    nothing is left at the end
 """
 
@@ -44,10 +47,13 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
         yield Violation("ram", -1, -1, f"{terms} = {total} bytes on the host > {problem.ram_bytes}")
     phases = {phase.name: (index, phase) for index, phase in enumerate(problem.phases)}
     present: dict[str, Held] = {component.name: set() for component in problem.components}
+    known: dict[str, set[int]] = {component.name: set() for component in problem.components}  # classes that earlier slots used
     for index, slot in enumerate(plan.slots):
         judge = _Slot(problem, index, slot, present)
         yield from judge.actions()
         yield from judge.needs(phases[slot.phase][1] if slot.part in ("first", "rest") else None)
+        if slot.part != "end":
+            yield from judge.directives(phases[slot.phase][1], known)
         yield from judge.vram(*phases.get(slot.phase, (-1, None)))
         present = judge.after()
     for name, held in present.items():
@@ -176,6 +182,28 @@ class _Slot:
         least = min(2, len(through)) * max(variant.block_bytes[k] for k, _ in through)
         if stream.ring_bytes < least:
             yield self.broken("ring", number, f"{len(through)} blocks pass through {stream.ring_bytes} bytes; it takes {least}")
+
+    def directives(self, phase: PhaseNumbers, known: dict[str, set[int]]) -> Iterator[Violation]:
+        """Whether the slot does as directives demand. ``known`` grows by the classes that it uses."""
+        used = {use.component: use for use in phase.uses}
+        for component in self.problem.components:
+            name, demanded = component.name, self.problem.demanded(component.name)
+            held = self.present[name] | self.loaded[name]
+            if "keep" in demanded:
+                every = {(k, i) for k in known[name] for i in range(len(component.classes[k].blocks))}
+                if gone := every - self.present[name]:
+                    yield self.broken("keep", -1, f"kept from its first use on, and not on the device: {_show(component, gone)}")
+            if demanded & {"keep", "whole"} and name in self.streams:
+                rule = "keep" if "keep" in demanded else "whole"
+                yield self.broken(rule, self.streams[name][0], f"{name} is streamed, which the directive {rule} forbids")
+            stay = {key for key in held if component.classes[key[0]].streamable}
+            if "exclude" in demanded and stay:
+                yield self.broken("exclude", -1, f"on the device, though excluded: {_show(component, stay)}")
+            early = (self.present[name] if self.slot.part == "load" else set()) if name in used else held
+            if "drop" in demanded and early:
+                yield self.broken("drop", -1, f"on the device outside its own phases: {_show(component, early)}")
+            if name in used:
+                known[name] |= {k for k, calls in enumerate(used[name].class_calls_in(self.slot.part)) if calls}
 
     def vram(self, number: int, phase: PhaseNumbers | None) -> Iterator[Violation]:
         weights = 0

@@ -10,11 +10,11 @@ in `rest` must have been held in `first`, so both slots are weighed together; `l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from graphrun.errors import GraphrunError
-from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Placement, Problem, Use
 from graphrun.units import round_up, show_size
 
 
@@ -86,9 +86,8 @@ def require_feasible(problem: Problem) -> None:
 
 
 def smallest_budget(problem: Problem) -> int:
-    """The least total budget (context and workspace included) for which a plan exists, whatever the card's capacity."""
-    overhead = problem.hardware.context_bytes + problem.hardware.workspace_bytes
-    return overhead + max((need.total_bytes for need in least_needs(problem)), default=0)
+    """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity."""
+    return problem.overhead_bytes + max((need.total_bytes for need in least_needs(problem)), default=0)
 
 
 def smallest_ram(problem: Problem) -> int:
@@ -135,13 +134,15 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
         options = [_Option()]
         for component in problem.components:
             use = next((use for use in phase.uses if use.component == component.name), None)
-            if not component.variants[0].movable:
+            if not component.variants[0].movable or "keep" in problem.demanded(component.name):
                 here = {k for k, calls in enumerate(use.class_calls if use else ()) if calls}
                 held[component.name] = held.get(component.name, set()) | here
                 kept = _whole(component, held[component.name])
                 options = [option + _Option((kept, 0), (kept, 0)) for option in options]
             elif use:
-                options = _pareto(option + more for option in options for more in _options(component, use))
+                options = _pareto(
+                    option + more for option in options for more in _options(component, use, problem.demanded(component.name))
+                )
         needs.append(min((_need(problem, phase, values, option) for option in options), key=lambda need: need.total_bytes))
     return tuple(needs)
 
@@ -153,15 +154,19 @@ def _need(problem: Problem, phase: PhaseNumbers, values: int, option: _Option) -
     return rest if phase.rest_calls and rest.total_bytes > first.total_bytes else first
 
 
-def _options(component: ComponentNumbers, use: Use) -> list[_Option]:
-    """Ways to hold ``component``. In rest: the classes above some size. In first: those, and the classes above some size."""
+def _options(component: ComponentNumbers, use: Use, demanded: Collection[Placement]) -> list[_Option]:
+    """Ways to hold ``component``. In rest: the classes above some size. In first: those, and the classes above some size.
+
+    ``exclude`` leaves the way that holds nothing, ``whole`` the one that streams nothing.
+    """
     sizes = component.variants[0].block_bytes
-    streamable = {k for k, yes in enumerate(streamable_classes(component)) if yes}
+    streamable = {k for k, yes in enumerate(streamable_classes(component)) if yes and "whole" not in demanded}
+    limits = {max(sizes)} if "exclude" in demanded else {-1, *sizes}
     used = [{k for k, calls in enumerate(use.class_calls_in(part)) if calls} for part in ("first", "rest")]
     found = []
-    for rest_above in {-1, *sizes}:
+    for rest_above in limits:
         rest_held = {k for k in used[1] if k not in streamable or sizes[k] > rest_above}
-        for first_above in {-1, *sizes}:
+        for first_above in limits:
             first_held = rest_held | {k for k in used[0] if k not in streamable or sizes[k] > first_above}
             slots = (
                 (_whole(component, held), ring_bytes((sizes[k], len(component.classes[k].blocks)) for k in needed - held))
@@ -205,6 +210,12 @@ def _repairs(problem: Problem, needs: tuple[Need, ...]) -> tuple[str, ...]:
             smaller = tuple(_limit(phase, limits.get(phase.name)) for phase in problem.phases)
             if all(need.short_bytes <= 0 for need in least_needs(replace(problem, phases=smaller))):
                 repairs.append(f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling")
+        if (rest := problem.reserve_bytes - max(need.short_bytes for need in needs)) >= 0:
+            repairs.append(f"lower the reserve from {show_size(problem.reserve_bytes)} to {rest} bytes ({show_size(rest)})")
+        for directive in problem.directives:
+            others = tuple(other for other in problem.directives if other != directive)
+            if all(need.short_bytes <= 0 for need in least_needs(replace(problem, directives=others))):
+                repairs.append(f"do without the directive {directive.placement} {directive.component}")
     ram = smallest_ram(problem)
     if ram > problem.ram_bytes:
         repairs.append(f"raise the RAM budget from {show_size(problem.ram_bytes)} to {ram} bytes ({show_size(ram)})")

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from graphrun.planner.infeasible import ring_bytes
 from graphrun.planner.problem import ALLOCATION_BYTES
 from graphrun.planner.program import Choice, Program
 from graphrun.units import round_up
@@ -52,9 +53,8 @@ class Matrix:
         self._rows: list[tuple[Terms, float, float]] = []
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
-        self._last = [
-            max((t for t, i in enumerate(program.intervals) if i.calls[j]), default=-1) for j in range(len(program.cells))
-        ]
+        uses = [[t for t, interval in enumerate(program.intervals) if interval.calls[j]] for j in range(len(program.cells))]
+        self._first, self._last = [min(of, default=-1) for of in uses], [max(of, default=-1) for of in uses]
         peak = self._column(0.0, np.inf)
         seconds: dict[int, float] = {}
         moved: dict[int, float] = {}
@@ -94,8 +94,11 @@ class Matrix:
             calls, count = interval.calls[j], float(cell.count)
             whole, needed = bool(calls) and not cell.streamable, t <= self._last[j]
             beside = interval.part == "rest" and cell.component in interval.used
-            present = self._column(count if whole else 0.0, count if needed or not cell.movable else 0.0, True)
-            loaded = self._column(0.0, count if needed and not whole and not beside else 0.0, True)
+            stays = "keep" in cell.demanded and 0 <= self._first[j] < t
+            may_be, may_load = self._allowed(t, j)
+            may_be = may_be and (needed or stays or not cell.movable)
+            present = self._column(count if whole or stays else 0.0, count if may_be else 0.0, True)
+            loaded = self._column(0.0, count if may_load and needed and not whole and not beside else 0.0, True)
             self.present[t].append(present)
             self.loaded[t].append(loaded)
             self._row({present: 1.0, loaded: 1.0}, 0.0, count)
@@ -107,10 +110,21 @@ class Matrix:
                 copies.append(({}, 0.0))
             else:
                 copies.append(({present: -float(calls)}, calls * count))
-                streamed = self._column(0.0, 1.0, True)
+                streamed = self._column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
                 self._row({present: 1.0, loaded: 1.0, streamed: count}, count, np.inf)
                 streams.setdefault(cell.component, []).append((streamed, j))
         return copies, streams
+
+    def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
+        """Whether directives let blocks of cell ``j`` be present when interval ``t`` starts, and be loaded in it."""
+        cell, interval = self.program.cells[j], self.program.intervals[t]
+        if "exclude" in cell.demanded and cell.streamable:
+            return False, False
+        if "drop" in cell.demanded:
+            name = self.program.problem.components[cell.component].name
+            own = any(use.component == name for use in self.program.problem.phases[interval.phase].uses)
+            return own and interval.part != "load", own
+        return True, True
 
     def _time(self, t: int, copies: list[Sum], factor: float) -> int:
         """D of interval ``t``: its column."""
@@ -136,6 +150,11 @@ class Matrix:
         for j, cell in enumerate(self.program.cells):
             used[self.present[t][j]] = used[self.loaded[t][j]] = cell.held_bytes / self.bytes_unit
         for members in streams.values():
+            cells = [self.program.cells[j] for _, j in members]
+            if "exclude" in cells[0].demanded:  # all of it streams, and holding an only block instead is not allowed
+                least = ring_bytes((cell.block_bytes, cell.count) for cell in cells) / self.bytes_unit
+                used[self._column(least, least)] = 1.0
+                continue
             ring = self._column(0.0, np.inf)
             used[ring] = 1.0
             for streamed, j in members:

@@ -23,9 +23,13 @@ from typing import Any, Literal
 
 Basis = Literal["measured", "traced", "declared", "prior"]
 Home = Literal["pinned", "pageable", "disk"]
+Placement = Literal["keep", "exclude", "whole", "drop"]
 
 # A device allocation takes a multiple of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim does the same).
 ALLOCATION_BYTES = 512
+
+# Fields of a `Problem` that its digest leaves out where they are empty.
+LATER = ("directives", "reserve_bytes", "until")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +159,28 @@ class ValueNumbers:
 
 
 @dataclass(frozen=True, slots=True)
+class Directive:
+    """What is demanded of a component, whether it saves time or not.
+
+    keep      every block is on the device from its first use to the end of the run
+    exclude   no block that can be streamed stays: all of them pass through the ring in every call
+    whole     not streamed: whole on the device in every slot that computes with it
+    drop      on the device in its own phases only, loaded anew for each of them
+
+        phase     a        b        a
+        keep      ####     ####     ####
+        exclude   ~~~~              ~~~~     # held   ~ streamed
+        whole     ####     (may)    ####
+        drop      (may)             (may)
+    """
+
+    placement: Placement
+    component: str
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything a plan depends on. Equal problems have equal digests, and equal plans."""
+    """Everything a plan depends on. Equal problems have equal digests, and equal plans. ``directives``: as `directed` puts them."""
 
     graph: str
     graph_digest: str
@@ -168,11 +192,19 @@ class Problem:
     phases: tuple[PhaseNumbers, ...]
     values: tuple[ValueNumbers, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())
+    directives: tuple[Directive, ...] = ()
+    reserve_bytes: int = 0  # of the budget, left to other programs
+    until: str = ""  # the stage that the graph was cut behind; "": the whole graph
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What of the budget no tensor may use: context, workspace and the reserve."""
+        return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
 
     @property
     def effective_bytes(self) -> int:
-        """What tensors may use: the budget (or the capacity, if less) minus context and workspace."""
-        return min(self.budget_bytes, self.hardware.capacity_bytes) - self.hardware.context_bytes - self.hardware.workspace_bytes
+        """What tensors may use: the budget (or the capacity, if less) minus context, workspace and the reserve."""
+        return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""
@@ -185,10 +217,16 @@ class Problem:
         """Bytes of the values that live on the device when phase number ``phase`` is entered."""
         return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
 
+    def demanded(self, component: str) -> frozenset[Placement]:
+        """What directives demand of ``component``."""
+        return frozenset(of.placement for of in self.directives if of.component == component)
+
     @property
     def digest(self) -> str:
-        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later counts only where it is used, so that
+        plans made before keep their digests."""
+        content = {key: value for key, value in asdict(self).items() if value or key not in LATER}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, complete: an equal problem can be made from it."""

@@ -7,6 +7,8 @@ Per slot t and class j (a class of blocks of one component): K blocks present at
     used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring, ring >= 2*b*s
                                           rest:  x = n*(nb - K), d = 0 for the whole component
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
+    demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
+                whole    s = 0 where used         drop     K = 0 in load slots, K = d = 0 in phases of others
     time        D >= sum of max(compute of j, load_seconds*x) over the used j,   D >= load_seconds*x summed over all j
     memory      sum b*(K + d) + rings + activation + values + carry <= effective budget
 
@@ -20,13 +22,14 @@ from dataclasses import dataclass
 
 from graphrun.planner.infeasible import ring_bytes, streamable_classes
 from graphrun.planner.plan import Part
-from graphrun.planner.problem import ALLOCATION_BYTES, Problem
+from graphrun.planner.problem import ALLOCATION_BYTES, Placement, Problem
 from graphrun.units import round_up
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One class of blocks of one component. ``held_bytes``: what a block takes on the device, rounded up."""
+    """One class of blocks of one component. ``held_bytes``: what a block takes on the device, rounded up. ``demanded`` of the
+    component by directives."""
 
     component: int
     index: int
@@ -36,6 +39,7 @@ class Cell:
     load_seconds: float
     streamable: bool
     movable: bool
+    demanded: frozenset[Placement] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,10 @@ def program_of(problem: Problem) -> Program:
         for index, streamable in enumerate(streamable_classes(component)):
             nbytes = variant.block_bytes[index]
             held, count = round_up(nbytes, ALLOCATION_BYTES), len(component.classes[index].blocks)
-            cells.append(Cell(number, index, count, nbytes, held, variant.load_seconds[index], streamable, variant.movable))
+            demanded = problem.demanded(component.name)
+            cells.append(
+                Cell(number, index, count, nbytes, held, variant.load_seconds[index], streamable, variant.movable, demanded)
+            )
     intervals = (interval for number in range(len(problem.phases)) for interval in _intervals(problem, cells, number))
     return Program(problem, tuple(cells), tuple(intervals))
 

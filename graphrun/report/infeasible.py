@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphrun.planner.infeasible import Infeasible
+from graphrun.planner.problem import Problem
 from graphrun.report.table import scale_of, size, table
 from graphrun.units import show_size
 
@@ -12,7 +13,11 @@ from graphrun.units import show_size
 def infeasible_screen(error: Infeasible) -> str:
     """What ``graphrun plan`` and ``run`` show, with exit code 3. The budgets it names are exact: a byte less does not work."""
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
-    lines = [f"infeasible: no plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds", ""]
+    lines = [
+        f"infeasible: no plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds",
+        *demands_of(error.problem),
+        "",
+    ]
     if error.needs:
         unit, scale = scale_of(max(need.total_bytes for need in error.needs))
         rows = [["phase", "slot", "weights", "ring", "activation", "values", "least", "available", "short"]]
@@ -35,6 +40,13 @@ def infeasible_screen(error: Infeasible) -> str:
     return "\n".join(lines)
 
 
+def demands_of(problem: Problem) -> list[str]:
+    """A line with the problem's directives and its reserve, where it has any."""
+    found = [f"{of.placement} {of.component}" for of in problem.directives]
+    found += [f"reserve {show_size(problem.reserve_bytes)}"] if problem.reserve_bytes else []
+    return [f"directives {', '.join(found)}"] if found else []
+
+
 def smallest(error: Infeasible) -> str:
     """The smallest budgets as options of the command line, only those that are short."""
     found = []
@@ -54,6 +66,8 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
         "binding": error.binding,
         "budget_bytes": error.budget_bytes,
         "ram_bytes": error.ram_bytes,
+        "reserve_bytes": error.problem.reserve_bytes,
+        "directives": [f"{of.placement} {of.component}" for of in error.problem.directives],
         "smallest_budget_bytes": error.smallest_budget_bytes,
         "smallest_ram_bytes": error.smallest_ram_bytes,
         "needs": [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,20 @@ def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solut
 
 def write_json(path: Path, data: Any) -> None:
     """``data`` as JSON in ``path``, whole or not at all."""
-    _whole(path, lambda target: target.write_text(json.dumps(data, indent=1) + "\n"))
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """``text`` in ``path``, whole or not at all."""
+    _whole(path, lambda target: target.write_text(text))
 
 
 def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write every picture among ``outputs``: the first to ``path``, others beside it with a number. Returns the paths."""
+    """Write every picture among ``outputs``: the first to ``path``, others beside it with a number. Returns the paths.
+
+    Tensors (embeddings, latents) go together into ``path`` with the suffix ``.safetensors``, under names such as
+    ``embeds.prompt_embeds``.
+    """
     pictures = [
         picture
         for value in outputs.values()
@@ -113,7 +122,26 @@ def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
 
         _whole(target, write)
         written.append(target)
+    if tensors := dict(_tensors("", dict(outputs))):
+        from safetensors.torch import save as packed
+
+        target, data = (
+            path.with_suffix(".safetensors"),
+            packed({name: tensor.clone().contiguous() for name, tensor in tensors.items()}),
+        )
+        _whole(target, lambda temporary: temporary.write_bytes(data))
+        written.append(target)
     return written
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor in ``value`` with its path in it."""
+    if hasattr(value, "untyped_storage"):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(f"{name}.{key}" if name else str(key), item)
 
 
 def require_writable(*paths: Path | None) -> None:

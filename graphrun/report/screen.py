@@ -30,7 +30,7 @@ def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
 
 def _head(solution: Solution, simulation: Simulation, solve_seconds: float | None) -> str:
     problem, hardware = solution.problem, solution.problem.hardware
-    overhead = problem.budget_bytes - problem.effective_bytes
+    overhead = problem.budget_bytes - problem.effective_bytes - problem.reserve_bytes
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     settings = " ".join(f"{name}={value}" for name, value in problem.settings)
     exposed = max(0.0, simulation.seconds - simulation.compute_seconds)
@@ -38,11 +38,16 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     solved = f", {show_seconds(solve_seconds)} to solve" if solve_seconds is not None else ""
     budget = show_size(problem.budget_bytes)
     if overhead:
-        budget += f" = {gib(overhead)} context and workspace + {gib(problem.effective_bytes)}"
+        reserve = f"{gib(problem.reserve_bytes)} reserve + " if problem.reserve_bytes else ""
+        budget += f" = {gib(overhead)} context and workspace + {reserve}{gib(problem.effective_bytes)}"
+    elif problem.reserve_bytes:
+        budget += f" = {show_size(problem.reserve_bytes)} reserve + {show_size(problem.effective_bytes)}"
+    directives = ", ".join(f"{of.placement} {of.component}" for of in problem.directives)
     return "\n".join(
         (
-            f"plan {problem.graph}  {settings}",
+            f"plan {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  cold run",
+            *([f"directives {directives}"] if directives else []),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             f"predicted {show_seconds(simulation.seconds)} = {show_seconds(simulation.compute_seconds)} compute"
@@ -145,6 +150,9 @@ def _why(solution: Solution) -> str:
             if phase.name not in phases:
                 continue
             weights = component.weight_bytes()
+            if "exclude" in problem.demanded(component.name):
+                lines.append(f" why {component.name} is streamed: the directive exclude demands it")
+                continue
             rest = max(phase.first_bytes, phase.rest_bytes) + phase.carry_bytes + problem.value_bytes(number)
             if weights + rest > problem.effective_bytes:
                 lines.append(

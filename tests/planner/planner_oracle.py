@@ -54,6 +54,8 @@ class Oracle:
             nbytes, loaded = variant.block_bytes[k], there - here
             held += up(nbytes) * there
             copies = loaded
+            if self.disobeys(index, part, c, k, (n, nb), here, there):
+                return None
             if part == "rest" and c in used and loaded:
                 return None
             if n:
@@ -72,6 +74,26 @@ class Oracle:
         held += {"load": 0, "first": phase.first_bytes, "rest": phase.rest_bytes}[part] + phase.carry_bytes
         held += sum(v.nbytes for v in self.problem.values if v.first_phase <= index <= v.last_phase)
         return max(own, transfer), moved, held
+
+    def disobeys(self, index: int, part: str, c: int, k: int, of: tuple[int, int], here: int, there: int) -> bool:
+        """Whether ``here`` blocks of a class at a slot's start and ``there`` at its end are against a directive."""
+        numbers, (calls, nb) = self.problem.components[c], of
+        variant, may = numbers.variants[0], numbers.classes[k].streamable
+        for directive in self.problem.directives:
+            if directive.component != numbers.name:
+                continue
+            own = any(use.component == numbers.name for use in self.problem.phases[index].uses)
+            uses = [self.calls(*slot)[self.cells.index((c, k))][0] for slot in self.slots[: self.slots.index((index, part))]]
+            match directive.placement:
+                case "keep" if (any(uses) and here < nb) or (calls and there < nb):
+                    return True
+                case "exclude" if there and may and variant.streamable:
+                    return True
+                case "whole" if calls and there < nb:
+                    return True
+                case "drop" if there if not own else here if part == "load" else 0:
+                    return True
+        return False
 
     def _steps(self) -> list[list[tuple[State, State, float, int, int]]]:
         pairs = [[(here, there) for there in range(nb + 1) for here in range(there + 1)] for nb in self.counts]

@@ -9,10 +9,12 @@ import pytest
 from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
 
+from graphrun.errors import InputError
 from graphrun.planner.check import check
+from graphrun.planner.directives import directed
 from graphrun.planner.infeasible import Infeasible, smallest_budget
 from graphrun.planner.plan import parse
-from graphrun.planner.problem import PhaseNumbers, Problem, Use, ValueNumbers
+from graphrun.planner.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.planner.program import program_of
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solve import choose, plan_of, solve
@@ -84,3 +86,36 @@ def test_a_byte_below_the_smallest_budget_is_infeasible(seeds: range) -> None:
         assert caught.value.smallest_budget_bytes == smallest, seed
         assert caught.value.binding == "VRAM", seed
         assert max(need.short_bytes for need in caught.value.needs) == 1, seed
+
+
+def directed_problem(seed: int) -> Problem | None:
+    """A random problem with one to three random directives; None where they cannot be obeyed."""
+    of, rng = random_problem(seed), random.Random(-seed)
+    names = [component.name for component in of.components]
+    kinds: tuple[Placement, ...] = ("keep", "exclude", "whole", "drop")
+    try:
+        return directed(of, [Directive(rng.choice(kinds), rng.choice(names)) for _ in range(rng.choice((1, 2, 2, 3)))])
+    except InputError:
+        return None
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1400, 40)], ids=str)
+def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
+    for seed in seeds:
+        given = directed_problem(seed)
+        if given is None:
+            continue
+        oracle = Oracle(given)
+        overhead = given.budget_bytes - given.effective_bytes
+        least = oracle.smallest_effective()
+        assert smallest_budget(given) == least + overhead, seed
+        spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
+        fits = replace(given, budget_bytes=least + overhead + spare)
+        best, program = oracle.best(least + spare), program_of(fits)
+        assert best is not None
+        answer = choose(program, (1.0,) * len(program.intervals))
+        assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
+        assert program.moved_bytes(answer.choice) == best[1], seed
+        plan = plan_of(program, answer.choice)
+        assert check(fits, plan) == (), seed
+        assert simulate(fits, plan).moved_bytes == best[1], seed

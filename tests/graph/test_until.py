@@ -1,0 +1,48 @@
+"""A graph cut behind one of its stages: what is left, and what it then returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphrun.errors import InputError
+from graphrun.graph.graph import Directives, Reference
+from graphrun.graph.load import load
+
+GRAPH = load(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
+
+
+def test_only_what_the_stage_needs_is_left() -> None:
+    cut = GRAPH.until("encode")
+    assert [stage.name for stage in cut.stages] == ["encode"]
+    assert set(cut.inputs) == {"prompt", "max_sequence_length"}
+    assert cut.outputs == {"embeds": Reference("stage", "encode", "embeds")}
+    assert cut.components == GRAPH.components, "pipelines read sizes from components that they do not enter"
+    assert cut.digest != GRAPH.digest
+    assert [stage.name for stage in GRAPH.until("denoise").stages] == ["encode", "denoise"]
+    with pytest.raises(InputError, match="unknown input 'height'"):
+        cut.resolve({"height": 128})
+
+
+def test_the_last_stage_is_the_whole_graph_and_cutting_twice_is_cutting_once() -> None:
+    assert GRAPH.until("decode") == GRAPH
+    assert GRAPH.until("encode").until("encode") == GRAPH.until("encode")
+
+
+def test_a_branch_that_the_stage_does_not_need_goes() -> None:
+    encode, denoise, decode = GRAPH.stages
+    other = replace(encode, name="other")
+    both = replace(GRAPH, stages=(encode, other, denoise, decode))
+    assert [stage.name for stage in both.until("denoise").stages] == ["encode", "denoise"]
+
+
+def test_directives_stay_for_what_is_used() -> None:
+    told = replace(GRAPH, directives=Directives(("vae", "text_encoder"), ("transformer",), 5))
+    assert told.until("encode").directives == Directives(("text_encoder",), (), 5)
+
+
+def test_an_unknown_stage_is_refused() -> None:
+    with pytest.raises(InputError, match="did you mean 'encode'"):
+        GRAPH.until("encod")

@@ -1,0 +1,155 @@
+"""Commands that compare plans, as their users meet them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from graphrun import cli
+from graphrun.units import MIB
+
+TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def graphrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        out = capsys.readouterr()
+        return int(done.value.code or 0), out.out, out.err
+
+    return run
+
+
+def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "2M:6M")
+    code, out, _ = graphrun(*options, "--plot", "o/curve.svg")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if line[:1] == " " and line.split()[0][0].isdigit()] == [
+        "2.00",
+        "3.00",
+        "4.00",
+        "6.00",
+    ]
+    picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
+    assert len(picture.findall("{*}circle")) == 2, "one for each budget that something fits"
+    code, out, _ = graphrun(*options, "--json")
+    data = json.loads(out)
+    assert [point["feasible"] for point in data["points"]] == [False, False, True, True]
+    assert f"--vram {data['points'][0]['smallest_budget_bytes']} " in graphrun(*options)[1]
+    code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json")
+    alone = json.loads(out)
+    last = data["points"][-1]
+    figures = ("predicted_seconds", "peak_bytes", "moved_bytes", "bound_seconds", "proven_optimal")
+    assert {key: last[key] for key in figures} == {key: alone[key] for key in figures}
+
+
+def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(graphrun: Cli) -> None:
+    options = ("--device", "sim", "--set", "steps=1", "--vram", "4M")
+    code, out, _ = graphrun("frontier", TINY, *options, "--sweep", "height=128:320:64")
+    assert code == 0
+    assert "within 4.00 MiB: height up to 192, predicted" in out
+    assert graphrun("plan", TINY, *options, "--set", "height=192")[0] == 0
+    assert graphrun("plan", TINY, *options, "--set", "height=256")[0] == 3
+    data = json.loads(graphrun("frontier", TINY, *options, "--sweep", "height=192:256:64", "--json")[1])
+    assert data["largest"] == [{"budget_bytes": 4 * MIB, "height": "192"}]
+
+
+def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None:
+    code, out, _ = graphrun("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "1M:2M")
+    assert code == 3
+    assert "smallest budget that works: --vram" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--vram", "8G:4G"), "is not a range"),
+        (("--vram", "4M", "--sweep", "height=128:256"), "is not a range of an input"),
+        (("--vram", "4M", "--sweep", "hight=128:256:64"), "did you mean 'height'"),
+        (("--vram", "4M", "--sweep", "height=128:256:8"), "is not a multiple of 16"),
+    ],
+)
+def test_a_bad_range_is_refused_before_any_dry_run(graphrun: Cli, arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = graphrun("frontier", TINY, "--device", "sim", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: Cli) -> None:
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
+    code, out, _ = graphrun("explain", "plan.json", "transformer")
+    assert code == 0
+    assert "all of it streamed, nothing kept" in out
+    data = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])
+    assert [row["placement"] for row in data["alternatives"]] == ["planned", "whole", "exclude", "drop", "keep"]
+    code, _, err = graphrun("explain", "plan.json", "transfromer")
+    assert code == 2
+    assert "no component 'transfromer'" in err
+
+
+DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1M")
+
+
+def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("--device", "sim", "--vram", "7M", "--set", "steps=1")
+    code, out, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json")
+    assert code == 0
+    assert "directives keep text_encoder, exclude transformer" in out
+    assert "budget 7.00 MiB = 1.00 MiB reserve + 6.00 MiB" in out
+    assert "why transformer is streamed: the directive exclude demands it" in out
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["directives"] == ["keep text_encoder", "exclude transformer"]
+    assert (data["reserve_bytes"], data["overhead_bytes"]) == (MIB, MIB)
+    code, out, _ = graphrun("run", "plan.json", "--output", "a.png", "--trace", "trace.json", "--json")
+    measured = json.loads(out)["measured"]
+    assert (code, measured["kept_plan"], measured["left_bytes"]) == (0, True, 0)
+    assert measured["peak_bytes"] <= 6 * MIB
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    evicted = [event["slot"] for event in trace["events"] if event["kind"] == "evict" and event["component"] == "text_encoder"]
+    assert set(evicted) == {len(trace["slots"]) - 1}, "kept to the end"
+    assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphrun: Cli) -> None:
+    graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
+    code, _, err = graphrun("run", "plan.json", "--keep", "vae")
+    assert (code, "is a plan" in err) == (2, True)
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--keep", "vea")
+    assert (code, "did you mean 'vae'" in err) == (2, True)
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "4M", "--set", "steps=1", "--keep", "vae", "--reserve", "1M")
+    assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "lower the reserve from 1.00 MiB" in err) == (3, True, True)
+    code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
+    assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
+
+
+def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
+    options = ("--device", "sim", "--vram", "6M", "--until", "encode")
+    code, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
+    assert code == 0
+    assert out.startswith("plan flux-tiny until encode  max_sequence_length=64\n")
+    assert "transformer" not in out
+    assert json.loads((tmp_path / "plan.json").read_text())["until"] == "encode"
+    code, out, _ = graphrun("run", "plan.json", "--set", "prompt=a boat", "--output", "a.png")
+    assert code == 0
+    assert "left on the device: 0 B\nwrote a.safetensors" in out
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "a.safetensors")
+    assert set(saved) == {"embeds.prompt_embeds", "embeds.pooled_prompt_embeds"}
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--until", "encod")
+    assert (code, "did you mean 'encode'" in err) == (2, True)
+    assert graphrun("explain", "plan.json", "text_encoder_2")[0] == 0
