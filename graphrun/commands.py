@@ -1,4 +1,4 @@
-"""More of the command line: comparing plans, and looking at the machine. Joins `cli`'s app and prints as it does; nothing else may."""
+"""More of the command line: comparing plans, looking at the machine. Joins `cli`'s app and prints as it does; nothing else may."""
 
 from __future__ import annotations
 
