@@ -2,7 +2,7 @@
 
 .venv/bin/python benchmarks/executor.py [GRAPH ...]      a few minutes a graph; writes benchmarks/results/executor.json
 
-overhead   wall seconds of a run with everything resident over those of the same stages without graphrun, in pairs one after the
+overhead   CPU seconds of a run with everything resident over those of the same stages without graphrun, in pairs one after the
            other; the median of the pairs' ratios. On sim, and on the CPU (where only the boundary around components is graphrun's)
 overlap    seconds, on the simulated accelerator's clock, of the slot that streams most, over the bound
            1.03 x max(compute, transfer) + one block
@@ -84,15 +84,15 @@ def resident_plan(problem: Any) -> Any:
 
 
 def paired(plain: Callable[[], object], ours: Callable[[], object]) -> dict[str, Any]:
-    """Ratios of wall seconds, ours over plain, alternating which comes first."""
+    """Ratios of CPU seconds (other programs may share the cores), ours over plain, alternating which comes first."""
     seconds: list[tuple[float, float]] = []
     for number in range(PAIRS + 1):
         took = {}
         for which, run in (("plain", plain), ("ours", ours)) if number % 2 else (("ours", ours), ("plain", plain)):
             gc.collect()
-            start = time.perf_counter()
+            start = time.process_time()
             run()
-            took[which] = time.perf_counter() - start
+            took[which] = time.process_time() - start
         seconds.append((took["plain"], took["ours"]))
     ratios = sorted(ours / plain for plain, ours in seconds[1:])  # the first pair warms up
     return {
