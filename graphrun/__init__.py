@@ -71,14 +71,9 @@ def estimate(
     a run ends behind it, with these outputs. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
     torch is imported.
     """
-    from graphrun.estimator import hardware as devices
-    from graphrun.estimator import profiles
     from graphrun.estimator.machine import host_ram_bytes
 
-    if hardware is None:
-        hardware = profiles.found(cache) or devices.hardware(devices.DEFAULT)
-    elif isinstance(hardware, str):
-        hardware = profiles.hardware(hardware, cache)
+    hardware = _hardware(hardware, cache)
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
@@ -103,13 +98,8 @@ def survey(
     """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
     FLOPs and seconds, each with its basis. Arguments as for `estimate`.
     """
-    from graphrun.estimator import hardware as devices
-    from graphrun.estimator import profiles
 
-    if hardware is None:
-        hardware = profiles.found(cache) or devices.hardware(devices.DEFAULT)
-    elif isinstance(hardware, str):
-        hardware = profiles.hardware(hardware, cache)
+    hardware = _hardware(hardware, cache)
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.cache import dry_run
@@ -176,3 +166,13 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
         if str(values[name]) != text:
             raise PlanError(f"the plan is for {name}={text}, this run has {name}={values[name]}: plan again, or leave {name} out")
     return values
+
+
+def _hardware(given: str | Hardware | None, cache: Path | None) -> Hardware:
+    """The hardware meant: as it is, by name (a profile or a prior), or where nothing is given the card found, else a prior."""
+    from graphrun.estimator import hardware as devices
+    from graphrun.estimator import profiles
+
+    if given is None:
+        return profiles.found(cache) or devices.hardware(devices.DEFAULT)
+    return profiles.hardware(given, cache) if isinstance(given, str) else given

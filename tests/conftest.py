@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,3 +74,22 @@ def make_problem() -> Any:
 def dry() -> Any:
     """`dry_run`, for tests that cannot import this file."""
     return dry_run
+
+
+@pytest.fixture
+def graphrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
+    from graphrun import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        out = capsys.readouterr()
+        return int(done.value.code or 0), out.out, out.err
+
+    return run

@@ -10,27 +10,11 @@ from typing import Any
 
 import pytest
 
-from graphrun import cli
 from graphrun.units import MIB
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 TINY = str(GRAPHS / "flux-tiny.yaml")
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def graphrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        out = capsys.readouterr()
-        return int(done.value.code or 0), out.out, out.err
-
-    return run
 
 
 @pytest.fixture

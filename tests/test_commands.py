@@ -9,26 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from graphrun import cli
 from graphrun.units import MIB
 
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def graphrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["graphrun", *arguments])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        out = capsys.readouterr()
-        return int(done.value.code or 0), out.out, out.err
-
-    return run
 
 
 def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lets this folder's tests import `executor_small`; one thread, so that the CPU's sums are in one order."""
+"""Lets this folder's tests import `executor_small`; the long sweeps run when they are asked for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)
