@@ -13,7 +13,8 @@ from graphrun.errors import InputError
 from graphrun.planner.check import check
 from graphrun.planner.directives import directed
 from graphrun.planner.infeasible import Infeasible, smallest_budget
-from graphrun.planner.plan import parse
+from graphrun.planner.matrix import Answer
+from graphrun.planner.plan import Plan, parse
 from graphrun.planner.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.planner.program import program_of
 from graphrun.planner.simulate import simulate
@@ -48,24 +49,29 @@ def random_problem(seed: int) -> Problem:
     return problem(2**20, tuple(components), tuple(phases), values, on=on)
 
 
+def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
+    """``given`` with a budget that fits, and what the solver chose for it: the least seconds and bytes that the oracle finds."""
+    overhead = given.budget_bytes - given.effective_bytes
+    least = oracle.smallest_effective()
+    assert smallest_budget(given) == least + overhead, seed
+    spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
+    fits = replace(given, budget_bytes=least + overhead + spare)
+    best, program = oracle.best(least + spare), program_of(fits)
+    assert best is not None
+    answer = choose(program, (1.0,) * len(program.intervals))
+    assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
+    assert program.moved_bytes(answer.choice) == best[1], seed
+    return fits, plan_of(program, answer.choice), answer, best
+
+
 @pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 240, 20)], ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
         given = random_problem(seed)
         oracle = Oracle(given)
-        overhead = given.budget_bytes - given.effective_bytes
-        least = oracle.smallest_effective()
-        assert smallest_budget(given) == least + overhead, seed
-        spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
-        fits = replace(given, budget_bytes=least + overhead + spare)
-        best, program = oracle.best(least + spare), program_of(fits)
-        assert best is not None
-        answer = choose(program, (1.0,) * len(program.intervals))
-        assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
-        assert program.moved_bytes(answer.choice) == best[1], seed
+        fits, plan, answer, best = judged(seed, given, oracle)
         assert answer.proven, seed
         assert answer.bound == pytest.approx(best[0], abs=1e-4), seed
-        plan = plan_of(program, answer.choice)
         assert check(fits, plan) == (), seed
         assert parse(str(plan)) == plan, seed
         run = simulate(fits, plan)
@@ -105,17 +111,6 @@ def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: r
         given = directed_problem(seed)
         if given is None:
             continue
-        oracle = Oracle(given)
-        overhead = given.budget_bytes - given.effective_bytes
-        least = oracle.smallest_effective()
-        assert smallest_budget(given) == least + overhead, seed
-        spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
-        fits = replace(given, budget_bytes=least + overhead + spare)
-        best, program = oracle.best(least + spare), program_of(fits)
-        assert best is not None
-        answer = choose(program, (1.0,) * len(program.intervals))
-        assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
-        assert program.moved_bytes(answer.choice) == best[1], seed
-        plan = plan_of(program, answer.choice)
+        fits, plan, _, best = judged(seed, given, Oracle(given))
         assert check(fits, plan) == (), seed
         assert simulate(fits, plan).moved_bytes == best[1], seed
