@@ -70,7 +70,7 @@ class Prepared:
 
 def resident_plan(problem: Any) -> Any:
     """Every component is loaded before its phase and stays to the end; nothing streams."""
-    from graphrun.planner.plan import parse
+    from graphrun.planner.parse import parse
 
     lines, loaded = [f"plan {problem.digest}"], []
     for phase in problem.phases:

@@ -30,7 +30,7 @@ from graphrun.estimator.numbers import problem_of
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
-from graphrun.planner.plan import parse
+from graphrun.planner.parse import parse
 from graphrun.planner.problem import BlockClass, Hardware, Problem
 from graphrun.planner.solution import Solution
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrun.planner.plan import Blocks, Evict, Free, Load, Plan, Restore, Run, Slot, Spill, Stream, Violation
+from graphrun.planner.plan import Blocks, Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream, Violation
 from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem
 from graphrun.units import round_up
 
@@ -107,7 +107,7 @@ class _Slot:
             if isinstance(action, Evict) and begun:
                 yield self.broken("order", number, "evictions come first in a slot")
             begun = begun or not isinstance(action, Evict)
-            if isinstance(action, (Spill, Restore, Free)):
+            if isinstance(action, (Spill, Restore, Fill, Free)):
                 yield self.broken("unknown", number, f"{type(action).__name__.lower()} cannot be carried out by this version")
             elif not isinstance(action, Run):
                 yield from self.action(number, action)

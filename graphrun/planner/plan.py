@@ -1,5 +1,8 @@
 """What a plan says: slots of actions, and the text form that parses back. A plan stores no peak and no time.
 
+variant transformer nf4 pinned device        where there is a choice: how the component is held
+option decode tiling                         how the stage is run, if not plainly
+order encode denoise decode                  of the stages, if not the problem's
 slot denoise/0:transformer rest x27
   stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
   load vae all from pinned
@@ -9,12 +12,9 @@ slot denoise/0:transformer rest x27
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
-from graphrun.errors import PlanError
 from graphrun.units import GIB, KIB, MIB
 
 Part = Literal["load", "first", "rest", "end"]
@@ -71,13 +71,20 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Fill:
+    """Read the component from disk into its home, beside what else the slot does; its blocks are copied on as they come in."""
+
+    component: str
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """Drop the host copy too: nothing later needs it."""
 
     component: str
 
 
-Action = Load | Evict | Stream | Run | Spill | Restore | Free
+Action = Load | Evict | Stream | Run | Spill | Restore | Fill | Free
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +100,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Slots in order, for the problem with digest ``problem``."""
+    """Slots in order, for the problem with digest ``problem``.
+
+    ``variants``: (component, `Variant.name`) for each component that has more than one; ``options``: (stage, `StageOption.name`);
+    ``order``: stages, empty where it is the problem's. ``again``: the slots of every further run of a session.
+    """
 
     problem: str
     slots: tuple[Slot, ...]
+    variants: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+    order: tuple[str, ...] = ()
+    again: tuple[Slot, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -117,8 +132,10 @@ class Violation:
     detail: str
 
 
-_PART_CALLS: dict[str, int] = {"load": 0, "first": 1, "end": 0}
-_UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
+# Calls of the parts that have a fixed number of them.
+PART_CALLS: dict[str, int] = {"load": 0, "first": 1, "end": 0}
+# What sizes in a plan's text are written in.
+UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: Blocks) -> str:
@@ -146,111 +163,35 @@ def action_text(action: Action) -> str:
         case Evict(component, blocks):
             return f"evict {component} {blocks_text(blocks)}"
         case Stream(component, keep, ring_bytes):
-            unit = next(unit for unit in ("MiB", "KiB", "B") if ring_bytes % _UNITS[unit] == 0)
-            return f"stream {component} keep {blocks_text(keep)} ring {ring_bytes // _UNITS[unit]} {unit}"
+            unit = next(unit for unit in ("MiB", "KiB", "B") if ring_bytes % UNITS[unit] == 0)
+            return f"stream {component} keep {blocks_text(keep)} ring {ring_bytes // UNITS[unit]} {unit}"
         case Run():
             return "run"
         case Spill(value):
             return f"spill {value}"
         case Restore(value):
             return f"restore {value}"
+        case Fill(component):
+            return f"fill {component}"
         case Free(component):
             return f"free {component}"
 
 
 def slot_text(slot: Slot) -> str:
     """A slot's first line: ``slot denoise/0:transformer rest x27``, ``slot end``."""
-    calls = "" if _PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
+    calls = "" if PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
     return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
 
 
 def plan_text(plan: Plan) -> str:
-    """The text form, no newline at its end: the problem's digest, then each slot with its actions two spaces in."""
+    """The text form, no newline at its end: the problem's digest, choices, then each slot with its actions two spaces in."""
     lines = [f"plan {plan.problem}"]
+    lines += [f"variant {component} {name}" for component, name in plan.variants]
+    lines += [f"option {stage} {name}" for stage, name in plan.options]
+    lines += [f"order {' '.join(plan.order)}"] if plan.order else []
     for slot in plan.slots:
         lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
+    lines += ["again"] if plan.again else []
+    for slot in plan.again:
+        lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
     return "\n".join(lines)
-
-
-def parse(text: str, name: str = "plan") -> Plan:
-    """The plan that ``text`` says: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation mean nothing.
-
-    Raises PlanError at ``name:line`` with what was expected there. Whether the plan may be run is for `check` to say.
-    """
-    digest: str | None = None
-    slots: list[tuple[str, Part, int, list[Action]]] = []
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line, where = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
-        if not line:
-            continue
-        if digest is None:
-            if not (match := re.fullmatch(r"plan (\S+)", line)):
-                raise PlanError(f"expected 'plan DIGEST', the digest of the plan's problem, found {line!r}", where)
-            digest = match[1]
-        elif line.split()[0] == "slot":
-            slots.append((*_parse_slot(line, where), []))
-        elif not slots:
-            raise PlanError(f"expected a slot, as in 'slot encode/0:text_encoder load', found {line!r}", where)
-        else:
-            slots[-1][3].append(_parse_action(line, where))
-    if digest is None:
-        raise PlanError("expected 'plan DIGEST' as the first line, found no text", f"{name}:1")
-    return Plan(digest, tuple(Slot(phase, part, calls, tuple(actions)) for phase, part, calls, actions in slots))
-
-
-def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
-    match = re.fullmatch(r"slot (?:(\S+) (load|first|rest)|(end))(?: x([0-9]+))?", line)
-    if not match:
-        raise PlanError(f"expected 'slot PHASE load|first|rest [xCALLS]' or 'slot end', found {line!r}", where)
-    phase, part, calls = match[1] or "", match[2] or match[3], match[4]
-    if calls is None and part == "rest":
-        raise PlanError(f"expected the calls of a rest slot, as in 'slot {phase} rest x27', found {line!r}", where)
-    return phase, cast(Part, part), int(calls) if calls else _PART_CALLS[part]
-
-
-def _parse_action(line: str, where: str) -> Action:
-    verb = line.split()[0]
-    if verb not in _ACTIONS:
-        raise PlanError(f"expected slot or one of {', '.join(_ACTIONS)}, found {verb!r}", where)
-    pattern, shape = _ACTIONS[verb]
-    if not (match := re.fullmatch(pattern, line)):
-        raise PlanError(f"expected '{shape}', found {line!r}", where)
-    if verb == "load":
-        return Load(match[1], _parse_blocks(match[2], where), match[3])
-    if verb == "evict":
-        return Evict(match[1], _parse_blocks(match[2], where))
-    if verb == "stream":
-        return Stream(match[1], _parse_blocks(match[2], where), int(match[3]) * _UNITS[match[4]])
-    if verb == "spill":
-        return Spill(match[1])
-    if verb == "restore":
-        return Restore(match[1])
-    return Free(match[1]) if verb == "free" else Run()
-
-
-# Verb -> how its line must look, and how to say so.
-_ACTIONS: Mapping[str, tuple[str, str]] = {
-    "load": (r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
-    "evict": (r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
-    "stream": (r"stream (\S+) keep (.+) ring ([0-9]+) (GiB|MiB|KiB|B)", "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B"),
-    "run": (r"run", "run"),
-    "spill": (r"spill (\S+)", "spill VALUE"),
-    "restore": (r"restore (\S+)", "restore VALUE"),
-    "free": (r"free (\S+)", "free COMPONENT"),
-}
-
-
-def _parse_blocks(text: str, where: str) -> Blocks:
-    if text in ("all", "none"):
-        return None if text == "all" else ()
-    found: dict[str, tuple[int, ...]] = {}
-    for item in text.split():
-        match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
-        if not match:
-            raise PlanError(f"expected blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]', found {item!r}", where)
-        ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
-        indices = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
-        if match[1] in found or list(indices) != sorted(set(indices)) or any(run[0] > run[-1] for run in ends):
-            raise PlanError(f"expected each class once and its blocks in ascending order, found {item!r}", where)
-        found[match[1]] = indices
-    return tuple(found.items())

@@ -23,13 +23,31 @@ from typing import Any, Literal
 
 Basis = Literal["measured", "traced", "declared", "prior"]
 Home = Literal["pinned", "pageable", "disk"]
-Placement = Literal["keep", "exclude", "whole", "drop"]
+Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
 
 # A device allocation takes a multiple of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim does the same).
 ALLOCATION_BYTES = 512
 
-# Fields of a `Problem` that its digest leaves out where they are empty.
-LATER = ("directives", "reserve_bytes", "until")
+# Fields that a digest leaves out where they have their defaults.
+LATER = {
+    "directives": (),
+    "reserve_bytes": 0,
+    "until": "",
+    "pinned_bytes": None,
+    "disk_bytes": None,
+    "runs": 1,
+    "precedence": None,
+    "options": (),
+    "allow": (),
+    "fill_seconds": (),
+    "disk_seconds": (),
+    "block_seconds": (),
+    "slowdown": 1.0,
+    "scratch_bytes": 0,
+    "transient_bytes": 0,
+    "stored_bytes": 0,
+    "needs": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +86,16 @@ class BlockClass:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to hold a component: precision x home x where it computes. Per class: bytes of a block, seconds to load one."""
+    """One way to hold a component: precision x home x where it computes. Per class: bytes of a block, seconds to copy one.
+
+    home      holds in RAM        a copy to the device takes          filled
+    pinned    host_bytes, locked  load_seconds                        by a fill, or before the run where fill_seconds is ()
+    pageable  host_bytes          load_seconds (slower)               likewise
+    disk      a bounce buffer of  disk_seconds to read, beside        never: the buffer is there from the start
+              host_bytes, locked  load_seconds to copy on
+
+    One that computes on the CPU is never copied; its home is filled before it is entered.
+    """
 
     precision: str
     home: Home
@@ -76,8 +103,26 @@ class Variant:
     block_bytes: tuple[int, ...]
     load_seconds: tuple[float, ...]
     host_bytes: int
-    movable: bool = True
+    movable: bool = True  # False: once loaded it stays until the end
     streamable: bool = True
+    fill_seconds: tuple[float, ...] = ()  # to read one block from disk into its home
+    disk_seconds: tuple[float, ...] = ()  # to read one block from disk whenever it is copied
+    block_seconds: tuple[float, ...] = ()  # compute of one block in one call beyond the use's: dequantization
+    slowdown: float = 1.0  # what the use's compute is multiplied by: the device's rate over the CPU's
+    scratch_bytes: int = 0  # activation beyond the phase's while the component computes
+    transient_bytes: int = 0  # in RAM beyond host_bytes while the home is filled
+    stored_bytes: int = 0  # on disk, because of this variant
+    needs: str = ""  # what must be allowed, since the output changes: a precision, "cpu"; "": nothing changes
+
+    @property
+    def name(self) -> str:
+        """``precision home device``, as in a plan's text."""
+        return f"{self.precision} {self.home} {self.device}"
+
+    @property
+    def locked_bytes(self) -> int:
+        """Page-locked bytes that the home holds."""
+        return 0 if self.home == "pageable" else self.host_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +207,7 @@ class ValueNumbers:
 class Directive:
     """What is demanded of a component, whether it saves time or not.
 
+    pin       its home is pinned
     keep      every block is on the device from its first use to the end of the run
     exclude   no block that can be streamed stays: all of them pass through the ring in every call
     whole     not streamed: whole on the device in every slot that computes with it
@@ -179,8 +225,26 @@ class Directive:
 
 
 @dataclass(frozen=True, slots=True)
+class StageOption:
+    """Another way to run ``stage``: its phases where ``name`` (tiling, slicing, ...) is chosen in place of the plain way.
+
+    ``needs``: what must be allowed, since the output changes; "": nothing changes.
+    """
+
+    stage: str
+    name: str
+    phases: tuple[PhaseNumbers, ...]
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything a plan depends on. Equal problems have equal digests, and equal plans. ``directives``: as `directed` puts them."""
+    """Everything a plan depends on. Equal problems have equal digests, and equal plans. ``directives``: as `directed` puts them.
+
+    The first variant of a component, the phases and the order of stages as they stand are what a graph says plainly; `settle` turns
+    a problem and a plan's choices into a problem that has just these. ``runs`` above 1 makes it a session: a first run, and
+    ``runs - 1`` further ones that begin with what is on the device and the host by then.
+    """
 
     graph: str
     graph_digest: str
@@ -195,6 +259,12 @@ class Problem:
     directives: tuple[Directive, ...] = ()
     reserve_bytes: int = 0  # of the budget, left to other programs
     until: str = ""  # the stage that the graph was cut behind; "": the whole graph
+    pinned_bytes: int | None = None  # budget of page-locked RAM; None: what RAM allows
+    disk_bytes: int | None = None  # budget of bytes to be written to disk; None: none is set
+    runs: int = 1
+    precedence: tuple[tuple[str, str], ...] | None = None  # (earlier, later) stages; None: the order of the phases
+    options: tuple[StageOption, ...] = ()
+    allow: tuple[str, ...] = ()  # what of the variants' and options' needs may be used
 
     @property
     def overhead_bytes(self) -> int:
@@ -221,13 +291,29 @@ class Problem:
         """What directives demand of ``component``."""
         return frozenset(of.placement for of in self.directives if of.component == component)
 
+    def usable(self, component: ComponentNumbers) -> tuple[int, ...]:
+        """Indices of the variants that a plan may choose: what they need is allowed, and the home pinned where demanded."""
+        pinned = "pin" in self.demanded(component.name)
+        return tuple(
+            index
+            for index, variant in enumerate(component.variants)
+            if (not variant.needs or variant.needs in self.allow) and (variant.home == "pinned" or not pinned)
+        )
+
     @property
     def digest(self) -> str:
         """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later counts only where it is used, so that
         plans made before keep their digests."""
-        content = {key: value for key, value in asdict(self).items() if value or key not in LATER}
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        text = json.dumps(_used(asdict(self)), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, complete: an equal problem can be made from it."""
         return asdict(self)
+
+
+def _used(content: Any) -> Any:
+    """``content`` without the `LATER` fields that have their defaults."""
+    if isinstance(content, dict):
+        return {key: _used(value) for key, value in content.items() if key not in LATER or value != LATER[key]}
+    return [_used(item) for item in content] if isinstance(content, (list, tuple)) else content

@@ -16,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphrun.errors import InputError, PlanError
 from graphrun.planner.check import check
-from graphrun.planner.plan import Plan, parse
+from graphrun.planner.parse import parse
+from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution

@@ -13,7 +13,8 @@ from graphrun.components.blocks import lay_out
 from graphrun.executor.executor import follow
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
-from graphrun.planner.plan import Plan, parse
+from graphrun.planner.parse import parse
+from graphrun.planner.plan import Plan
 from graphrun.planner.problem import (
     ALLOCATION_BYTES,
     BlockClass,

@@ -8,7 +8,7 @@ import pytest
 from planner_problems import component, problem
 
 from graphrun.planner.check import check
-from graphrun.planner.plan import parse
+from graphrun.planner.parse import parse
 from graphrun.planner.problem import PhaseNumbers, Problem, Use, ValueNumbers
 
 K = 1024

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrun.errors import PlanError
-from graphrun.planner.plan import Evict, Free, Load, Plan, Restore, Run, Slot, Spill, Stream, parse
+from graphrun.planner.parse import parse
+from graphrun.planner.plan import Evict, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
 
 TEXT = """plan 0123456789abcdef
 slot encode/1:t5 load

@@ -8,7 +8,7 @@ import pytest
 from planner_problems import GIB, component, flux, problem
 
 from graphrun.errors import PlanError
-from graphrun.planner.plan import parse
+from graphrun.planner.parse import parse
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solve import solve

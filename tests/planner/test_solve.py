@@ -12,7 +12,8 @@ from test_solve_oracle import random_problem
 
 from graphrun.planner.check import check
 from graphrun.planner.infeasible import smallest_budget
-from graphrun.planner.plan import Load, Plan, Stream, parse
+from graphrun.planner.parse import parse
+from graphrun.planner.plan import Load, Plan, Stream
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solve import solve

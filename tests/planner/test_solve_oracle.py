@@ -14,7 +14,8 @@ from graphrun.planner.check import check
 from graphrun.planner.directives import directed
 from graphrun.planner.infeasible import Infeasible, smallest_budget
 from graphrun.planner.matrix import Answer
-from graphrun.planner.plan import Plan, parse
+from graphrun.planner.parse import parse
+from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.planner.program import program_of
 from graphrun.planner.simulate import simulate
