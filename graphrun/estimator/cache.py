@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.feedback import informed
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
@@ -41,30 +41,27 @@ LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
-def problem_for(
-    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
-) -> Problem:
+def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there.
 
     Where earlier runs left measurements in ``store``, they take the place of traced numbers.
     """
-    return informed(_problem(graph, inputs, hardware, budget_bytes, ram_bytes, store), store)
+    return informed(_problem(graph, inputs, hardware, limits, store), store)
 
 
-def _problem(
-    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
-) -> Problem:
+def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
-        return problem_of(graph, _probe(graph, inputs), hardware, budget_bytes, ram_bytes, inputs)
+        return problem_of(graph, _probe(graph, inputs), hardware, limits, inputs)
+    sources = sorted(name for name, component in graph.components.items() if component.source is not None)
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
-    key = digest_of([traced, graph.name, settings, asdict(hardware), budget_bytes, ram_bytes, asdict(graph.directives)])
+    key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
     if (found := store.get("problem", key)) is not None:
         try:
             return TypeAdapter(Problem).validate_python(found)
         except UNREADABLE:
             pass
-    problem = problem_of(graph, dry_run(graph, inputs, store), hardware, budget_bytes, ram_bytes, inputs)
+    problem = problem_of(graph, dry_run(graph, inputs, store), hardware, limits, inputs)
     store.put("problem", key, problem.to_json())
     return problem
 
