@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.feedback import informed
-from graphrun.estimator.numbers import Limits, problem_of
+from graphrun.estimator.numbers import Limits, problem_of, ways_of
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
@@ -50,9 +50,15 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
 
 
 def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
+    chosen = ways_of(graph, limits.allow)
+
+    def made() -> Problem:
+        ways = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
+        return problem_of(graph, dry_run(graph, inputs, store), hardware, limits, inputs, ways)
+
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
-        return problem_of(graph, _probe(graph, inputs), hardware, limits, inputs)
+        return made()
     sources = sorted(name for name, component in graph.components.items() if component.source is not None)
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
     key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
@@ -61,22 +67,24 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
             return TypeAdapter(Problem).validate_python(found)
         except UNREADABLE:
             pass
-    problem = problem_of(graph, dry_run(graph, inputs, store), hardware, limits, inputs)
+    problem = made()
     store.put("problem", key, problem.to_json())
     return problem
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> Probed:
-    """The dry run of ``graph`` for resolved ``inputs``: from ``store``, else made (seconds) and kept there."""
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
+    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name): from ``store``, else made
+    (seconds) and kept there."""
     key = trace_key(graph, inputs) if store is not None else None
     if store is None or key is None:
-        return _probe(graph, inputs)
+        return _probe(graph, inputs, options)
+    key = digest_of([key, sorted(options.items())]) if options else key
     if (found := store.get("trace", key)) is not None:
         try:
             return from_json(found)
         except UNREADABLE:
             pass
-    probed = _probe(graph, inputs)
+    probed = _probe(graph, inputs, options)
     store.put("trace", key, to_json(probed))
     return probed
 
@@ -144,7 +152,7 @@ def own_source() -> str:
     return total.hexdigest()[:32]
 
 
-def _probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
     with _imports_set_aside() as imported:
         from graphrun.components.classes import resolve_class
         from graphrun.estimator.probe import probe
@@ -155,7 +163,7 @@ def _probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
             resolve_class(part.class_path, graph.allow, part.where)
         resolve_class(graph.pipeline, graph.allow)
         imported()
-        return probe(graph, inputs)
+        return probe(graph, inputs, options)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -14,8 +14,19 @@ from graphrun.estimator.events import Call, Probed, Tape
 from graphrun.estimator.variants import variants_of
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.ops import OPERATIONS
 from graphrun.planner.directives import directed
-from graphrun.planner.problem import ComponentNumbers, Directive, Hardware, PhaseNumbers, Placement, Problem, Use, ValueNumbers
+from graphrun.planner.problem import (
+    ComponentNumbers,
+    Directive,
+    Hardware,
+    PhaseNumbers,
+    Placement,
+    Problem,
+    StageOption,
+    Use,
+    ValueNumbers,
+)
 from graphrun.units import round_up
 
 LONGEST_PATTERN = 6
@@ -40,33 +51,33 @@ class Limits:
         return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
 
 
-def problem_of(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits, inputs: Mapping[str, Any]) -> Problem:
-    """The problem of running ``graph``, as ``probed``, on ``hardware`` within ``limits``."""
-    entries = probed.tape.entries()
-    spans = phase_spans(entries)
-    homes = limits.homes
+def problem_of(
+    graph: Graph,
+    probed: Probed,
+    hardware: Hardware,
+    limits: Limits,
+    inputs: Mapping[str, Any],
+    ways: Iterable[tuple[str, str, Probed]] = (),
+) -> Problem:
+    """The problem of running ``graph``, as ``probed``, on ``hardware`` within ``limits``.
+
+    ``ways``: (stage, option, dry run with it) for each other way to run a stage that a plan may choose.
+    """
     components = {
         name: ComponentNumbers(
             name,
             facts.parameters,
             facts.classes,
-            variants_of(graph.components[name], facts, hardware, homes=homes, allow=limits.allow),
+            variants_of(graph.components[name], facts, hardware, homes=limits.homes, allow=limits.allow),
         )
         for name, facts in probed.facts.items()
     }
-    windows = windows_of(probed.tape, spans, hardware)
-    values = _values(graph, probed.tape, [entries[begin][0] for begin, _ in spans])
-    phases = tuple(
-        _phase(
-            entries[begin:end],
-            number - _first_of_stage(spans, entries, begin),
-            windows[number],
-            sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
-            components,
-            hardware,
-        )
-        for number, (begin, end) in enumerate(spans)
-    )
+    phases, values = _phases(graph, probed, components, hardware)
+    options = []
+    for stage, name, tried in ways:
+        own = tuple(phase for phase in _phases(graph, tried, components, hardware)[0] if phase.stage == stage)
+        if own != tuple(phase for phase in phases if phase.stage == stage):
+            options.append(StageOption(stage, name, own, OPERATIONS[graph.stage(stage).op].options[name]))
     used = {use.component for phase in phases for use in phase.uses}
     problem = Problem(
         graph=graph.name,
@@ -84,6 +95,7 @@ def problem_of(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits,
         disk_bytes=limits.disk_bytes,
         runs=limits.runs,
         precedence=precedence_of(graph),
+        options=tuple(options),
         allow=tuple(sorted(limits.allow)),
     )
     demands = graph.directives
@@ -93,6 +105,33 @@ def problem_of(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits,
         ("pin", demands.pin),
     )
     return directed(problem, [Directive(placement, name) for placement, names in placements for name in names])
+
+
+def ways_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """(stage, option) for each other way to run a stage that ``graph`` lists and that changes nothing, or is allowed to."""
+    listed = [(stage.name, name, OPERATIONS[stage.op].options[name]) for stage in graph.stages for name in stage.options]
+    return tuple((stage, name) for stage, name, needs in listed if not needs or needs in allow)
+
+
+def _phases(
+    graph: Graph, probed: Probed, components: Mapping[str, ComponentNumbers], hardware: Hardware
+) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
+    entries = probed.tape.entries()
+    spans = phase_spans(entries)
+    windows = windows_of(probed.tape, spans, hardware)
+    values = _values(graph, probed.tape, [entries[begin][0] for begin, _ in spans])
+    phases = tuple(
+        _phase(
+            entries[begin:end],
+            number - _first_of_stage(spans, entries, begin),
+            windows[number],
+            sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
+            components,
+            hardware,
+        )
+        for number, (begin, end) in enumerate(spans)
+    )
+    return phases, values
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:

@@ -4,7 +4,8 @@ component is entered has put a `Boundary` around the modules before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from graphrun.components.entry import Boundary
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
+from graphrun.ops.options import applied
 from graphrun.ops.pipeline import assemble
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {"encode_prompt": encode_prompt, "denoise": denoise, "decode": decode}
@@ -31,10 +33,13 @@ def run_stages(
     after_stage: Observer | None = None,
     parts: Mapping[str, Any] | None = None,
     ghosts: Mapping[str, nn.Module] | None = None,
+    options: Mapping[str, str] | None = None,
+    order: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The graph's outputs, on the host. ``inputs`` are resolved already; ``modules`` holds every component that a stage uses.
 
-    ``parts`` and ``ghosts`` of all components are made if they are not given. A value is dropped after its last consumer;
+    ``parts`` and ``ghosts`` of all components are made if they are not given. ``options``: stage -> the way to run it, where not
+    the plain one; ``order``: of the stages, if not the graph's. A value is dropped after its last consumer;
     ``after_stage(stage, outputs)`` sees each stage's values as they are on the device. Raises GraphError when a stage enters a
     component that it does not list under ``uses``.
     """
@@ -43,21 +48,24 @@ def run_stages(
     partial = all(stage.op == "encode_prompt" for stage in graph.stages)
     values: dict[Reference, Any] = {Reference("input", name, ""): value for name, value in inputs.items()}
     outputs: dict[str, Any] = {}
-    for number, stage in enumerate(graph.stages):
+    stages = tuple(graph.stage(name) for name in order) or graph.stages
+    for number, stage in enumerate(stages):
         present = {name: modules[name] if name in stage.uses else ghosts[name] for name in graph.components}
         absent = {name: module for name, module in present.items() if name not in stage.uses}
-        with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
+        pipeline = assemble(graph, present, parts, device, partial=partial)
+        option = (options or {}).get(stage.name)
+        used = {name: module for name, module in present.items() if name in stage.uses}
+        way = applied(option, pipeline, used, device) if option else nullcontext()
+        with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad(), way:
             made = OPS[stage.op](
-                StageContext(stage.name, assemble(graph, present, parts, device, partial=partial), device),
+                StageContext(stage.name, pipeline, device),
                 **{name: values[value] if isinstance(value, Reference) else value for name, value in stage.arguments.items()},
             )
         if after_stage is not None:
             after_stage(stage.name, made)
         values.update({Reference("stage", stage.name, output): value for output, value in made.items()})
         outputs.update({name: to_host(values[wanted]) for name, wanted in graph.outputs.items() if wanted.name == stage.name})
-        needed = {
-            value for later in graph.stages[number + 1 :] for value in later.arguments.values() if isinstance(value, Reference)
-        }
+        needed = {value for later in stages[number + 1 :] for value in later.arguments.values() if isinstance(value, Reference)}
         values = {key: value for key, value in values.items() if key in needed}
         del made
     return outputs
