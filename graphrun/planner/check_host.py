@@ -25,6 +25,7 @@ class HostRules:
         self.held = {name for name, v in self.variants.items() if v.home == "disk" or v.fill_seconds == ()}
         self.filled = set(self.held)
         self.spilled: dict[str, int] = {}  # value -> the phase in whose load slot it has to come back
+        self.returning: set[str] = set()  # values that the slot restores
         self.gaps = {value.name: dict(_gaps(value, settled.phases)) for value in settled.values}
         self.numbers = {phase.name: number for number, phase in enumerate(settled.phases)}
         plain = {phase.name: phase for phase in chosen_phases(problem, plan)}
@@ -48,9 +49,8 @@ class HostRules:
                 broken = self._crossing(action, slot)
             if broken:
                 yield Violation(broken[0], index, number, broken[1])
-        late = [name for name, back in self.spilled.items() if slot.part == "load" and back == self.numbers[slot.phase]]
-        for name in late:
-            if not any(isinstance(action, Restore) and action.value == name for action in slot.actions):
+        for name, back in self.spilled.items():
+            if slot.part == "load" and back == self.numbers[slot.phase]:
                 yield Violation("restore", index, -1, f"{name} is on the host, and {slot.phase} consumes it")
 
     def needed(self, index: int, copies: Mapping[str, int], phase: PhaseNumbers | None) -> Iterator[Violation]:
@@ -69,7 +69,7 @@ class HostRules:
         terms = {name: self.variants[name].host_bytes for name in self.variants if name in self.held & self.counted}
         locked = {name: terms[name] for name in terms if self.variants[name].home != "pageable"}
         terms |= {f"{name} (transient)": n for name in filling if (n := self.variants[name].transient_bytes)}
-        terms |= {name: self.values[name].nbytes for name in self.spilled}
+        terms |= {name: value.nbytes for name, value in self.values.items() if name in self.returning or name in self.spilled}
         if (phase := self.on_cpu.get(slot.phase)) and slot.part != "load":
             terms["activation"] = phase.first_bytes if slot.part == "first" else phase.rest_bytes
         pinned = self.settled.pinned_bytes
@@ -80,9 +80,7 @@ class HostRules:
                 kind = "on the host" if rule == "ram" else "page-locked"
                 yield Violation(rule, index, -1, f"{sums} = {total} bytes {kind} > {limit}")
             self.before[which] = total
-        for action in slot.actions:
-            if isinstance(action, Restore):
-                self.spilled.pop(action.value, None)
+        self.returning = set()
 
     def _free(self, name: str) -> tuple[str, str] | None:
         if name not in self.variants:
@@ -114,7 +112,11 @@ class HostRules:
             return verb, f"{name} moves in a {slot.part} slot, and values move in load slots"
         here = self.numbers[slot.phase]
         if isinstance(action, Restore):
-            return None if self.spilled.get(name) == here else (verb, f"{name} is not to come back here")
+            if self.spilled.get(name) != here:
+                return verb, f"{name} is not to come back here"
+            del self.spilled[name]
+            self.returning.add(name)
+            return None
         if name in self.spilled or here not in self.gaps[name]:
             return verb, f"no gap between consumers of {name} begins at {slot.phase}"
         self.spilled[name] = self.gaps[name][here]
