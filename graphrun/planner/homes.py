@@ -96,7 +96,7 @@ def first_use(program: Program, number: int) -> int:
     way = program.ways[number]
     cells = [j for j, cell in enumerate(program.cells) if cell.way == number]
     for t, interval in enumerate(program.intervals):
-        if (not way.computes and way.component in interval.entered) or any(interval.calls[j] for j in cells):
+        if (not way.computes and way.component in interval.around) or any(interval.calls[j] for j in cells):
             return t
     return -1
 

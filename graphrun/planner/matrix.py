@@ -201,7 +201,7 @@ class Matrix:
         if reads:
             model.row(*_least(plus((1.0, ({time: 1.0}, 0.0)), *reads)))
         for number, way in enumerate(program.ways):
-            if not way.computes and way.component in interval.entered and not self.homes.always_held(number, t):
+            if not way.computes and way.component in interval.around and not self.homes.always_held(number, t):
                 model.row(*_least(plus((1.0, self.homes.held(number, t)), (-1.0, self.homes.taken[number]))))
         return time
 
@@ -287,7 +287,8 @@ class Matrix:
                 elif limit is not None:
                     self.model.row(terms, -np.inf, (limit - constant - kept) / unit)
             goal = ({most: unit}, 0.0) if most is not None else goal
-        stored = plus(*((float(way.of.stored_bytes), y) for way, y in zip(self.program.ways, self.homes.taken, strict=True)))
+        ways = zip(self.program.ways, self.homes.taken, strict=True)
+        stored = plus(*((float(way.of.stored_bytes), y) for way, y in ways if way.used))
         if self.weigh == "disk":
             return stored
         if problem.disk_bytes is not None and stored[0]:

@@ -70,8 +70,8 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class Interval:
     """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with;
-    ``around``: components of its phase, on the CPU too; ``entered``: those that are entered in it; ``cpu_seconds`` per way.
-    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, whatever the variants. ``weight``: how often it runs."""
+    ``around``: components of its phase, on the CPU too, none in load; ``cpu_seconds`` per way.
+    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs."""
 
     phase: int
     part: Part
@@ -83,7 +83,6 @@ class Interval:
     seconds: tuple[float, ...]
     used: frozenset[int]
     around: frozenset[int]
-    entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
 
 
@@ -230,7 +229,7 @@ class Program:
                         t
                         for t, interval in enumerate(self.intervals)
                         if any(self.moved(t, j, choice.present[t][j], choice.loaded[t][j]) for j in cells)
-                        or (not way.computes and way.component in interval.entered)
+                        or (not way.computes and way.component in interval.around)
                     ),
                     default=-1,
                 )
@@ -265,9 +264,18 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
-    """Variants of component ``number`` that may be chosen; an only variant may be whatever it needs."""
+    """Variants of component ``number`` that may be chosen, and with which its directives can be obeyed."""
     component = problem.components[number]
-    return (0,) if len(component.variants) == 1 else problem.usable(component)
+    demanded = problem.demanded(component.name)
+    return tuple(index for index in problem.usable(component) if _obeys(component.variants[index], demanded))
+
+
+def _obeys(variant: Variant, demanded: frozenset[Placement]) -> bool:
+    if variant.device == "cpu":
+        return variant.home != "disk" and not demanded & {"keep", "whole"}
+    if "exclude" in demanded and not (variant.streamable and variant.movable):
+        return False
+    return variant.movable or "drop" not in demanded
 
 
 def _cells(problem: Problem, number: int, way: Way) -> Iterator[Cell]:
@@ -307,10 +315,9 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
         if rounds or (part == "load" and phase.uses):
             calls = tuple(use.class_calls_in(part)[cell.index] if use else 0 for use, cell in zip(found, cells, strict=True))
             used = frozenset(cell.component for cell, n in zip(cells, calls, strict=True) if n)
-            entered = frozenset(c for c, use in uses.items() if part == "first" or (part == "rest" and use.calls > 1))
             around = frozenset(uses) if part != "load" else frozenset()
             on_cpu = tuple(_cpu_seconds(problem, phase, way, part) if c else 0.0 for way, c in zip(ways, computed, strict=True))
-            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, entered, on_cpu)
+            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu)
 
 
 def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) -> float:
@@ -332,7 +339,7 @@ def _gaps(problem: Problem, intervals: Sequence[Interval], turn: int) -> tuple[G
             continue
         start = None
         for phase in range(value.first_phase, min(value.last_phase + 1, len(problem.phases))):
-            idle = problem.phases[phase].stage not in value.consumers
+            idle = problem.phases[phase].stage not in (*value.consumers, value.producer)
             if not idle and start is not None and start in loads and phase in loads:
                 found.append((number, value.nbytes, loads[start], loads[phase]))
             start = (phase if start is None else start) if idle else None

@@ -24,7 +24,8 @@ def worthwhile(problem: Problem) -> tuple[tuple[int, ...], ...]:
         limit is not None and most_host_bytes(open_, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
     ]
     stored = [
-        max((way.of.stored_bytes for way in open_.ways if way.component == c), default=0) for c in range(len(problem.components))
+        max((way.of.stored_bytes for way in open_.ways if way.component == c and way.used), default=0)
+        for c in range(len(problem.components))
     ]
     binds.append(problem.disk_bytes is not None and sum(stored) > problem.disk_bytes)
     found = []
@@ -107,7 +108,7 @@ def over(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
     for tier, limit in limits.items():
         if limit is not None and (more := {t: n - limit for t, n in enumerate(taken[tier]) if n > limit}):
             found[tier] = more
-    stored = sum(way.of.stored_bytes for way in program.ways)
+    stored = sum(way.of.stored_bytes for way in program.ways if way.used)
     if problem.disk_bytes is not None and stored > problem.disk_bytes:
         found["disk"] = {0: stored - problem.disk_bytes}
     return found
