@@ -3,7 +3,7 @@
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
     problem    dry run + hardware + budgets                                            no torch is imported to read it
     plan       the problem's digest + graphrun's own source                            nor scipy
-    measured   device, versions, graph, settings (`estimator.feedback`)                put into a problem when it is read
+    measured   device, versions, component, shapes (`estimator.feedback`)              put into a problem when it is read
 
 Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.shapes import keep_shapes
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
@@ -57,7 +59,11 @@ def _problem(
 ) -> Problem:
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
-        return problem_of(graph, _probe(graph, inputs), hardware, budget_bytes, ram_bytes, inputs)
+        probed = _probe(graph, inputs)
+        problem = problem_of(graph, probed, hardware, budget_bytes, ram_bytes, inputs)
+        if store is not None:
+            keep_shapes(graph, probed, problem, store)
+        return problem
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
     key = digest_of([traced, graph.name, settings, asdict(hardware), budget_bytes, ram_bytes, asdict(graph.directives)])
     if (found := store.get("problem", key)) is not None:
@@ -65,8 +71,10 @@ def _problem(
             return TypeAdapter(Problem).validate_python(found)
         except UNREADABLE:
             pass
-    problem = problem_of(graph, dry_run(graph, inputs, store), hardware, budget_bytes, ram_bytes, inputs)
+    probed = dry_run(graph, inputs, store)
+    problem = problem_of(graph, probed, hardware, budget_bytes, ram_bytes, inputs)
     store.put("problem", key, problem.to_json())
+    keep_shapes(graph, probed, problem, store)
     return problem
 
 
@@ -85,8 +93,11 @@ def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> Pro
     return probed
 
 
-def solution_for(problem: Problem, store: Store | None) -> Solution:
-    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible."""
+def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
+    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible.
+
+    ``solved`` is told the seconds that solving took, and nothing where the plan was kept.
+    """
     key = digest_of([problem.digest, own_source()])
     found = store.get("plan", key) if store is not None else None
     if found is not None:
@@ -98,7 +109,10 @@ def solution_for(problem: Problem, store: Store | None) -> Solution:
             pass
     from graphrun.planner.solve import solve  # imports scipy
 
+    start = time.perf_counter()
     solution = solve(problem)
+    if solved is not None:
+        solved(time.perf_counter() - start)
     if store is not None:
         proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap]
         store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
