@@ -4,7 +4,7 @@
     measured peak   | weights | ring | values, carry | activation' |          all but the activation is known to the byte,
                                                                               so the difference of the peaks is the activation's
 
-Kept per device, versions of the libraries, graph, and settings, which say every shape. Of several runs the largest activation
+Kept per device, versions of the libraries, component and shapes (`estimator.shapes`). Of several runs the largest activation
 counts. Seconds are those of streamed blocks, class by class, and of calls of which no block was copied in the slot (a call that is
 streamed also waits); a call's are shared among its blocks as its FLOPs are. A figure is replaced when it moved by more than
 `TOLERATED`, so that plans do not change with every run's noise.
@@ -17,13 +17,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from graphrun.estimator.store import Store, digest_of
+from graphrun.estimator.shapes import known_shapes
+from graphrun.estimator.store import Store
 from graphrun.planner.plan import Load, Plan, Stream
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.simulate import simulate
 from graphrun.trace import Trace
 
 TOLERATED = 0.02
+PARTS = ("first_bytes", "rest_bytes")
 
 # A call that took this many times more or less than its FLOPs say was not of these numbers; such a figure is not used.
 PLAUSIBLE = 100.0
@@ -31,20 +33,56 @@ PLAUSIBLE = 100.0
 
 def remember(problem: Problem, plan: Plan, trace: Trace, store: Store) -> None:
     """Keep what ``trace``, a run of ``plan``, measured, together with what earlier runs did."""
-    known = _read(problem, store)
-    fresh = measured_in(problem, plan, trace)
-    merged = {name: _merge(known.get(name, {}), found) for name, found in fresh.items()}
-    if {**known, **merged} != known:
-        store.put("measured", _key(problem), {"phases": {**known, **merged}})
+    keys, known = known_shapes(problem, store), measurements(problem, store)
+    for name, fresh in measured_in(problem, plan, trace).items():
+        before = known.get(name, {})
+        merged = _merge(before, fresh)
+        sizes = {part: merged[part] for part in PARTS if part in merged}
+        if sizes != {part: before[part] for part in PARTS if part in before}:
+            store.put("activation", keys[name]["activation"], sizes)
+        for component in {of.partition("/")[0] for of in fresh["seconds"]}:
+            found, old = _of(merged, component), _of(before, component)
+            if found != old:
+                store.put("seconds", keys[name]["seconds"][component], found)
 
 
 def informed(problem: Problem, store: Store | None) -> Problem:
     """``problem`` with measured figures, where there are some, in place of traced ones; those phases have basis ``measured``."""
-    known = _read(problem, store) if store is not None else {}
+    known = measurements(problem, store) if store is not None else {}
     if not known:
         return problem
     phases = tuple(_phase(problem, phase, known[phase.name]) if phase.name in known else phase for phase in problem.phases)
     return replace(problem, phases=phases)
+
+
+def measurements(problem: Problem, store: Store) -> dict[str, dict[str, Any]]:
+    """What is kept for ``problem``'s phases, in the form of `measured_in`: from any graph with the same components at the same
+    shapes, on the same device with the same versions. What does not look like a measurement is left out."""
+    keys = known_shapes(problem, store)
+    found: dict[str, dict[str, Any]] = {}
+    for phase in problem.phases:
+        sizes = store.get("activation", keys[phase.name]["activation"])
+        kept = sizes.items() if isinstance(sizes, dict) else ()
+        row: dict[str, Any] = {part: n for part, n in kept if part in PARTS and _is_size(n)}
+        row["seconds"] = {}
+        for use in phase.uses:
+            times = store.get("seconds", keys[phase.name]["seconds"][use.component])
+            for part, seconds in times.items() if isinstance(times, dict) else ():
+                if part[:1] in ("", "/") and type(seconds) is float and seconds > 0:
+                    row["seconds"][f"{use.component}{part}"] = seconds
+        if row["seconds"] or len(row) > 1:
+            found[phase.name] = row
+    return found
+
+
+def _of(row: Mapping[str, Any], component: str) -> dict[str, float]:
+    """The seconds of one component in ``row``: ``""`` is a call's, ``"/class"`` a block's."""
+    parts = ((name.partition("/"), seconds) for name, seconds in row.get("seconds", {}).items())
+    return {f"{slash}{k}": seconds for (owner, slash, k), seconds in parts if owner == component}
+
+
+def _is_size(n: Any) -> bool:
+    return type(n) is int and n >= 0
 
 
 def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[str, Any]]:
@@ -74,7 +112,7 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
 
 def _merge(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {"seconds": dict(known.get("seconds", {}))}
-    for part in ("first_bytes", "rest_bytes"):
+    for part in PARTS:
         if part in known or part in found:
             merged[part] = max(known.get(part, 0), found.get(part, 0))
     for component, seconds in found["seconds"].items():
@@ -116,23 +154,3 @@ def _ratio(measured: float | None, expected: float) -> float:
         return 1.0
     by = measured / expected
     return by if abs(by - 1) > 1e-6 else 1.0
-
-
-def _key(problem: Problem) -> str:
-    place = [problem.hardware.device, problem.hardware.name]
-    return digest_of([place, problem.versions, problem.graph_digest, problem.settings])
-
-
-def _read(problem: Problem, store: Store) -> dict[str, dict[str, Any]]:
-    """What is kept for ``problem``'s device, versions, graph and settings; what does not look like it is left out."""
-    data = store.get("measured", _key(problem))
-    phases = data.get("phases") if isinstance(data, dict) else None
-    return {name: found for name, found in phases.items() if _sound(found)} if isinstance(phases, dict) else {}
-
-
-def _sound(found: Any) -> bool:
-    if not isinstance(found, dict) or not isinstance(found.get("seconds"), dict):
-        return False
-    sizes = [found[part] for part in ("first_bytes", "rest_bytes") if part in found]
-    times = list(found["seconds"].values())
-    return all(type(n) is int and n >= 0 for n in sizes) and all(type(t) is float and t > 0 for t in times)
