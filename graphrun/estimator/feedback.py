@@ -1,8 +1,9 @@
 """What runs measured, kept for the next plan: activations per phase and part, seconds per call and component.
 
     planned peak    | weights | ring | values, carry | activation       |
-    measured peak   | weights | ring | values, carry | activation' |          all but the activation is known to the byte,
-                                                                              so the difference of the peaks is the activation's
+    measured peak   | weights | ring | values, carry | activation' |          all but the activation is known (but for blocks
+                                                                              below their class's largest), so the difference
+                                                                              of the peaks is the activation's
 
 Kept per device, versions of the libraries, component and shapes (`estimator.shapes`). Of several runs the largest activation
 counts. Seconds are those of streamed blocks, class by class, and of calls of which no block was copied in the slot (a call that is
@@ -20,9 +21,11 @@ from typing import Any
 from graphrun.estimator.shapes import known_shapes
 from graphrun.estimator.store import Store
 from graphrun.planner.plan import Load, Plan, Stream
-from graphrun.planner.problem import PhaseNumbers, Problem, Use
+from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Problem, Use
+from graphrun.planner.settle import settle
 from graphrun.planner.simulate import simulate
 from graphrun.trace import Trace
+from graphrun.units import round_up
 
 TOLERATED = 0.02
 PARTS = ("first_bytes", "rest_bytes")
@@ -89,10 +92,13 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
     """Per phase, where a run shows them: ``first_bytes`` and ``rest_bytes`` of activation; ``seconds``, by component those of one
     call, and by ``component/class`` those of one block."""
     found: dict[str, dict[str, Any]] = {}
+    settled, plain = settle(problem, plan), {phase.name for phase in problem.phases if phase.stage not in dict(plan.options)}
+    overcounted = _overcounted_bytes(settled, trace)
     for planned, slot in zip(simulate(problem, plan).slots, trace.slots, strict=True):
-        if slot.part in ("first", "rest"):
-            activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
-            found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = activation
+        if slot.part in ("first", "rest") and slot.phase in plain:
+            less = planned.peak_bytes - slot.peak_bytes
+            activation = planned.activation_bytes - (max(0, less - overcounted) if less > 0 else less)
+            found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = max(0, activation)
     durations: dict[tuple[str, str], list[float]] = {}
     classes = {(c.name, path): k.name for c in problem.components for k in c.classes for path in k.blocks}
     for event in trace.events:
@@ -108,6 +114,19 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
         if phase in found and statistics.median(seconds) > 0:
             found[phase]["seconds"][name] = statistics.median(seconds)
     return found
+
+
+def _overcounted_bytes(settled: Problem, trace: Trace) -> int:
+    """By how much weights may be less than planned: a class counts each of its blocks as the largest. What a peak is lower for that
+    reason is no activation's."""
+    planned = {
+        (component.name, path): round_up(nbytes, ALLOCATION_BYTES)
+        for component in settled.components
+        for k, nbytes in zip(component.classes, component.variants[0].block_bytes, strict=True)
+        for path in k.blocks
+    }
+    copied = {(event.component, event.detail): event.nbytes for event in trace.events if event.kind in ("load", "stream")}
+    return sum(planned[key] - round_up(nbytes, ALLOCATION_BYTES) for key, nbytes in copied.items() if key in planned)
 
 
 def _merge(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
