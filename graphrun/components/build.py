@@ -22,7 +22,7 @@ from torch import nn
 
 from graphrun.components.classes import resolve_class
 from graphrun.components.random_weights import fill
-from graphrun.components.weights import find_folder, weight_files
+from graphrun.components.weights import config_file, find_folder, local_folder, weight_files
 from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph, Part
@@ -80,12 +80,14 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
             return _tokenizer(part, part.file)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
-                _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
+                if not _SAVED & part.config.keys():
+                    _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
                 return kind.from_config(part.config)
             return kind(**part.config)
         if part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
-        folder = find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
+        here = local_folder(part.source) if planning else None
+        folder = here or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
         return kind.from_pretrained(folder, local_files_only=True)
 
 
@@ -110,8 +112,10 @@ def _construct(kind: type[Any], component: Component) -> Any:
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     config = copy.deepcopy(component.config)
     if not component.has_config:
-        folder = find_folder(component.source or "", ("config.json",), component.where)
-        config = read_json(folder / "config.json")
+        found = config_file(component.source)
+        if found is None:
+            found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
+        config = read_json(found)
     if not _SAVED & config.keys():
         _check_keys(config, _parameters_of(kind), place, component.where)
     with _explained(place, component.class_path, component.where), _default_dtype(dtype):
