@@ -79,14 +79,6 @@ def settle_layers(module: nn.Module) -> None:
             child.support_avx512bf16_for_cpu = False
 
 
-def forget_calls(module: nn.Module) -> None:
-    """What 8-bit layers keep of their last call, on the device (the columns of its outliers), is let go of."""
-    for child in module.modules():
-        state = child.__dict__.get("state")
-        if state is not None and hasattr(state, "SCB"):
-            state.idx = None
-
-
 def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
     from bitsandbytes import nn as layers
     from bitsandbytes.functional import QuantState
