@@ -30,6 +30,7 @@ from graphrun.units import show_size
 Progress = Callable[[int, int, int], None]
 """Told of each call: index of the slot, number of the call in it (0 when the slot opens), planned calls of the slot."""
 
+Proceed = Callable[..., Any]
 Work = Callable[[], dict[str, Any]]
 """What computes: the stages of a graph, or anything that calls the components. Returns the run's outputs, on the host."""
 
@@ -67,7 +68,7 @@ class Running:
         return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
 
     def perform(self, work: Work | Stages, *, kept: bool) -> Trace:
-        """The whole run. Leaves no hook on a module, also by an exception; and no weights on the device unless they are ``kept``."""
+        """The whole run. Leaves no hook on a module, by an exception neither; nor weights on the device unless they are ``kept``."""
         device, done = self._device, False
         with device.session(self._problem.effective_bytes), torch.no_grad():
             try:
@@ -114,24 +115,22 @@ class Running:
         for index in self._turns.begin(stage):
             self._turn_to(index)
 
-    def _around(
-        self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _around(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for index in self._turns.enter(component):
             self._turn_to(index)
-        assert self._open is not None and self._recorder is not None
+        assert self._open is not None
+        assert self._recorder is not None
         begun: Mark = self._open.enter(component)
         self._tell(self._open.calls)
-        if component in self._slowdowns:
-            result = self._on_host(component, proceed, args, kwargs)
-        else:
-            result = proceed(*args, **kwargs)
+        on_host = component in self._slowdowns
+        result = self._on_host(component, proceed, args, kwargs) if on_host else proceed(*args, **kwargs)
         self._recorder.note("run", component, entry, 0, (begun, self._device.mark("compute")))
         return result
 
-    def _on_host(self, component: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The component's own code on the CPU: its inputs are copied there, its outputs to the device."""
-        assert self._open is not None and self._boundary is not None
+        assert self._open is not None
+        assert self._boundary is not None
         self._open.begin(component)
         here, there = self._device.torch_device, torch.device("cpu")
         args, kwargs = walk(args, lambda tensor: tensor.to(there)), walk(kwargs, lambda tensor: tensor.to(there))

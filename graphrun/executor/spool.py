@@ -53,8 +53,8 @@ class Spool:
             free = shutil.disk_usage(file.parent).free
             if total + MARGIN_BYTES > free:
                 raise InputError(
-                    f"{numbers.name}: {show_size(total)} are to be kept in {file.parent}, which has {show_size(free)} free: make room, "
-                    "or plan with less disk (disk=)"
+                    f"{numbers.name}: {show_size(total)} are to be kept in {file.parent}, which has {show_size(free)} free: "
+                    "make room, or plan with less disk"
                 )
             begin = _write(file, layouts, writer)
         except OSError as error:

@@ -26,12 +26,12 @@ Before = Callable[[str], None]
 
 
 class Stages:
-    """The stages of a graph, being run: `run` goes on from the first that is not done. ``inputs`` are resolved already; ``modules``
-    holds every component that a stage uses.
+    """The stages of a graph, being run: `run` goes on from the first that is not done.
 
-    ``parts`` and ``ghosts`` of all components are made if they are not given. ``order``: stage names, in place of the graph's;
-    ``options``: stage -> the way it is run (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are
-    looked up; ``after_stage(stage, outputs)`` sees its values as they are on the device. A value is dropped after its last consumer.
+    ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``ghosts`` of all components
+    are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
+    (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
+    outputs)`` sees its values as they are on the device. A value is dropped after its last consumer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Stages:
         self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
 
     def run(self) -> dict[str, Any]:
-        """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list under ``uses``."""
+        """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
         while self.todo:
             self._stage(self.todo[0])
         return self._outputs
