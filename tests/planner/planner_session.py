@@ -1,4 +1,4 @@
-"""A problem in which everything may be chosen, and plans that choose, in their text form: for the judge's and the simulator's tests."""
+"""A problem in which everything may be chosen, and plans that choose, in their text form: for judge and simulator."""
 
 from __future__ import annotations
 
