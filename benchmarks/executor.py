@@ -56,10 +56,10 @@ class Prepared:
     def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
         """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
         from graphrun.estimator.hardware import simulated
-        from graphrun.estimator.numbers import problem_of
+        from graphrun.estimator.numbers import Limits, problem_of
 
         hardware = replace(simulated(), h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
-        return problem_of(self.graph, self.probed, hardware, budget_bytes, AMPLE, self.inputs)
+        return problem_of(self.graph, self.probed, hardware, Limits(budget_bytes, AMPLE), self.inputs)
 
     def stages(self, place: torch.device) -> None:
         """The graph's stages, without graphrun's executor."""

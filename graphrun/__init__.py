@@ -53,22 +53,30 @@ def estimate(
     *,
     vram: str | int,
     ram: str | int = "auto",
+    pinned: str | int | None = None,
+    disk: str | int | None = None,
+    runs: int = 1,
+    allow: Iterable[str] = (),
     hardware: str | Hardware | None = None,
     inputs: Mapping[str, Any] | None = None,
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    pin: Iterable[str] = (),
     reserve: str | int | None = None,
     until: str | None = None,
     cache: Path | None = None,
 ) -> Problem:
-    """The numbers of running ``graph`` once within two budgets, from a dry run: no weights, no GPU.
+    """The numbers of running ``graph`` within its budgets, from a dry run: no weights, no GPU.
 
-    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
-    machine (its cgroup) has. ``hardware`` is a name from `graphrun.estimator.hardware.priors`, or of a profile that
-    `graphrun calibrate` left in ``cache``; None takes the CUDA device that is found, else rtx4090. ``keep``: components that stay
-    from their first use to the end; ``exclude``: components of which nothing stays that can be streamed; ``reserve``: a part of the
-    budget left to other programs. All three add to the graph's own. ``until``: a stage; only what its outputs need is planned, and
-    a run ends behind it, with these outputs. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
+    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what
+    this machine (its cgroup) has; ``pinned`` limits what of it is page-locked, ``disk`` what may be written. ``runs`` above 1
+    plans a session: a first run and ``runs - 1`` that find what it left in place. ``allow`` names what may change the output:
+    ``precision`` (those that the graph lists) or one of them, ``cpu``, ``tiling``, ``split``. ``hardware`` is a name from
+    `graphrun.estimator.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA
+    device that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components
+    of which nothing stays that can be streamed; ``pin``: components whose home is page-locked; ``reserve``: a part of the
+    budget left to other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a
+    run ends behind it, with these outputs. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
     torch is imported.
     """
     from graphrun.estimator.machine import host_ram_bytes
@@ -78,13 +86,19 @@ def estimate(
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
     graph = graph if until is None else graph.until(until)
-    graph = graph.directed(keep, exclude, None if reserve is None else parse_size(reserve, name="reserve"))
+    graph = graph.directed(keep, exclude, None if reserve is None else parse_size(reserve, name="reserve"), pin)
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.cache import problem_for
+    from graphrun.estimator.numbers import Limits
     from graphrun.estimator.store import Store
 
-    problem = problem_for(graph, values, hardware, budget_bytes, ram_bytes, Store(cache) if cache is not None else None)
+    pinned_bytes = None if pinned is None else parse_size(pinned, whole_bytes=ram_bytes, name="pinned")
+    disk_bytes = None if disk is None else parse_size(disk, name="disk")
+    if runs < 1:
+        raise InputError(f"runs {runs}: a session has one run at least")
+    limits = Limits(budget_bytes, ram_bytes, pinned_bytes, disk_bytes, runs, graph.allowed(allow))
+    problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
     return replace(problem, until=until or "")
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,25 +22,13 @@ import typer
 
 import graphrun
 from graphrun.errors import GraphrunError, InputError
+from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Sets, shared
 from graphrun.report import planfile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 GraphFile = Annotated[Path, typer.Argument(help="A graph (YAML), or a plan saved with -o (JSON).", show_default=False)]
-Vram = Annotated[str, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)]
-Ram = Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has.")]
-HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
-DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
-Keep = Annotated[
-    list[str] | None, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)
-]
-Exclude = Annotated[
-    list[str] | None, typer.Option(help="A component that is streamed, with nothing kept. Repeatable.", show_default=False)
-]
-Reserve = Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)]
-Until = Annotated[str | None, typer.Option(help="A stage: plan what its outputs need, and end there.", show_default=False)]
+OnlyGraph = Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -69,23 +57,15 @@ def about(
 
 
 @app.command()
+@shared
 def plan(
     graph: GraphFile,
-    vram: Vram,
-    ram: Ram = "auto",
-    hardware: HardwareName = None,
-    device: DeviceName = None,
-    set_: Sets = None,
-    keep: Keep = None,
-    exclude: Exclude = None,
-    reserve: Reserve = None,
-    until: Until = None,
+    asked: Asked,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
-    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache), _demands(keep, exclude, reserve, until))
+    made = _planned(graph, asked)
     summary = _summary(made)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
@@ -93,17 +73,10 @@ def plan(
 
 
 @app.command()
+@shared
 def run(
     graph: GraphFile,
-    vram: Annotated[str | None, typer.Option(help="VRAM budget; a saved plan has its own.", show_default=False)] = None,
-    ram: Ram = "auto",
-    hardware: HardwareName = None,
-    device: DeviceName = None,
-    set_: Sets = None,
-    keep: Keep = None,
-    exclude: Exclude = None,
-    reserve: Reserve = None,
-    until: Until = None,
+    asked: Asked,
     prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
     output: Annotated[
@@ -113,7 +86,6 @@ def run(
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Save the trace here; for a viewer: *.perfetto.json.", show_default=False)
     ] = None,
-    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a graph, or a saved plan, and show what was planned beside what was measured."""
@@ -122,22 +94,22 @@ def run(
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
 
-    sets = [*(set_ or []), *([f"prompt={prompt}"] if prompt is not None else [])]
+    if prompt is not None:
+        asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
     planfile.require_writable(output, plan_file, trace_file)
-    made = _planned(
-        graph, vram, ram, hardware, device, sets, _cache(no_cache), _demands(keep, exclude, reserve, until), to_run=True
-    )
+    made = _planned(graph, asked, to_run=True)
     if not as_json:
         typer.echo(_plan_screen(made))
     with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
         trace = graphrun.run(
-            made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress, cache=_cache(no_cache)
+            made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress, cache=_cache(asked.no_cache)
         )
     summary = _summary(made, trace)
     if plan_file is not None:
         planfile.save(plan_file, made.source, made.solution, summary)
     if trace_file is not None:
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace))
+        whole = planfile.content(trace_file, made.source, made.solution, summary)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, whole))
     written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
     _show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
     if broken_caps(made.solution, trace):
@@ -145,27 +117,19 @@ def run(
 
 
 @app.command()
+@shared
 def explain(
     graph: GraphFile,
+    asked: Asked,
     component: Annotated[
         str | None, typer.Argument(help="Show what other placements of this one would cost.", show_default=False)
     ] = None,
-    vram: Annotated[str | None, typer.Option(help="VRAM budget; a saved plan has its own.", show_default=False)] = None,
-    ram: Ram = "auto",
-    hardware: HardwareName = None,
-    device: DeviceName = None,
-    set_: Sets = None,
-    keep: Keep = None,
-    exclude: Exclude = None,
-    reserve: Reserve = None,
-    until: Until = None,
-    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every slot of a plan: what it does, what it holds, and where its time goes. Or why a component is where it is."""
     from graphrun.report.screen import explain_screen
 
-    made = _planned(graph, vram, ram, hardware, device, set_, _cache(no_cache), _demands(keep, exclude, reserve, until))
+    made = _planned(graph, asked)
     if component is not None:
         data, screen = _alternatives(made, component)
         _show(data, as_json, screen)
@@ -188,7 +152,7 @@ def check(
 
 @app.command()
 def estimate(
-    graph: Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)],
+    graph: OnlyGraph,
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
@@ -198,9 +162,10 @@ def estimate(
     """Show what a graph takes, part by part, without a budget: weights, activations, values, FLOPs, seconds. No weights, no GPU."""
     from graphrun.report.estimate import estimate_screen
 
-    loaded = graphrun.load(graph)
-    place = _hardware(hardware, device, False, _cache(no_cache))
-    found = graphrun.survey(loaded, hardware=place, inputs=_inputs(set_), cache=_cache(no_cache))
+    asked = Asked(hardware=hardware, device=device, set_=set_, no_cache=no_cache)
+    loaded, cache = graphrun.load(graph), _cache(no_cache)
+    place = _hardware(hardware, device, False, cache)
+    found = graphrun.survey(loaded, hardware=place, inputs=asked.inputs, cache=cache)
     _show(found, as_json, estimate_screen(found))
 
 
@@ -253,31 +218,21 @@ def _error_json(error: GraphrunError) -> None:
         typer.echo(json.dumps(infeasible_json(error), indent=1))
 
 
-def _planned(
-    path: Path,
-    vram: str | None,
-    ram: str,
-    hardware: str | None,
-    device: str | None,
-    sets: list[str] | None,
-    cache: Path | None,
-    demands: dict[str, Any],
-    *,
-    to_run: bool = False,
-) -> Planned:
+def _planned(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
     """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds."""
-    inputs = _inputs(sets)
+    inputs, cache = asked.inputs, _cache(asked.no_cache)
     if path.suffix == ".json":
-        return _read_plan(path, inputs, (vram, hardware, device, *demands.values()), to_run)
-    graph = _load(path, demands["until"])
+        asked.refuse_for_plan(path)
+        return _read_plan(path, inputs, to_run)
+    graph = _load(path, asked.until)
     if to_run:
         graph.resolve(inputs)
-    if vram is None:
+    if asked.vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    place = _hardware(hardware, device, to_run, cache)
+    place = _hardware(asked.hardware, asked.device, to_run, cache)
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    problem = graphrun.estimate(graph, vram=vram, ram=ram, hardware=place, inputs=inputs, cache=cache, **demands)
+    problem = graphrun.estimate(graph, vram=asked.vram, hardware=place, inputs=inputs, cache=cache, **asked.demands)
     start = time.perf_counter()
     with _stdout_kept_clean():
         solution = graphrun.plan(problem, cache=cache)
@@ -308,10 +263,7 @@ def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | 
     return chosen
 
 
-def _read_plan(path: Path, inputs: dict[str, str], given: tuple[Any, ...], to_run: bool) -> Planned:
-    if any(given):
-        what = "it has its own budget, hardware, device and directives; leave --vram, --hardware, --device, --keep and the like out"
-        raise InputError(f"{path} is a plan: {what}")
+def _read_plan(path: Path, inputs: dict[str, str], to_run: bool) -> Planned:
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
     source = planfile.graph_path(path, saved)
@@ -321,24 +273,9 @@ def _read_plan(path: Path, inputs: dict[str, str], given: tuple[Any, ...], to_ru
     return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
 
 
-def _demands(keep: list[str] | None, exclude: list[str] | None, reserve: str | None, until: str | None) -> dict[str, Any]:
-    """Directives and target of the command line, as `graphrun.estimate` takes them."""
-    return {"keep": tuple(keep or ()), "exclude": tuple(exclude or ()), "reserve": reserve, "until": until}
-
-
 def _load(path: Path, until: str | None) -> Any:
     graph = graphrun.load(path)
     return graph if until is None else graph.until(until)
-
-
-def _inputs(sets: list[str] | None) -> dict[str, str]:
-    found = {}
-    for text in sets or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise InputError(f"--set {text!r} is not name=value")
-        found[name.strip()] = value
-    return found
 
 
 def _summary(made: Planned, trace: Any = None) -> dict[str, Any]:

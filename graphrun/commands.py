@@ -4,48 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import graphrun
 from graphrun import cli
-from graphrun.cli import AsJson, DeviceName, Exclude, HardwareName, Keep, NoCache, Ram, Reserve, Sets, Until
-from graphrun.errors import InputError
+from graphrun.cli import AsJson
+from graphrun.errors import InputError, PlanError
+from graphrun.options import Asked, NoCache, shared
 from graphrun.report import planfile
 
 if TYPE_CHECKING:
     from graphrun.planner.frontier import Point
     from graphrun.planner.problem import Problem
 
-Budgets = Annotated[str, typer.Option(help="VRAM budgets: 4G:48G, 4G:48G:4G, or a single one.", show_default=False)]
-
 
 @cli.app.command()
+@shared
 def frontier(
-    graph: Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)],
-    vram: Budgets,
-    ram: Ram = "auto",
-    hardware: HardwareName = None,
-    device: DeviceName = None,
-    set_: Sets = None,
-    keep: Keep = None,
-    exclude: Exclude = None,
-    reserve: Reserve = None,
-    until: Until = None,
+    graph: cli.OnlyGraph,
+    asked: Asked,
     sweep: Annotated[
         str | None, typer.Option(help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file (SVG).", show_default=False)] = None,
-    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show predicted time against VRAM budget, and with --sweep the largest value of an input that fits each budget."""
+    """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one), and with --sweep the largest value of an
+    input that fits each budget."""
     from graphrun.report.frontier import frontier_json, frontier_screen, frontier_svg
 
     planfile.require_writable(plot)
-    demands = {**cli._demands(keep, exclude, reserve, until), "cache": cli._cache(no_cache)}
-    swept, name = _swept(graph, vram, ram, hardware, device, set_, demands, sweep)
+    swept, name = _swept(graph, asked, sweep)
     problem = swept[0][0]
     rows = [(value, points) for _, value, points in swept]
     if plot is not None:
@@ -53,6 +44,31 @@ def frontier(
     typer.echo(json.dumps(frontier_json(problem, rows, name), indent=1) if as_json else frontier_screen(problem, rows, name))
     if not any(point.fits for _, points in rows for point in points):
         raise typer.Exit(3)
+
+
+@cli.app.command()
+def report(
+    trace: Annotated[Path, typer.Argument(help="A trace saved with run --trace, or a plan saved with -o.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", help="Where the page goes.")] = Path("report.html"),
+) -> None:
+    """Make one page (HTML, no network) of a run: its timeline, its plan, planned against measured, time against budget."""
+    from graphrun.planner.frontier import budgets_around
+    from graphrun.planner.frontier import frontier as solve_all
+    from graphrun.report.page import Measured, report_page
+
+    data = planfile.read_json(trace)
+    traced = isinstance(data, dict) and "events" in data
+    problem, plan, saved = planfile.plan_in(data.get("plan") if traced else data, trace)
+    planfile.refuse_violations(trace, problem, plan)
+    planfile.require_writable(out)
+    try:
+        measured = Measured.of(data) if traced else None
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
+    with cli._stdout_kept_clean():
+        points = solve_all(problem, budgets_around(problem))
+    planfile.write_text(out, report_page(planfile.solution_of(problem, plan, saved), measured, points))
+    typer.echo(f"wrote {out}")
 
 
 @cli.app.command()
@@ -84,16 +100,7 @@ def calibrate(
     cli._show(found, as_json, calibrate_screen(found))
 
 
-def _swept(
-    path: Path,
-    vram: str,
-    ram: str,
-    hardware: str | None,
-    device: str | None,
-    sets: list[str] | None,
-    demands: dict[str, Any],
-    sweep: str | None,
-) -> tuple[list[tuple[Problem, str, tuple[Point, ...]]], str]:
+def _swept(path: Path, asked: Asked, sweep: str | None) -> tuple[list[tuple[Problem, str, tuple[Point, ...]]], str]:
     """Problem, value and points for each value of the swept input (one dry run each; one in all where none is swept), its name."""
     from graphrun.planner.frontier import frontier as solve_all
     from graphrun.planner.frontier import sizes_between, values_between
@@ -101,18 +108,20 @@ def _swept(
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; a frontier is of a graph (YAML)")
     name, values = values_between(sweep) if sweep is not None else ("", ())
-    inputs = cli._inputs(sets)
-    graph = cli._load(path, demands["until"])
+    if asked.vram is None:
+        raise InputError("a frontier needs budgets: add --vram, such as --vram 4G:48G")
+    inputs, cache = asked.inputs, cli._cache(asked.no_cache)
+    graph = cli._load(path, asked.until)
     tried = [(str(value), {**inputs, name: str(value)}) for value in values] or [("", inputs)]
     for _, given in tried:
         graph.for_planning(given)  # a value that the graph refuses is better said now than after minutes
-    place = cli._hardware(hardware, device, False, demands["cache"])
-    budgets = sizes_between(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None)
+    place = cli._hardware(asked.hardware, asked.device, False, cache)
+    budgets = sizes_between(asked.vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None)
     found = []
     for value, given in tried:
         if name:
             typer.echo(f"  {name}={value}", err=True)
-        problem = graphrun.estimate(graph, vram=budgets[0], ram=ram, hardware=place, inputs=given, **demands)
+        problem = graphrun.estimate(graph, vram=budgets[0], hardware=place, inputs=given, cache=cache, **asked.demands)
         with cli._stdout_kept_clean():
             found.append((problem, value, solve_all(problem, budgets)))
     return found, name

@@ -58,10 +58,10 @@ def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
 def problem_for(name: str, vram: int, ram: int = 64 * 2**30, hardware: str = "sim") -> Any:
     """The problem of a reference graph within two budgets."""
     from graphrun.estimator import hardware as devices
-    from graphrun.estimator.numbers import problem_of
+    from graphrun.estimator.numbers import Limits, problem_of
 
     graph, probed, inputs = dry_run(name)
-    return problem_of(graph, probed, devices.hardware(hardware), vram, ram, inputs)
+    return problem_of(graph, probed, devices.hardware(hardware), Limits(vram, ram), inputs)
 
 
 @pytest.fixture(scope="session")

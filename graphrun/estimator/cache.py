@@ -27,7 +27,7 @@ from graphrun.components.weights import config_file, file_stamps, local_folder
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.feedback import informed
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of, ways_of
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
@@ -42,45 +42,50 @@ LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
-def problem_for(
-    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
-) -> Problem:
+def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there.
 
     Where earlier runs left measurements in ``store``, they take the place of traced numbers.
     """
-    return informed(_problem(graph, inputs, hardware, budget_bytes, ram_bytes, store), store)
+    return informed(_problem(graph, inputs, hardware, limits, store), store)
 
 
-def _problem(
-    graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, store: Store | None
-) -> Problem:
+def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
+    chosen = ways_of(graph, limits.allow)
+
+    def made() -> Problem:
+        ways = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
+        return problem_of(graph, dry_run(graph, inputs, store), hardware, limits, inputs, ways)
+
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
-        return problem_of(graph, _probe(graph, inputs), hardware, budget_bytes, ram_bytes, inputs)
+        return made()
+    sources = sorted(name for name, component in graph.components.items() if component.source is not None)
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
-    key = digest_of([traced, graph.name, settings, asdict(hardware), budget_bytes, ram_bytes, asdict(graph.directives)])
+    key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
     if (found := store.get("problem", key)) is not None:
         try:
             return TypeAdapter(Problem).validate_python(found)
         except UNREADABLE:
             pass
-    problem = problem_of(graph, dry_run(graph, inputs, store), hardware, budget_bytes, ram_bytes, inputs)
+    problem = made()
     store.put("problem", key, problem.to_json())
     return problem
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> Probed:
-    """The dry run of ``graph`` for resolved ``inputs``: from ``store``, else made (seconds) and kept there."""
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
+    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name): from ``store``, else made
+    (seconds) and kept there."""
     key = trace_key(graph, inputs) if store is not None else None
     if store is None or key is None:
-        return _probe(graph, inputs)
+        return _probe(graph, inputs, options)
+    key = digest_of([key, sorted(options.items())]) if options else key
     if (found := store.get("trace", key)) is not None:
         try:
             return from_json(found)
         except UNREADABLE:
             pass
-    probed = _probe(graph, inputs)
+    probed = _probe(graph, inputs, options)
     store.put("trace", key, to_json(probed))
     return probed
 
@@ -170,7 +175,7 @@ def own_source() -> str:
     return total.hexdigest()[:32]
 
 
-def _probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
     with _imports_set_aside() as imported:
         from graphrun.components.classes import resolve_class
         from graphrun.estimator.probe import probe
@@ -181,7 +186,7 @@ def _probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
             resolve_class(part.class_path, graph.allow, part.where)
         resolve_class(graph.pipeline, graph.allow)
         imported()
-        return probe(graph, inputs)
+        return probe(graph, inputs, options)
 
 
 @contextmanager

@@ -74,6 +74,7 @@ def simulated() -> Hardware:
         bidirectional=1.0,
         disk_bytes_per_second=1e9,
         flops_per_second=1e11,
+        cpu_flops_per_second=1e10,
         convolution_scratch=False,
         caching_allocator=False,
         basis="declared",

@@ -3,29 +3,121 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 from graphrun.estimator.allocator import ROUND_BYTES
-from graphrun.estimator.events import Call, Facts, Probed, Tape
+from graphrun.estimator.events import Call, Probed, Tape
+from graphrun.estimator.variants import variants_of
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.ops import OPERATIONS
 from graphrun.planner.directives import directed
-from graphrun.planner.problem import ComponentNumbers, Directive, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant
+from graphrun.planner.problem import (
+    ComponentNumbers,
+    Directive,
+    Hardware,
+    PhaseNumbers,
+    Placement,
+    Problem,
+    StageOption,
+    Use,
+    ValueNumbers,
+)
 from graphrun.units import round_up
 
 LONGEST_PATTERN = 6
 ALTERNATIONS = 3  # from this many repetitions on, components that alternate are one phase with all of them
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a problem is made for beside graph, inputs and hardware: budgets in bytes (None: none is set), the runs of a session,
+    and what may change the output."""
+
+    budget_bytes: int
+    ram_bytes: int
+    pinned_bytes: int | None = None
+    disk_bytes: int | None = None
+    runs: int = 1
+    allow: tuple[str, ...] = ()
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """Homes that make a difference: pageable memory only where page-locked memory is scarce."""
+        return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
+
+
 def problem_of(
-    graph: Graph, probed: Probed, hardware: Hardware, budget_bytes: int, ram_bytes: int, inputs: Mapping[str, Any]
+    graph: Graph,
+    probed: Probed,
+    hardware: Hardware,
+    limits: Limits,
+    inputs: Mapping[str, Any],
+    ways: Iterable[tuple[str, str, Probed]] = (),
 ) -> Problem:
-    """The problem of running ``graph`` once, as ``probed``, on ``hardware`` within the two budgets."""
+    """The problem of running ``graph``, as ``probed``, on ``hardware`` within ``limits``.
+
+    ``ways``: (stage, option, dry run with it) for each other way to run a stage that a plan may choose.
+    """
+    components = {
+        name: ComponentNumbers(
+            name,
+            facts.parameters,
+            facts.classes,
+            variants_of(graph.components[name], facts, hardware, homes=limits.homes, allow=limits.allow),
+        )
+        for name, facts in probed.facts.items()
+    }
+    phases, values = _phases(graph, probed, components, hardware)
+    options = []
+    for stage, name, tried in ways:
+        own = tuple(phase for phase in _phases(graph, tried, components, hardware)[0] if phase.stage == stage)
+        if own != tuple(phase for phase in phases if phase.stage == stage):
+            options.append(StageOption(stage, name, own, OPERATIONS[graph.stage(stage).op].options[name]))
+    used = {use.component for phase in phases for use in phase.uses}
+    problem = Problem(
+        graph=graph.name,
+        graph_digest=graph.digest,
+        settings=settings_of(graph, inputs),
+        hardware=hardware,
+        budget_bytes=limits.budget_bytes,
+        ram_bytes=limits.ram_bytes,
+        components=tuple(numbers for name, numbers in components.items() if name in used),
+        phases=phases,
+        values=values,
+        versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
+        reserve_bytes=graph.directives.reserve_bytes,
+        pinned_bytes=limits.pinned_bytes,
+        disk_bytes=limits.disk_bytes,
+        runs=limits.runs,
+        precedence=precedence_of(graph),
+        options=tuple(options),
+        allow=tuple(sorted(limits.allow)),
+    )
+    demands = graph.directives
+    placements: tuple[tuple[Placement, tuple[str, ...]], ...] = (
+        ("keep", demands.keep),
+        ("exclude", demands.exclude),
+        ("pin", demands.pin),
+    )
+    return directed(problem, [Directive(placement, name) for placement, names in placements for name in names])
+
+
+def ways_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """(stage, option) for each other way to run a stage that ``graph`` lists and that changes nothing, or is allowed to."""
+    listed = [(stage.name, name, OPERATIONS[stage.op].options[name]) for stage in graph.stages for name in stage.options]
+    return tuple((stage, name) for stage, name, needs in listed if not needs or needs in allow)
+
+
+def _phases(
+    graph: Graph, probed: Probed, components: Mapping[str, ComponentNumbers], hardware: Hardware
+) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     entries = probed.tape.entries()
     spans = phase_spans(entries)
-    components = {name: _component(name, facts, graph.components[name].dtype, hardware) for name, facts in probed.facts.items()}
     windows = windows_of(probed.tape, spans, hardware)
     values = _values(graph, probed.tape, [entries[begin][0] for begin, _ in spans])
     phases = tuple(
@@ -39,22 +131,14 @@ def problem_of(
         )
         for number, (begin, end) in enumerate(spans)
     )
-    used = {use.component for phase in phases for use in phase.uses}
-    problem = Problem(
-        graph=graph.name,
-        graph_digest=graph.digest,
-        settings=settings_of(graph, inputs),
-        hardware=hardware,
-        budget_bytes=budget_bytes,
-        ram_bytes=ram_bytes,
-        components=tuple(numbers for name, numbers in components.items() if name in used),
-        phases=phases,
-        values=values,
-        versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
-        reserve_bytes=graph.directives.reserve_bytes,
-    )
-    kept = [Directive("keep", name) for name in graph.directives.keep]
-    return directed(problem, [*kept, *(Directive("exclude", name) for name in graph.directives.exclude)])
+    return phases, values
+
+
+def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
+    """Pairs of stages of which the first must run before the second; None where there is one order only."""
+    pairs = tuple((producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name))
+    names = [stage.name for stage in graph.stages]
+    return None if all(pair in pairs for pair in pairwise(names)) else pairs
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
@@ -89,18 +173,6 @@ def _longest_alternation(names: Sequence[Any], begin: int) -> int:
 def _first_of_stage(spans: Sequence[tuple[int, int]], entries: Sequence[tuple[str, Call]], begin: int) -> int:
     stage = entries[begin][0]
     return next(number for number, (start, _) in enumerate(spans) if entries[start][0] == stage)
-
-
-def _component(name: str, facts: Facts, precision: str, hardware: Hardware) -> ComponentNumbers:
-    variant = Variant(
-        precision=precision,
-        home="pinned",
-        device="device",
-        block_bytes=facts.block_bytes,
-        load_seconds=tuple(nbytes / hardware.h2d_bytes_per_second for nbytes in facts.block_bytes),
-        host_bytes=sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, facts.block_bytes, strict=True)),
-    )
-    return ComponentNumbers(name, facts.parameters, facts.classes, (variant,))
 
 
 def _phase(

@@ -31,9 +31,9 @@ from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
 
 
-def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
-    """The dry run of ``graph`` for resolved ``inputs``. Raises what the pipeline's own code raises for them, and GraphError where a
-    component's files are on this machine and are broken or another model's."""
+def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name). Raises what the pipeline's
+    own code raises for them, and GraphError where a component's files are on this machine and are broken or another model's."""
     ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
     for name, component in graph.components.items():
         holding(component, ghosts[name])
@@ -48,7 +48,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
                 prober.tape.values[f"{stage}.{name}"] = frozenset(keys)
             prober.tape.items.append(Mark("stage", stage))
 
-        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts)
+        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts, options=options)
     return Probed(prober.tape, prober.facts(), ghosts)
 
 

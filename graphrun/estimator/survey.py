@@ -15,7 +15,7 @@ from graphrun.components.stored import holding
 from graphrun.estimator.allocator import Counting, Native
 from graphrun.estimator.corrections import CORRECTIONS
 from graphrun.estimator.events import Call, Probed
-from graphrun.estimator.numbers import phase_spans, problem_of
+from graphrun.estimator.numbers import Limits, phase_spans, problem_of
 from graphrun.estimator.quantized import PRECISIONS, weights_by_precision
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph
@@ -28,7 +28,7 @@ def survey(graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str
     ``allocated_bytes`` of a phase is the most allocated beside weights; ``reserved_bytes`` the same with expandable segments,
     ``reserved_native_bytes`` with native ones: what lived at its entry is in all three.
     """
-    problem = problem_of(graph, probed, hardware, hardware.capacity_bytes, 1, inputs)
+    problem = problem_of(graph, probed, hardware, Limits(hardware.capacity_bytes, 1), inputs)
     phases = _phases(problem, probed, hardware)
     components = [_component(graph, name, probed, problem) for name in probed.facts]
     weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)

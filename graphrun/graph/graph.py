@@ -59,8 +59,9 @@ class Component:
     """A module with weights.
 
     ``source`` is the folder or hub path (``owner/repo/subfolder``) of this component alone, None for random weights made from
-    ``seed``. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the constructor's defaults. ``where`` is
-    ``file:line``.
+    ``seed``. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the constructor's defaults. ``precision``:
+    the first is what is planned, the others must be allowed. ``home``: where its master copy may lie, empty: wherever it can.
+    ``where`` is ``file:line``.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Component:
     dtype: str
     precision: tuple[str, ...]
     seed: int = 0
+    home: tuple[str, ...] = ()
     where: str = field(default="", compare=False)
 
 
@@ -89,13 +91,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One op with its arguments (literals and references) and the components it uses."""
+    """One op with its arguments (literals and references), the components it uses, and other ways to run it (``options``)."""
 
     name: str
     op: str
     uses: tuple[str, ...]
     arguments: Mapping[str, Any]
     where: str = field(default="", compare=False)
+    options: tuple[str, ...] = ()
 
     @property
     def references(self) -> tuple[Reference, ...]:
@@ -106,11 +109,12 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Directives:
     """What the user demands of placement: components that stay from their first use to the end, components of which nothing stays
-    that can be streamed, and bytes of the VRAM budget left to other programs."""
+    that can be streamed, components whose home is pinned, and bytes of the VRAM budget left to other programs."""
 
     keep: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     reserve_bytes: int = 0
+    pin: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +181,19 @@ class Graph:
             raise InputError("\n".join(problems))
         return values
 
-    def directed(self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None) -> Graph:
+    def directed(
+        self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None, pin: Iterable[str] = ()
+    ) -> Graph:
         """The same graph with more directives; ``reserve_bytes`` takes the place of the graph's own.
 
         Raises InputError naming components that there are not, or that are to be both kept and excluded.
         """
         kept = tuple(dict.fromkeys((*self.directives.keep, *keep)))
         excluded = tuple(dict.fromkeys((*self.directives.exclude, *exclude)))
+        pinned = tuple(dict.fromkeys((*self.directives.pin, *pin)))
         problems = [
             f"{verb} {name}: there is no such component{did_you_mean(name, self.components)}"
-            for verb, names in (("keep", kept), ("exclude", excluded))
+            for verb, names in (("keep", kept), ("exclude", excluded), ("pin", pinned))
             for name in names
             if name not in self.components
         ]
@@ -194,7 +201,20 @@ class Graph:
         if problems:
             raise InputError("\n".join(problems))
         reserve = self.directives.reserve_bytes if reserve_bytes is None else reserve_bytes
-        return replace(self, directives=Directives(kept, excluded, reserve))
+        return replace(self, directives=Directives(kept, excluded, reserve, pinned))
+
+    def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """``names`` of what may change the output, sorted; ``precision`` stands for every further precision that the graph lists.
+
+        Raises InputError for a name that means nothing in this graph.
+        """
+        precisions = {precision for component in self.components.values() for precision in component.precision[1:]}
+        options = {OPERATIONS[stage.op].options[option] for stage in self.stages for option in stage.options} - {""}
+        known = sorted({*precisions, *options, "cpu"})
+        given = [name.strip() for text in names for name in text.split(",")]
+        if unknown := [name for name in given if name not in known and name != "precision"]:
+            raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
+        return tuple(sorted({*given, *(precisions if "precision" in given else ())} - {"precision"}))
 
     def until(self, name: str) -> Graph:
         """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and its outputs, all of them.
@@ -224,6 +244,7 @@ class Graph:
                 demands,
                 keep=tuple(component for component in demands.keep if component in used),
                 exclude=tuple(component for component in demands.exclude if component in used),
+                pin=tuple(component for component in demands.pin if component in used),
             ),
         )
 
@@ -253,11 +274,14 @@ class Graph:
             "pipeline": [self.pipeline, self.pipeline_config],
             "inputs": {i.name: [i.type, i.default, i.required, i.multiple_of, i.minimum, i.maximum] for i in self.inputs.values()},
             "components": {
-                c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, *c.precision]
+                c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, *c.precision, *([c.home] if c.home else [])]
                 for c in self.components.values()
             },
             "parts": {p.name: [p.class_path, p.config, _content(p.file)] for p in self.parts.values()},
-            "stages": {s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}] for s in self.stages},
+            "stages": {
+                s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}, *([s.options] if s.options else [])]
+                for s in self.stages
+            },
             "outputs": {name: str(reference) for name, reference in self.outputs.items()},
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -83,7 +83,7 @@ class _Reader:
 
     def _directives(self) -> Directives:
         spec, at = self.spec.directives, ("directives",)
-        for key, names in (("keep", spec.keep), ("exclude", spec.exclude)):
+        for key, names in (("keep", spec.keep), ("exclude", spec.exclude), ("pin", spec.pin)):
             for index, name in enumerate(names):
                 if name not in self.spec.components:
                     what = f"unknown component {name!r}{did_you_mean(name, self.spec.components)}"
@@ -96,7 +96,7 @@ class _Reader:
                 reserve_bytes = parse_size(spec.reserve, name="reserve")
             except InputError as error:
                 self.problems.add((*at, "reserve"), str(error).removeprefix("reserve: "))
-        return Directives(tuple(spec.keep), tuple(spec.exclude), reserve_bytes)
+        return Directives(tuple(spec.keep), tuple(spec.exclude), reserve_bytes, tuple(spec.pin))
 
     def _ordered(self, stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
         if cycle := find_cycle(stages):
@@ -140,6 +140,7 @@ class _Reader:
             dtype=spec.dtype,
             precision=tuple(spec.precision or (spec.dtype,)),
             seed=spec.seed,
+            home=tuple(spec.home or ()),
             where=self.document.where(at),
         )
 

@@ -6,7 +6,7 @@ Decides which arguments and outputs exist and of which kind they are. Must not k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -18,12 +18,16 @@ PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a stage that names this op must pass (``required``), may pass (``optional``) and produces (``outputs``)."""
+    """What a stage that names this op must pass (``required``), may pass (``optional``) and produces (``outputs``).
+
+    ``options``: other ways to run it -> what must be allowed for it since the output changes ("": nothing does).
+    """
 
     name: str
     required: Mapping[str, Kind]
     optional: Mapping[str, Kind]
     outputs: Mapping[str, Kind]
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Kind]:
@@ -55,11 +59,13 @@ OPERATIONS: Mapping[str, Operation] = _table(
             "num_frames": "int",
         },
         outputs={"latents": "latents"},
+        options={"split": "split"},
     ),
     Operation(
         "decode",
         required={"latents": "latents", "embeds": "embeds"},
         optional={"height": "int", "width": "int", "num_frames": "int"},
         outputs={"image": "image"},
+        options={"tiling": "tiling", "slicing": ""},
     ),
 )

@@ -18,7 +18,9 @@ ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
-Precision = Literal["bfloat16", "float16", "float32", "int8", "nf4"]
+Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4"]
+Home = Literal["pinned", "pageable", "disk"]
+StageChoice = Literal["tiling", "slicing", "split"]
 Config = Annotated[
     Text | dict[str, Any],
     Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
@@ -56,7 +58,12 @@ class ComponentSpec(Spec):
     config: Config | None = None
     source: Source | None = None
     dtype: Dtype
-    precision: list[Precision] | None = Field(default=None, min_length=1, description="Precisions a plan may choose from.")
+    precision: list[Precision] | None = Field(
+        default=None, min_length=1, description="The first is planned; the others are what --allow may choose from."
+    )
+    home: list[Home] | None = Field(
+        default=None, min_length=1, description="Where the master copy may lie; left out: wherever it can."
+    )
     seed: int = Field(default=0, ge=0, description="Of the random weights a component without a source gets.")
 
 
@@ -75,6 +82,7 @@ class StageSpec(Spec):
     op: Annotated[Name, Field(json_schema_extra={"enum": sorted(OPERATIONS)})]
     uses: list[Name] = Field(default_factory=list)
     arguments: dict[Name, Scalar] = Field(alias="with", default_factory=dict)
+    options: list[StageChoice] = Field(default_factory=list, description="Other ways to run it that a plan may choose.")
 
 
 class DirectivesSpec(Spec):
@@ -83,6 +91,7 @@ class DirectivesSpec(Spec):
     keep: list[Name] = Field(
         default_factory=list, description="Components that stay on the device from their first use to the end."
     )
+    pin: list[Name] = Field(default_factory=list, description="Components whose master copy lies in page-locked memory.")
     exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with nothing kept.")
     reserve: Text | None = Field(default=None, description="A part of the VRAM budget left to other programs, such as 1G.")
 

@@ -83,7 +83,11 @@ def _stage(
             problems.add((*at, "with", key), text)
         elif not isinstance(value, Reference):
             arguments[key] = of_type(operation.arguments[key], value)
-    return Stage(name, item.op, tuple(item.uses), arguments, document.where(at))
+    for index, option in enumerate(item.options):
+        if option not in operation.options:
+            known = ", ".join(operation.options) or "none"
+            problems.add((*at, "options", index), f"{item.op} has no option {option!r}; it has {known}")
+    return Stage(name, item.op, tuple(item.uses), arguments, document.where(at), tuple(item.options))
 
 
 def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> Reference | None:

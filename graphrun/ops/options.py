@@ -1,41 +1,100 @@
-"""Other ways to run a stage: what a plan's option means for the stage's pipeline, and how it is undone.
+"""Other ways to run a stage that a plan may choose: what each does to the pipeline for as long as the stage runs.
 
-tiling     the VAE works tile by tile: less activation, slightly other pictures
-slicing    the VAE works picture by picture: less activation where there are several, the same pictures
+    tiling    the VAE decodes tile by tile and blends the seams             the output changes
+    slicing   the VAE decodes picture by picture                            it does not
+    split     every call of the denoiser is cut into calls of one sample    it may, in the last bits
+
+Which stages have them, and what must be allowed for them, says `graphrun.graph.ops`. Knows nothing of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from graphrun.errors import PlanError
+import torch
+from torch import nn
 
-# Option -> (method of the VAE that begins it, the one that ends it, the flag that both set).
-OPTIONS: Mapping[str, tuple[str, str, str]] = {
-    "tiling": ("enable_tiling", "disable_tiling", "use_tiling"),
-    "slicing": ("enable_slicing", "disable_slicing", "use_slicing"),
-}
+from graphrun.components.entry import Boundary
+from graphrun.errors import GraphError
+
+# Pixels of a tile's edge, where a VAE's own is larger: its configuration names the size it was trained at, and 1024 saves nothing
+# at 1024. 512 is the tile that diffusers' own video VAEs and the SD VAE come with.
+TILE_PIXELS = 512
 
 
 @contextmanager
-def applied(pipeline: Any, name: str) -> Iterator[None]:
-    """``pipeline`` runs by option ``name`` ("": plainly; ``tiling+slicing``: by both) while the context stands.
+def applied(name: str, pipeline: Any, modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """A context in which ``pipeline`` runs the way that option ``name`` means; afterwards it is as it was.
 
-    Raises PlanError for an option that there is not, or that the pipeline's VAE does not have.
+    ``modules``: the components the stage uses. Raises GraphError where they cannot do that.
     """
-    vae, done = getattr(pipeline, "vae", None), []
-    try:
-        for each in name.split("+") if name else ():
-            if each not in OPTIONS or not hasattr(vae, OPTIONS[each][0]):
-                known = ", ".join(option for option, (begin, _, _) in OPTIONS.items() if hasattr(vae, begin)) or "none"
-                raise PlanError(f"option {each}: {type(pipeline).__name__} has no such option; it has {known}")
-            begin, end, flag = OPTIONS[each]
-            if not getattr(vae, flag, False):
-                getattr(vae, begin)()
-                done.append(end)
+    with ExitStack() as stack:
+        if name == "split":
+            stack.enter_context(Boundary(modules, device, around=_one_by_one))
+        else:
+            vaes = {key: module for key, module in modules.items() if hasattr(module, f"enable_{name}")}
+            if not vaes:
+                raise GraphError(f"option {name}: none of {', '.join(modules)} can do that; take it out of the stage's options")
+            for module in vaes.values():
+                before = {key: value for key, value in vars(module).items() if key.startswith(("use_", "tile_"))}
+                stack.callback(vars(module).update, before)
+                getattr(module, f"enable_{name}")()
+                _shrink_tiles(module)
         yield
-    finally:
-        for end in done:
-            getattr(vae, end)()
+
+
+def _shrink_tiles(module: nn.Module) -> None:
+    size, latent = getattr(module, "tile_sample_min_size", 0), getattr(module, "tile_latent_min_size", 0)
+    if size > TILE_PIXELS and latent:
+        vars(module).update(tile_sample_min_size=TILE_PIXELS, tile_latent_min_size=latent * TILE_PIXELS // size)
+
+
+def _one_by_one(component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The entry's result, from a call for each sample: tensors whose first dimension counts samples are cut, others go along."""
+    count = next((t.shape[0] for t in _tensors((args, kwargs)) if t.ndim > 2), 1)
+    if count == 1:
+        return proceed(*args, **kwargs)
+    results = []
+    for number in range(count):
+        own_args, own_kwargs = _mapped((args, kwargs), functools.partial(_sample, count, number))
+        results.append(proceed(*own_args, **own_kwargs))
+    return _joined(results)
+
+
+def _sample(count: int, number: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[number : number + 1] if tensor.ndim and tensor.shape[0] == count else tensor
+
+
+def _joined(results: list[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(results)
+    if isinstance(first, Mapping):
+        return type(first)(**{key: _joined([result[key] for result in results]) for key in first})
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(list(items)) for items in zip(*results, strict=True))
+    return first
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    return value

@@ -5,6 +5,7 @@ component is entered has put a `Boundary` around the modules before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,7 +88,9 @@ class Stages:
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
         with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
             pipeline = assemble(graph, present, self._parts, device, partial=partial)
-            with applied(pipeline, self.options.get(stage.name, "")):
+            option = self.options.get(stage.name)
+            used = {name: module for name, module in present.items() if name in stage.uses}
+            with applied(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
                 made = OPS[stage.op](StageContext(stage.name, pipeline, device), **arguments)
                 del arguments

@@ -47,6 +47,7 @@ LATER = {
     "transient_bytes": 0,
     "stored_bytes": 0,
     "needs": "",
+    "cpu_flops_per_second": 3e11,
 }
 
 
@@ -67,6 +68,7 @@ class Hardware:
     flops_per_second: float  # 16-bit dense, as used by real models, not the data sheet
     convolution_scratch: bool = True  # whether convolutions take scratch that no dispatcher sees (cuDNN does)
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
+    cpu_flops_per_second: float = 3e11  # of the host's cores together, 16-bit
     spares_large_copies: bool = False  # whether convolutions do without copies of outputs where tensors have 2 GiB or more
     basis: Basis = "prior"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from graphrun.planner.plan import Load, Plan, Stream, action_text
+from graphrun.planner.plan import Load, Plan, Slot, Stream, action_text
 from graphrun.planner.problem import Problem
+from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, SlotReport, simulate
 from graphrun.planner.solution import Solution
 from graphrun.report.summary import broken_caps
@@ -16,15 +17,14 @@ from graphrun.units import gib, show_seconds, show_size
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
-    """What ``graphrun plan`` shows: two lines of totals, a row per phase, a timeline, and why a component is streamed."""
-    problem, plan = solution.problem, solution.plan
-    simulation = simulate(problem, plan)
-    parts = (
-        _head(solution, simulation, solve_seconds),
-        _phases(problem, plan, simulation),
-        _timeline(problem, plan, simulation),
-        _why(solution),
-    )
+    """What ``graphrun plan`` shows: lines of totals, a row per phase, a timeline, and why a component is streamed."""
+    problem, plan = settle(solution.problem, solution.plan), solution.plan
+    simulation = simulate(solution.problem, plan)
+    parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
+    if plan.again:
+        parts += [f"every further run: {show_seconds(simulation.again_seconds)}", _phases(problem, simulation.again)]
+        parts.append(_timeline(problem, plan.again, plan.slots))
+    parts.append(_why(solution))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -43,22 +43,47 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     elif problem.reserve_bytes:
         budget += f" = {show_size(problem.reserve_bytes)} reserve + {show_size(problem.effective_bytes)}"
     directives = ", ".join(f"{of.placement} {of.component}" for of in problem.directives)
+    session = f"; {problem.runs} runs take {show_seconds(simulation.total_seconds)}" if problem.runs > 1 else ""
     return "\n".join(
         (
             f"plan {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
-            f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  cold run",
+            f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  {regime(problem)}",
             *([f"directives {directives}"] if directives else []),
+            *choices(solution.plan),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
+            _host(problem, simulation),
             f"predicted {show_seconds(simulation.seconds)} = {show_seconds(simulation.compute_seconds)} compute"
-            f" + {show_seconds(exposed)} exposed transfer  {proof} (bound {show_seconds(solution.bound_seconds)}{solved})",
+            f" + {show_seconds(exposed)} exposed transfer{session}  {proof} (bound {show_seconds(solution.bound_seconds)}{solved})",
         )
     )
 
 
-def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
-    unit, scale = scale_of(simulation.peak_bytes)
-    clock, second = seconds_of(simulation.seconds)
+def regime(problem: Problem) -> str:
+    """``cold run``, or ``session of N runs``."""
+    return "cold run" if problem.runs == 1 else f"session of {problem.runs} runs"
+
+
+def choices(plan: Plan) -> list[str]:
+    """A line for what the plan does otherwise than the graph says plainly: ways to run a stage, and the order of stages."""
+    found = [f"{stage} with {name}" for stage, name in plan.options]
+    found += [f"stages in the order {' '.join(plan.order)}"] if plan.order else []
+    return [f"chosen {', '.join(found)}"] if found else []
+
+
+def _host(problem: Problem, simulation: Simulation) -> str:
+    """What lies in RAM at most, and what is read from disk."""
+    locked = f" of which {show_size(simulation.pinned_peak_bytes)} page-locked" if simulation.pinned_peak_bytes else ""
+    limit = f" (at most {show_size(problem.pinned_bytes)})" if problem.pinned_bytes is not None else ""
+    read = sum(slot.disk_bytes_read for slot in simulation.slots)
+    reads = f"reads {show_size(read)} from disk" if read else "reads nothing from disk"
+    spare = show_size(problem.ram_bytes - simulation.host_peak_bytes)
+    return f"host peak {show_size(simulation.host_peak_bytes)}{locked}{limit}  headroom {spare}  {reads}"
+
+
+def _phases(problem: Problem, reports: Sequence[SlotReport]) -> str:
+    unit, scale = scale_of(max(report.peak_bytes for report in reports))
+    clock, second = seconds_of(sum(report.seconds for report in reports))
     rows = [
         [
             "#",
@@ -76,7 +101,7 @@ def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
         ]
     ]
     for number, phase in enumerate(problem.phases):
-        slots = [slot for slot in simulation.slots if slot.phase == phase.name]
+        slots = [slot for slot in reports if slot.phase == phase.name]
         top = max(slots, key=lambda slot: slot.peak_bytes)
         sizes = (top.resident_bytes, top.ring_bytes, top.activation_bytes, top.values_bytes, top.peak_bytes)
         rows.append(
@@ -94,34 +119,38 @@ def _phases(problem: Problem, plan: Plan, simulation: Simulation) -> str:
     return table(rows, left=(1,)) + f"\n sizes in {unit}, each row at its highest slot; streamed: bytes that pass through the ring"
 
 
-def _timeline(problem: Problem, plan: Plan, simulation: Simulation) -> str:
-    held = _held_by_slot(problem, plan)
-    header = ["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases)]
+def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -> str:
+    """Where each component is in each phase of ``slots``, and how it is held; ``before``: the slots that ran before them."""
+    held = _held_by_slot(problem, [*before, *slots])[len(before) :]
+    header = ["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]
     rows, notes = [header], []
     for component in problem.components:
         row = [component.name]
         for phase in problem.phases:
-            numbers = [n for n, slot in enumerate(plan.slots) if slot.phase == phase.name]
+            numbers = [n for n, slot in enumerate(slots) if slot.phase == phase.name]
             uses = any(use.component == component.name for use in phase.uses)
-            streams = [a for n in numbers for a in plan.slots[n].actions if isinstance(a, Stream) and a.component == component.name]
+            streams = [a for n in numbers for a in slots[n].actions if isinstance(a, Stream) and a.component == component.name]
             blocks = max(held[n].get(component.name, 0) for n in numbers)
-            if streams:
+            if uses and component.variants[0].device == "cpu":
+                row.append("cpu")
+            elif streams:
                 row.append("▒▒▒▒")
                 total = sum(len(k.blocks) for k in component.classes)
                 notes.append(f"▒ {component.name} streamed in {phase.name}: {blocks} of {total} blocks stay resident")
             else:
                 row.append(("████" if uses else "░░░░") if blocks else "·")
-        rows.append(row)
+        variant = component.variants[0]
+        rows.append([*row, f"{variant.precision}, {variant.home if variant.device == 'device' else 'computed on the CPU'}"])
     legend = "█ resident  ▒ streamed  ░ on the device beside another component's phase  · not on the device"
     return "\n".join((table(rows, left=tuple(range(len(header)))), f" {legend}", *(f" {note}" for note in notes)))
 
 
-def _held_by_slot(problem: Problem, plan: Plan) -> list[dict[str, int]]:
+def _held_by_slot(problem: Problem, slots: Sequence[Slot]) -> list[dict[str, int]]:
     """Blocks of each component on the device in each slot, streamed ones apart."""
     sizes = {c.name: {k.name: range(len(k.blocks)) for k in c.classes} for c in problem.components}
     now: dict[str, set[tuple[str, int]]] = {c.name: set() for c in problem.components}
     found = []
-    for slot in plan.slots:
+    for slot in slots:
         for action in slot.actions:
             blocks = getattr(action, "blocks", ())
             if blocks == ():
@@ -137,7 +166,7 @@ def _held_by_slot(problem: Problem, plan: Plan) -> list[dict[str, int]]:
 
 
 def _why(solution: Solution) -> str:
-    problem = solution.problem
+    problem = settle(solution.problem, solution.plan)
     lines = []
     for component in problem.components:
         phases = {
@@ -166,11 +195,12 @@ def _why(solution: Solution) -> str:
 
 def explain_screen(solution: Solution) -> str:
     """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then each number's basis."""
-    problem, plan = solution.problem, solution.plan
-    simulation = simulate(problem, plan)
+    problem, plan = settle(solution.problem, solution.plan), solution.plan
+    simulation = simulate(solution.problem, plan)
     lines = [_head(solution, simulation, None), ""]
-    clock = 0.0
-    for slot, report in zip(plan.slots, simulation.slots, strict=True):
+    clock, reports = 0.0, (*simulation.slots, *simulation.again)
+    for number, (slot, report) in enumerate(zip((*plan.slots, *plan.again), reports, strict=True)):
+        lines += ["", "every further run", ""] if number == len(plan.slots) else []
         title = f"slot {slot.phase} {slot.part}".replace("  ", " ") + (f" x{slot.calls}" if slot.part == "rest" else "")
         lines.append(
             f"{title}   at {clock:.3f} s  takes {show_seconds(report.seconds)} (compute {show_seconds(report.compute_seconds)},"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.trace import Trace
@@ -15,8 +16,10 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
     summary: dict[str, Any] = {
         "feasible": True,
         "proven_optimal": solution.proven_optimal,
-        "regime": "cold",
+        "regime": "cold" if problem.runs == 1 else f"session of {problem.runs}",
         "predicted_seconds": simulation.seconds,
+        "again_seconds": simulation.again_seconds if problem.runs > 1 else None,
+        "total_seconds": simulation.total_seconds,
         "compute_seconds": simulation.compute_seconds,
         "bound_seconds": solution.bound_seconds,
         "solve_seconds": solve_seconds,
@@ -24,7 +27,15 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "overhead_bytes": problem.budget_bytes - problem.effective_bytes,
         "reserve_bytes": problem.reserve_bytes,
         "directives": [f"{of.placement} {of.component}" for of in problem.directives],
+        "allow": list(problem.allow),
+        "variants": dict(solution.plan.variants),
+        "options": dict(solution.plan.options),
+        "order": list(solution.plan.order),
         "ram_bytes": problem.ram_bytes,
+        "pinned_bytes": problem.pinned_bytes,
+        "host_peak_bytes": simulation.host_peak_bytes,
+        "pinned_peak_bytes": simulation.pinned_peak_bytes,
+        "disk_bytes_read": sum(slot.disk_bytes_read for slot in simulation.slots),
         "peak_bytes": simulation.peak_bytes,
         "moved_bytes": simulation.moved_bytes,
         "digest": problem.digest,
@@ -58,7 +69,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
 
 def stages(solution: Solution, simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
     """One row per stage; ``measured`` in it where there is a trace."""
-    stage_of = {phase.name: phase.stage for phase in solution.problem.phases}
+    stage_of = {phase.name: phase.stage for phase in settle(solution.problem, solution.plan).phases}
     rows = []
     for report in simulation.stages(solution.problem):
         row: dict[str, Any] = {
@@ -68,6 +79,7 @@ def stages(solution: Solution, simulation: Simulation, trace: Trace | None = Non
             "streamed_bytes": report.streamed_bytes,
             "loaded_bytes": report.loaded_bytes,
             "activation_bytes": report.activation_bytes,
+            "host_bytes": report.host_bytes,
             "seconds": report.load_seconds + report.run_seconds,
         }
         if trace is not None:

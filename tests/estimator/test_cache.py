@@ -16,7 +16,7 @@ import pytest
 import graphrun
 from graphrun.estimator import cache
 from graphrun.estimator import hardware as devices
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.store import Store, digest_of
 from graphrun.units import MIB
 
@@ -64,7 +64,7 @@ def test_a_dry_run_read_back_gives_the_same_numbers_without_its_modules(dry: Any
     assert again == probed
     assert not again.ghosts
     for hardware in ("sim", "rtx4090"):
-        arguments = devices.hardware(hardware), 2**33, 2**33, inputs
+        arguments = devices.hardware(hardware), Limits(2**33, 2**33), inputs
         assert problem_of(graph, again, *arguments).digest == problem_of(graph, probed, *arguments).digest
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphrun.estimator.hardware import hardware
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.survey import survey
 from graphrun.report.estimate import estimate_screen
 
@@ -46,7 +46,7 @@ def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: 
 
 def test_the_estimate_shows_the_numbers_a_plan_is_made_from(dry: Any, flux: dict[str, Any]) -> None:
     graph, probed, inputs = dry("flux-dev")
-    problem = problem_of(graph, probed, hardware("rtx4090"), 8 * 2**30, 2**36, inputs)
+    problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
         beside = problem.value_bytes(number) + phase.carry_bytes + max(phase.first_bytes, phase.rest_bytes)
         assert row["reserved_bytes"] == beside

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphrun.components.build import build, build_part, resolve_class
 from graphrun.estimator.hardware import simulated
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
 from graphrun.executor.executor import execute
 from graphrun.executor.host import Host
@@ -46,7 +46,7 @@ class Whole:
         self.host = Host.of_graph(self.graph, self.problem, self.device, self.modules)
 
     def within(self, budget_bytes: int) -> Problem:
-        return problem_of(self.graph, self._probed, simulated(), budget_bytes, AMPLE, self.inputs)
+        return problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
 
     def smallest(self) -> Problem:
         """The problem with the least budget that can be planned."""

@@ -13,7 +13,7 @@ from torch import nn
 from graphrun import sim
 from graphrun.components.build import build, build_part
 from graphrun.estimator.hardware import simulated
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
 from graphrun.executor.executor import execute
 from graphrun.executor.host import Host
@@ -71,7 +71,7 @@ class Encoding:
         self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
 
     def within(self, budget_bytes: int) -> Problem:
-        return problem_of(self.graph, self._probed, simulated(), budget_bytes, AMPLE, self.inputs)
+        return problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
 
     def smallest(self) -> Problem:
         return self.within(smallest_budget(self.ample))

@@ -1,0 +1,100 @@
+"""What the commands that plan are told: budgets, hardware, inputs, demands. Declares the options once, for all of them.
+
+A command written as ``def plan(graph: GraphFile, asked: Asked)`` gets an option for each field of `Asked` by `shared`.
+Knows neither graphs nor plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from graphrun.errors import InputError
+
+Names = list[str] | None
+HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
+DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
+Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of a command that plans, as they were given."""
+
+    vram: Annotated[
+        str | None, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)
+    ] = None
+    ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has.")] = "auto"
+    pinned: Annotated[str | None, typer.Option(help="Part of the RAM that may be page-locked.", show_default=False)] = None
+    disk: Annotated[str | None, typer.Option(help="Bytes that may be written to disk.", show_default=False)] = None
+    hardware: HardwareName = None
+    device: DeviceName = None
+    set_: Sets = None
+    runs: Annotated[int, typer.Option(help="Plan a session of so many runs: a first one, and others that find it warm.", min=1)] = 1
+    allow: Annotated[
+        Names,
+        typer.Option(help="What may change the output: precision, int8, nf4, cpu, tiling, split. Repeatable.", show_default=False),
+    ] = None
+    keep: Annotated[
+        Names, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)
+    ] = None
+    exclude: Annotated[
+        Names, typer.Option(help="A component that is streamed, with nothing kept. Repeatable.", show_default=False)
+    ] = None
+    pin: Annotated[Names, typer.Option(help="A component whose master copy is page-locked. Repeatable.", show_default=False)] = None
+    reserve: Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)] = None
+    until: Annotated[str | None, typer.Option(help="A stage: plan what its outputs need, and stop.", show_default=False)] = None
+    no_cache: NoCache = False
+
+    @property
+    def demands(self) -> dict[str, Any]:
+        """What `graphrun.estimate` takes beside graph, VRAM budget, hardware and inputs."""
+        named = {name: tuple(getattr(self, name) or ()) for name in ("allow", "keep", "exclude", "pin")}
+        return {name: getattr(self, name) for name in ("ram", "pinned", "disk", "runs", "reserve", "until")} | named
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The inputs given as ``name=value``. Raises InputError for what does not look so."""
+        found = {}
+        for text in self.set_ or []:
+            name, equals, value = text.partition("=")
+            if not equals or not name:
+                raise InputError(f"--set {text!r} is not name=value")
+            found[name.strip()] = value
+        return found
+
+    def refuse_for_plan(self, path: Any) -> None:
+        """Raises InputError where something was given that the plan saved at ``path`` has of its own."""
+        own = [field.name for field in fields(self) if field.name not in ("set_", "no_cache", "ram")]
+        if given := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
+            flags = ", ".join(f"--{name}" for name in given)
+            raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Asked)}
+
+
+def shared(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with an option for each field of `Asked` in place of its parameter ``asked``, as typer reads signatures."""
+    own = inspect.signature(command).parameters
+    hints, options = get_type_hints(command, include_extras=True), get_type_hints(Asked, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    mine = [inspect.Parameter(n, keyword, default=p.default, annotation=hints[n]) for n, p in own.items() if n != "asked"]
+    parameters = [p for p in mine if p.default is p.empty]
+    parameters += [inspect.Parameter(n, keyword, default=_DEFAULTS[n], annotation=options[n]) for n in options]
+    parameters += [p for p in mine if p.default is not p.empty]
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        asked = Asked(**{name: given.pop(name) for name in options})
+        command(asked=asked, **given)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called

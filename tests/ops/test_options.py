@@ -1,0 +1,77 @@
+"""Other ways to run a stage: what they compute, and that nothing of them stays on the pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphrun
+from graphrun.components.build import build
+from graphrun.components.entry import Boundary
+from graphrun.errors import GraphError
+from graphrun.ops import options as ways
+from graphrun.ops import run_stages
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def sdxl() -> Any:
+    """The tiny SDXL: graph, modules, inputs, and the pixels [height width 3] of the plain way."""
+    graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
+    modules = {name: build(component, graph) for name, component in graph.components.items()}
+    inputs = graph.for_planning({"steps": 2})
+    return graph, modules, inputs, pixels(graph, modules, inputs)
+
+
+def pixels(graph: Any, modules: Any, inputs: Any, **options: str) -> Any:
+    image = run_stages(graph, modules, CPU, inputs, options=options)["image"]
+    return np.asarray(image).astype(int)
+
+
+def settings(vae: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(vae).items() if key.startswith(("use_", "tile_"))}
+
+
+def test_split_enters_the_denoiser_once_a_sample_and_changes_last_bits_only(sdxl: Any) -> None:
+    graph, modules, inputs, plain = sdxl
+    batches: list[int] = []
+
+    def around(component: str, entry: str, proceed: Any, args: Any, kwargs: Any) -> Any:
+        batches.append(args[0].shape[0])
+        return proceed(*args, **kwargs)
+
+    with Boundary({"unet": modules["unet"]}, CPU, around=around):
+        cut = pixels(graph, modules, inputs, denoise="split")
+    assert batches == [1, 1] * 2  # guidance makes two samples of a picture, for each of two steps
+    assert np.abs(cut - plain).max() <= 1
+
+
+def test_slicing_changes_nothing(sdxl: Any) -> None:
+    graph, modules, inputs, plain = sdxl
+    assert np.array_equal(pixels(graph, modules, inputs, decode="slicing"), plain)
+
+
+def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, modules, inputs, plain = sdxl
+    monkeypatch.setattr(ways, "TILE_PIXELS", 64)
+    before, sizes = settings(modules["vae"]), set()
+    hook = modules["vae"].decoder.register_forward_pre_hook(lambda module, args: sizes.add(tuple(args[0].shape[-2:])))
+    try:
+        tiled = pixels(graph, modules, inputs, decode="tiling")
+    finally:
+        hook.remove()
+    assert max(max(size) for size in sizes) <= 64 // 8
+    assert tiled.shape == plain.shape
+    assert settings(modules["vae"]) == before
+
+
+def test_a_stage_that_cannot_is_refused(sdxl: Any) -> None:
+    graph, modules, inputs, _ = sdxl
+    with pytest.raises(GraphError, match="option tiling: none of text_encoder, text_encoder_2 can do that"):
+        pixels(graph, modules, inputs, encode="tiling")
