@@ -67,7 +67,7 @@ class Device(Protocol):
         """Whether a read that left ``marks`` (none yet: it is under way) lies behind the copy stream already."""
 
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
-        """What computes inside does so on the host, ``slowdown`` times as long as here: another clock than the host's is charged."""
+        """What computes inside does so on the host, ``slowdown`` times as long as here: its clock is charged."""
 
     def mark(self, stream: Stream) -> Mark:
         """A point behind everything queued on ``stream`` so far."""

@@ -148,16 +148,20 @@ class Disk:
         return start, end
 
     def settle(self) -> list[tuple[str, Marks]]:
-        """Blocks that were read since the last call, with their marks."""
+        """Blocks that were read since the last call, with their marks. Called when a slot ends: a barrier empties the buffer."""
         found = [(path, marks) for path, _, marks in self.reads]
         self.reads.clear()
+        self._restart()
         return found
+
+    def _restart(self) -> None:
+        self._ring, self._placements = Ring(self.nbytes), 0
+        self._copied.clear()
 
     def drop(self) -> None:
         """The bounce buffer is gone, and files are closed. Behind a barrier."""
         self.memory = None
-        self._ring, self._placements = Ring(self.nbytes), 0
-        self._copied.clear()
+        self._restart()
         self._writer.close()
 
 

@@ -30,7 +30,7 @@ from graphrun.units import round_up
 
 @dataclass(slots=True)
 class _Entry:
-    """One distinct tensor of a block. ``host``: what stands in its places while it is not on the device (on meta without a home)."""
+    """One distinct tensor of a block. ``host``: what stands in its places off the device (on meta without a home)."""
 
     offset: int
     nbytes: int

@@ -36,9 +36,9 @@ Work = Callable[[], dict[str, Any]]
 
 
 class Running:
-    """One execution of ``plan``'s slots on the settled ``problem``. Holds no tensor itself, so that an error's frames in it may live.
+    """One execution of ``plan``'s slots on the settled ``problem``; ``slowdowns``: of the components that compute on the host.
 
-    ``slowdowns``: of the components that compute on the host.
+    Holds no tensor itself, so that an error's frames in it may live.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Running:
         return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
 
     def perform(self, work: Work | Stages, *, kept: bool) -> Trace:
-        """The whole run. Leaves no hook on a module, by an exception neither; nor weights on the device unless they are ``kept``."""
+        """The whole run. Leaves no hook on a module, by an exception neither; and no weights on the device, unless ``kept``."""
         device, done = self._device, False
         with device.session(self._problem.effective_bytes), torch.no_grad():
             try:
