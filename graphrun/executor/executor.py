@@ -29,7 +29,7 @@ from graphrun.executor.running import Progress, Running, Work
 from graphrun.graph.graph import Graph
 from graphrun.ops import Stages
 from graphrun.planner.check import check
-from graphrun.planner.plan import Plan
+from graphrun.planner.plan import Free, Plan
 from graphrun.planner.problem import Problem
 from graphrun.planner.settle import settle
 from graphrun.trace import Trace
@@ -96,6 +96,7 @@ class Session:
         self._problem, self._plan = settle(problem, plan), plan
         self._slowdowns = slowdowns(problem, plan)
         host.refuse_other(self._problem)
+        _refuse_free(plan, host)
         self._host, self._device = host, device
         self._begun = False
         self._baseline_bytes = device.allocated_bytes
@@ -167,6 +168,12 @@ def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
     names = dict(plan.variants)
     chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
     return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+
+
+def _refuse_free(plan: Plan, host: Host) -> None:
+    for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Free)):
+        if name in host.residencies and host.residencies[name].given:
+            raise PlanError(f"the plan frees {name}, which was handed in and stays its owner's: leave it out of modules=")
 
 
 def _used(problem: Problem) -> set[str]:
