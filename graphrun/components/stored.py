@@ -47,7 +47,7 @@ def holding(component: Component, module: nn.Module) -> Holding | None:
         return None
     by_name = {tensor.name: tensor for tensor in stored}
     state = module.state_dict(keep_vars=True)
-    found = {name: by_name[key] for name in state if (key := _saved_as(name, module, by_name)) in by_name}
+    found = {name: by_name[key] for name in state if (key := saved_as(name, module, by_name)) in by_name}
     if differing := [
         f"{name} is {list(tensor.shape)} {tensor.dtype}, not {list(state[name].shape)}"
         for name, tensor in found.items()
@@ -72,7 +72,7 @@ def holding(component: Component, module: nn.Module) -> Holding | None:
     )
 
 
-def _saved_as(name: str, module: nn.Module, saved: Mapping[str, Stored]) -> str:
+def saved_as(name: str, module: nn.Module, saved: Mapping[str, Stored]) -> str:
     """The name under which a file has the module's tensor ``name``: transformers adds or drops the base model's prefix."""
     prefix = getattr(module, "base_model_prefix", "") or ""
     if name not in saved and prefix:

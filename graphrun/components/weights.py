@@ -33,12 +33,14 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a safetensors header describes it: ``dtype`` by torch's name, ``nbytes`` as they lie in the file."""
+    """A tensor as a safetensors header describes it: ``dtype`` by torch's name, ``nbytes`` in ``file`` from ``begin`` on."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    file: str = ""
+    begin: int = 0
 
 
 def find_folder(source: str, patterns: tuple[str, ...], where: str) -> Path:
@@ -163,7 +165,7 @@ def _header(file: Path, where: str) -> list[Stored]:
             header = json.loads(opened.read(length))
         items = {name: item for name, item in header.items() if name != "__metadata__"}
         end = 8 + length + max((item["data_offsets"][1] for item in items.values()), default=0)
-        tensors = [_stored(name, item) for name, item in items.items()]
+        tensors = [_stored(name, item, str(file), 8 + length) for name, item in items.items()]
     except FileNotFoundError as error:
         raise _broken(file, "is missing", where) from error
     except OSError as error:
@@ -175,13 +177,13 @@ def _header(file: Path, where: str) -> list[Stored]:
     return tensors
 
 
-def _stored(name: str, item: Any) -> Stored:
+def _stored(name: str, item: Any, file: str, start: int) -> Stored:
     """Raises ValueError, or what else a wrong type raises, where the item does not describe a tensor."""
     bits, dtype = _DTYPES[item["dtype"]]
     shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (end - begin) != bits * math.prod(shape):
         raise ValueError(name)
-    return Stored(name, dtype, shape, end - begin)
+    return Stored(name, dtype, shape, end - begin, file, start + begin)
 
 
 def _broken(file: Path, what: str, where: str) -> GraphError:
