@@ -10,7 +10,7 @@ from __future__ import annotations
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
-from graphrun.planner.infeasible import require_feasible
+from graphrun.planner.infeasible import refusal, require_feasible
 from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Problem
@@ -34,7 +34,7 @@ def solve(problem: Problem) -> Solution:
     found, every = arrangements(problem)
     first = choose([program_of(of.problem, worthwhile(of.problem)) for of in found])
     if first is None:
-        raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
+        raise refusal(problem)
     chosen = found[first.number]
     program, choice, plan = _settled(problem, chosen, first)
     if broken := check(problem, plan):
