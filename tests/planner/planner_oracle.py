@@ -66,7 +66,8 @@ class Choice:
     def pairs(self) -> None:
         """Every pair of states that a slot may begin and end with (``here`` <= ``there``), sorted by the second."""
         each = [[(h, t) for t in range(nb) for h in range(t + 1)] for nb in self.shape]
-        grid = np.array(list(product(*each)), dtype=np.int64).reshape(-1, len(self.cells), 2)
+        every = list(product(*each))
+        grid = np.array(every, dtype=np.int64).reshape(len(every), len(self.cells), 2)
         place = np.array([int(np.prod(self.shape[j + 1 :])) for j in range(len(self.cells))], dtype=np.int64)
         order = np.argsort(grid[:, :, 1] @ place, kind="stable")
         self.here, self.there = grid[order, :, 0], grid[order, :, 1]
@@ -218,7 +219,7 @@ class Choice:
         return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored
 
     def run(self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, first: bool) -> np.ndarray:
-        """Least costs [starts, states] after one run that began with costs ``values`` [starts, states]; blocks dropped behind it."""
+        """Least costs [starts, states] after a run that began with costs ``values`` [starts, states], blocks dropped behind it."""
         now = {homes: values for homes in self.homes(held=not first)}
         for t in range(len(self.slots)):
             following: dict[tuple[int, ...], np.ndarray] = {}

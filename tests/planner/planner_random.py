@@ -42,16 +42,16 @@ def random_problem(seed: int) -> Problem:
     )
     host = sum(max(variant.host_bytes for variant in c.variants) for c in components)
     of = problem(
-        rng.choice((2000, 4000, 6000, 9000, 12000, 2**20)),
+        rng.choice((2000, 4000, 6000, 9000, 12000, 20000)),
         components,
         phases,
         tuple(value for value in values if value is not None),
-        ram_bytes=rng.choice((2**40, 2**40, host + 600, host * 3 // 4, host // 2, host // 3)),
+        ram_bytes=rng.choice((2**40, 2**40, host + 600, host, host * 3 // 4, host * 2 // 3)),
         on=_hardware(rng),
     )
     return replace(
         of,
-        pinned_bytes=rng.choice((None, None, host, host * 2 // 3)),
+        pinned_bytes=rng.choice((None, None, host, host * 3 // 4)),
         disk_bytes=rng.choice((None, None, 3000, 1000)),
         runs=rng.choice((1, 1, 1, 2, 5)),
         precedence=tuple(links) if free_order else None,
