@@ -6,28 +6,28 @@
 
 Copies run one after the other. Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls.
 A prefetch goes in where the ring is full, in step with the streamed bytes (the executor issues copies by the same rule, since it
-cannot know how long they take); what is left of it comes last. A block's compute waits for its own copy.
+cannot know how long they take); what is left of it comes last. One whose home is filled in the same slot comes behind the others,
+and is left for later until it is there. A block's compute waits for its own copy; on the CPU, for its own fill in that slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
+from graphrun.planner.disk import Disk, Key, Size
 from graphrun.planner.ring import Ring
-
-Key = tuple[str, int, int]  # component, class, block within the class
 
 
 class Work(NamedTuple):
-    """Compute of one block in one call: number ``turn`` of its component. ``source``: where the block is when the slot begins."""
+    """Compute of one block in one call: number ``turn`` of its component. ``source``: where the block is when the slot begins;
+    ``host``: it is computed with on the CPU."""
 
     key: Key
     seconds: float
     turn: int
-    source: Literal["present", "load", "stream"]
+    source: Literal["present", "load", "stream", "host"]
 
 
 class Span(NamedTuple):
@@ -40,16 +40,9 @@ class Span(NamedTuple):
     end_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """One copy of a block."""
-
-    nbytes: int
-    seconds: float
-
-
 class Timeline:
-    """Runs ``works`` from ``start_seconds`` on. ``prefetch``: blocks loaded for later, in order. ``rings``: bytes per component."""
+    """Runs ``works`` from ``start_seconds`` on. ``prefetch``: blocks loaded for later, in order. ``rings``: bytes per component.
+    ``copies_from_seconds``: when the copies may begin (spills and restores go before them)."""
 
     def __init__(
         self,
@@ -58,12 +51,15 @@ class Timeline:
         prefetch: Iterable[Key],
         sizes: Mapping[Key, Size],
         rings: Mapping[str, int],
+        disk: Disk,
+        copies_from_seconds: float,
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
-        self._sizes = sizes
-        self._copied = self._computed = self._start = start_seconds
-        self._prefetch = list(reversed(list(prefetch)))
+        self._sizes, self._disk = sizes, disk
+        self._computed = self._start = start_seconds
+        self._copied = copies_from_seconds
+        self._prefetch = sorted(prefetch, key=lambda key: disk.fills(key[0]))[::-1]
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
         self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
         self._prefetched_bytes = self._streamed_bytes = 0
@@ -74,15 +70,18 @@ class Timeline:
             self._compute(work)
         while self._prefetch:
             self._issue_prefetch()
-        self.end_seconds = max(self._copied, self._computed)
+        disk.finish()
+        self.end_seconds = max(self._copied, self._computed, disk.free_seconds)
 
     def _compute(self, work: Work) -> None:
         arrived = self._start
         if work.source == "stream":
             arrived = self._stream(work.key)
+        elif work.source == "host":
+            arrived = self._disk.arrives(work.key)
         elif work.source == "load":
             if work.key not in self._arrived:
-                self._arrived[work.key] = self._copy("load", work.key, self._start)
+                self._arrived[work.key] = self._copy("load", work.key, self._disk.arrives(work.key))
             arrived = self._arrived[work.key]
         began = max(self._computed, arrived)
         self._computed = began + work.seconds
@@ -98,19 +97,23 @@ class Timeline:
             released = self._rings[key[0]].place(self._sizes[key].nbytes).released
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
+        ready = self._left[key[0]][released[-1]] if released else self._start
         if released:
             while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
+                if not self._disk.holds(self._prefetch[-1], max(self._copied, ready)):
+                    break
                 self._issue_prefetch()
         self._streamed_bytes += self._sizes[key].nbytes
-        return self._copy("stream", key, self._left[key[0]][released[-1]] if released else self._start)
+        return self._copy("stream", key, max(ready, self._disk.arrives(key)))
 
     def _issue_prefetch(self) -> None:
         key = self._prefetch.pop()
         self._prefetched_bytes += self._sizes[key].nbytes
-        self._copy("load", key, self._start)
+        self._copy("load", key, self._disk.arrives(key))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
         start = max(self._copied, ready)
         self._copied = start + self._sizes[key].seconds
+        self._disk.copied(key, self._copied)
         self.copies.append(Span(kind, key, 0, start, self._copied))
         return self._copied
