@@ -81,6 +81,8 @@ class Matrix:
                 for column, value in terms.items():
                     moved[column] = moved.get(column, 0.0) + size * value
                 always += size * constant
+        for gap, column in zip(program.gaps, self._spills, strict=True):
+            moved[column] = program.intervals[gap.back].weight * gap.nbytes / self.bytes_unit
         self._returns()
         self.seconds: Sum = (seconds, 0.0)
         self.moved: Sum = (moved, always)
@@ -161,7 +163,7 @@ class Matrix:
     def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
         """Whether directives let blocks of cell ``j`` be present when interval ``t`` starts, and be loaded in it."""
         cell, interval = self.program.cells[j], self.program.intervals[t]
-        if "exclude" in cell.demanded and cell.streamable:
+        if cell.excluded:
             return False, False
         if "drop" in cell.demanded:
             name = self.program.problem.components[cell.component].name
