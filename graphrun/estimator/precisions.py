@@ -78,8 +78,10 @@ def _scratch(precision: str, layers: dict[str, nn.Linear], calls: list[Call], ow
 
 
 def _rows(layers: dict[str, nn.Linear], calls: list[Call]) -> int:
-    """Rows that a layer sees at most in a call: the FLOPs of the module it lies in over twice its weights there. Attention counts as
-    if it were linear layers, so this is never too few where every layer of the module sees the same rows."""
+    """Rows that a layer sees at most in a call: the FLOPs of the module it lies in over twice its weights there.
+
+    Attention counts as if it were linear layers: never too few where every layer of the module sees the same rows.
+    """
     most = 0.0
     for call in calls:
         for path, flops in call.flops:

@@ -47,10 +47,7 @@ def variants_of(
 def _in_homes(component: Component, precision: str, facts: Facts, hardware: Hardware, homes: Collection[str]) -> Iterator[Variant]:
     held = Held(facts.block_bytes) if precision == component.dtype else facts.held[precision]
     quantized = precision in QUANTIZED
-    read, made = (
-        _fill_seconds(component, precision, facts, held, hardware),
-        None if precision == component.precision[0] else precision,
-    )
+    read = _fill_seconds(component, precision, facts, held, hardware)
     for home in (home for home in HOMES if home in homes):
         if home == "disk" and (quantized or component.source is None):
             continue  # nothing there can be read block by block
@@ -69,7 +66,7 @@ def _in_homes(component: Component, precision: str, facts: Facts, hardware: Hard
             slowdown=SLOWDOWNS.get(precision, 1.0),
             scratch_bytes=held.scratch_bytes,
             transient_bytes=held.transient_bytes if home != "disk" else 0,
-            needs=made or "",
+            needs="" if precision == component.precision[0] else precision,
         )
 
 
