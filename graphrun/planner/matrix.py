@@ -279,7 +279,8 @@ class Matrix:
             ("pinned", problem.pinned_bytes, self._pinned),
         ]
         for tier, limit, binds in tiers:
-            unit = max(1, limit if limit is not None else most_host_bytes(self.program, tier == "pinned")) / MEMORY_SCALE
+            most_bytes = most_host_bytes(self.program, tier == "pinned")
+            unit = max(1, most_bytes if limit is None or self.weigh == tier else limit) / MEMORY_SCALE
             most = self.model.column(0.0, np.inf) if self.weigh == tier else None
             for t in range(len(self.program.intervals)) if binds else ():
                 nbytes, constant = self._host(t, tier)

@@ -213,7 +213,7 @@ class Program:
             for way, fill, free in zip(self.ways, choice.fills, choice.frees, strict=True):
                 if not way.used:
                     continue
-                if (way.fill_seconds is None or fill <= t) and not 0 <= free <= t:
+                if (way.fill_seconds is None or 0 <= fill <= t) and not 0 <= free <= t:
                     ram, locked = ram + way.of.host_bytes, locked + way.of.locked_bytes
                 ram += way.of.transient_bytes if fill == t else 0
             ram += sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=True) if out and g.out <= t <= g.back)
