@@ -10,7 +10,7 @@ from typing import Any
 class Event:
     """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
     what it waited), ``run`` (one call), ``read`` (one block, from disk), ``free`` (a home), ``spill``, ``restore`` (a value, which
-    stands where else a component does)."""
+    stands where else a component does), ``size`` (what a quantized component holds on the device behind its first call)."""
 
     kind: str
     component: str

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphrun.components.entry import Boundary
+from graphrun.components.quantize import QUANTIZED
 from graphrun.components.trees import walk
 from graphrun.errors import BrokenPlan
 from graphrun.executor.device import Device, Mark
@@ -54,6 +55,8 @@ class Running:
         self._device, self._host, self._slowdowns, self._progress = device, host, slowdowns, progress
         self._turns = Turns(problem, plan)
         self._values = Values(None)
+        self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
+        self._measured: set[str] = set()
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._recorder: Recorder | None = None
@@ -74,7 +77,8 @@ class Running:
             try:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
-                with Boundary(self._host.modules, device.torch_device, around=self._around) as self._boundary:
+                outside = {name: own for name, (own, _) in self._host.casts.items()}
+                with Boundary(self._host.modules, device.torch_device, around=self._around, dtypes=outside) as self._boundary:
                     outputs = self._work(work)
                 for index in self._turns.finish():
                     self._turn_to(index)
@@ -122,9 +126,16 @@ class Running:
         assert self._recorder is not None
         begun: Mark = self._open.enter(component)
         self._tell(self._open.calls)
+        if component in self._host.casts:
+            proceed = _cast(proceed, *self._host.casts[component])
         on_host = component in self._slowdowns
         result = self._on_host(component, proceed, args, kwargs) if on_host else proceed(*args, **kwargs)
-        self._recorder.note("run", component, entry, 0, (begun, self._device.mark("compute")))
+        ended = self._device.mark("compute")
+        self._recorder.note("run", component, entry, 0, (begun, ended))
+        if self._variants[component].precision in QUANTIZED and component not in self._measured:
+            self._measured.add(component)  # 8-bit layers have been seen to grow in their first call
+            size = self._host.residencies[component].held_bytes()
+            self._recorder.note("size", component, "after its first call", size, (ended, ended))
         return result
 
     def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,3 +199,13 @@ class Running:
                 found = leftovers(self._device, self._host.modules)
                 holders = f"on the device after the run: {found}" if tier.name == "device" else f"in {tier.name} on the host"
                 raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {holders}")
+
+
+def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Proceed:
+    """``proceed`` of a component that computes in dtype ``inside`` where its pipeline hands it, and wants, ``outside``."""
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = (walk(given, lambda t: t.to(inside) if t.dtype == outside else t) for given in (args, kwargs))
+        return walk(proceed(*args, **kwargs), lambda t: t.to(outside) if t.dtype == inside else t)
+
+    return cast
