@@ -110,7 +110,8 @@ def survey(
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
-    FLOPs and seconds, each with its basis. Arguments as for `estimate`.
+    FLOPs and seconds, each with its basis: what earlier runs measured, as ``cache`` knows it, before what was traced. Arguments as
+    for `estimate`.
     """
 
     hardware = _hardware(hardware, cache)
@@ -120,18 +121,20 @@ def survey(
     from graphrun.estimator.store import Store
     from graphrun.estimator.survey import survey as look
 
-    return look(graph, dry_run(graph, values, Store(cache) if cache is not None else None), hardware, values)
+    store = Store(cache) if cache is not None else None
+    return look(graph, dry_run(graph, values, store), hardware, values, store)
 
 
-def plan(problem: Problem, *, cache: Path | None = None) -> Solution:
+def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
     """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would.
 
-    ``cache`` is a folder where plans are kept; one found there is checked before it counts.
+    ``cache`` is a folder where plans are kept; one found there is checked before it counts. ``solved`` is called with the seconds
+    that solving took, where it was solved.
     """
     from graphrun.estimator.cache import solution_for
     from graphrun.estimator.store import Store
 
-    return solution_for(problem, Store(cache) if cache is not None else None)
+    return solution_for(problem, Store(cache) if cache is not None else None, solved)
 
 
 def run(

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -233,10 +232,10 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     problem = graphrun.estimate(graph, vram=asked.vram, hardware=place, inputs=inputs, cache=cache, **asked.demands)
-    start = time.perf_counter()
+    took: list[float] = []
     with _stdout_kept_clean():
-        solution = graphrun.plan(problem, cache=cache)
-    return Planned(graph, path, solution, inputs, time.perf_counter() - start)
+        solution = graphrun.plan(problem, cache=cache, solved=took.append)
+    return Planned(graph, path, solution, inputs, took[0] if took else None)
 
 
 def _cache(off: bool) -> Path | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.matrix import Matrix, Spare
-from graphrun.planner.model import Found, Sum
+from graphrun.planner.model import GAP, Found, Sum
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
 
@@ -30,9 +30,10 @@ class Answer:
     proven: bool
 
 
-def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = ()) -> Answer | None:
+def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: int = 3) -> Answer | None:
     """The best integers, with the bound in seconds; copy times of interval t are multiplied by ``factors[t]``. None: nothing fits.
 
+    ``goals``: how many of seconds, bytes moved and memory count.
     Sums are checked in integers: where rounding let a slot exceed a budget, that much is kept free, and the programs solved again.
     """
     programs = [programs] if isinstance(programs, Program) else programs
@@ -42,7 +43,7 @@ def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = ())
             Matrix(program, factors or (1.0,) * len(program.intervals), spare)
             for program, spare in zip(programs, spares, strict=True)
         ]
-        found = _least(matrices)
+        found = _least(matrices, _GOALS[:goals])
         if found is None:
             return None
         number, answer, bound, proven = found
@@ -72,13 +73,13 @@ _GOALS: tuple[Goal, ...] = (
 )
 
 
-def _least(matrices: Sequence[Matrix]) -> tuple[int, Found, float, bool] | None:
+def _least(matrices: Sequence[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, float, bool] | None:
     """Seconds first, then bytes moved, then memory: each goal bounds the search for the next."""
     alive: dict[int, Found | None] = dict.fromkeys(range(len(matrices)))
     limits = list[tuple[Goal, float]]()
     bound, proven = 0.0, False
-    for goal in _GOALS:
-        finer, best, least = _pass(matrices, list(alive), goal, limits)
+    for goal in goals:
+        finer, best, least = passed(matrices, list(alive), goal, limits)
         if not finer:
             break
         if not limits:
@@ -90,8 +91,8 @@ def _least(matrices: Sequence[Matrix]) -> tuple[int, Found, float, bool] | None:
     return (number, answer, bound, proven) if answer is not None else None
 
 
-def _pass(
-    matrices: Sequence[Matrix], alive: Sequence[int], goal: Goal, limits: Sequence[tuple[Goal, float]]
+def passed(
+    matrices: Sequence[Matrix], alive: Sequence[int], goal: Goal, limits: Sequence[tuple[Goal, float]] = (), *, gap: float = GAP
 ) -> tuple[dict[int, Found], float, float]:
     """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes."""
     rows = {n: [(of(matrices[n])[0], most / of(matrices[n])[1] * (1 + SLACK)) for of, most in limits] for n in alive}
@@ -105,7 +106,7 @@ def _pass(
             least = min(least, low)
             continue
         cutoff = [(of, best / unit * (1 + SLACK))] if found else []
-        answer = matrices[n].model.minimise(of, [*rows[n], *cutoff])
+        answer = matrices[n].model.minimise(of, [*rows[n], *cutoff], gap=gap)
         if answer is None:
             continue
         found[n] = answer
