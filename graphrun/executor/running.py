@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from graphrun.components.entry import Boundary
 from graphrun.components.quantize import QUANTIZED
 from graphrun.components.trees import walk
-from graphrun.errors import BrokenPlan
+from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.executor.device import Device, Mark
 from graphrun.executor.holders import leftovers
 from graphrun.executor.host import Host
@@ -37,7 +37,8 @@ Work = Callable[[], dict[str, Any]]
 
 
 class Running:
-    """One execution of ``plan``'s slots on the settled ``problem``; ``slowdowns``: of the components that compute on the host.
+    """One execution of ``plan``'s slots on the settled ``problem``; ``slowdowns``: of the components that compute on the host;
+    ``peaks``: planned bytes of each slot.
 
     Holds no tensor itself, so that an error's frames in it may live.
     """
@@ -49,10 +50,12 @@ class Running:
         device: Device,
         host: Host,
         slowdowns: Mapping[str, float],
+        peaks: Sequence[int],
         progress: Progress | None,
     ) -> None:
         self._problem, self._plan = problem, plan
         self._device, self._host, self._slowdowns, self._progress = device, host, slowdowns, progress
+        self._peaks = peaks
         self._turns = Turns(problem, plan)
         self._values = Values(None)
         self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
@@ -110,12 +113,17 @@ class Running:
         self._values = Values(work)
         work.before_stage = self._begin
         try:
+            work.enter()
             return work.run()
         finally:
             work.before_stage = None
 
     def _begin(self, stage: str) -> None:
-        """A stage begins: values that it takes come back before its op sees them."""
+        """A stage begins: what is left of the plan must still fit, and values that it takes come back before its op sees them."""
+        after = self._open.index + 1 if self._open is not None else 0
+        available, needed = self._device.available_bytes, max(self._peaks[after:], default=0)
+        if available < needed:
+            raise OutOfMemory(f"before {stage}, {show_size(available)} are left of the {show_size(needed)} that the plan needs")
         for index in self._turns.begin(stage):
             self._turn_to(index)
 
@@ -152,6 +160,13 @@ class Running:
         finally:
             self._boundary.device = here
         return walk(result, lambda tensor: tensor.to(here))
+
+    def finished(self, todo: Sequence[str]) -> Trace:
+        """What was measured of the stages that are not ``todo``."""
+        stages = {phase.name: phase.stage for phase in self._problem.phases}
+        kept = tuple(slot for slot in self._slots if stages.get(slot.phase) not in (None, *todo))
+        events = tuple(e for e in self._recorder.events if e.slot < len(kept)) if self._recorder is not None else ()
+        return Trace(self._plan.digest, self._device.name, kept, events, self._baseline_bytes, 0)
 
     def _turn_to(self, index: int) -> None:
         """Closes the slot that is open and opens slot number ``index``."""
