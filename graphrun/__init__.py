@@ -145,24 +145,28 @@ def run(
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
+    tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
 ) -> Trace:
     """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
 
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
-    for the next `estimate` with it. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
-    rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
+    for the next `estimate` with it. Where the device has less memory than planned, or a stage takes more, the rest is planned again
+    and the run goes on; ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this
+    graph or breaks a rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named;
+    TransferFailed or BrokenPlan when reality differs otherwise. The device is back at its baseline then.
     """
-    from graphrun.executor.executor import execute, refuse_unfit
+    from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
+    from graphrun.executor.recover import execute
 
     graph = graph.until(solution.problem.until) if solution.problem.until else graph
     values = planned_inputs(solution.problem, graph, inputs or {})
     refuse_unfit(solution.problem, solution.plan, graph)
     device = open_device(solution.problem)
     graph = graph.without_sources() if random_weights else graph
-    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress)
+    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress, tell=tell)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store

@@ -101,7 +101,13 @@ def run(
         typer.echo(_plan_screen(made))
     with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
         trace = graphrun.run(
-            made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress, cache=_cache(asked.no_cache)
+            made.solution,
+            made.graph,
+            made.inputs,
+            random_weights=random_weights,
+            progress=progress,
+            tell=_say,
+            cache=_cache(asked.no_cache),
         )
     summary = _summary(made, trace)
     if plan_file is not None:
@@ -240,6 +246,11 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
     with _stdout_kept_clean(), _more_repairs(functools.partial(_remedies, graph, inputs, asked, estimate)):
         solution = graphrun.plan(problem, cache=cache, solved=took.append)
     return Planned(graph, path, solution, inputs, took[0] if took else None)
+
+
+def _say(line: str) -> None:
+    """What a user should know while a run goes on."""
+    typer.echo(line, err=True)
 
 
 def _cache(off: bool) -> Path | None:

@@ -94,7 +94,7 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
     found: dict[str, dict[str, Any]] = {}
     settled, plain = settle(problem, plan), {phase.name for phase in problem.phases if phase.stage not in dict(plan.options)}
     overcounted = _overcounted_bytes(settled, trace)
-    for planned, slot in zip(simulate(problem, plan).slots, trace.slots, strict=True):
+    for planned, slot in trace.beside(simulate(problem, plan).slots):
         if slot.part in ("first", "rest") and slot.phase in plain:
             less = planned.peak_bytes - slot.peak_bytes
             activation = planned.activation_bytes - (max(0, less - overcounted) if less > 0 else less)

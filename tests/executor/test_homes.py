@@ -1,4 +1,4 @@
-"""Homes: filled and freed when the plan says, read from disk: the same bits, the planned bytes and the planned seconds."""
+"""Homes: filled and freed when the plan says, or read from disk: the same bits, the planned bytes and the planned seconds."""
 
 from __future__ import annotations
 
