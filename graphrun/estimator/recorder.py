@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from graphrun.estimator.corrections import attention_scratch, convolution_scratch
+from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
@@ -98,8 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten.all.default:
                 self._whole.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
-            source, made, weight = (t.numel() * t.element_size() for t in (args[0], out, args[1]))
-            self.scratch(*convolution_scratch(source, made, weight, out.element_size()))
+            self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
         return out
@@ -155,6 +154,12 @@ class FusedAttention(TorchFunctionMode):
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
         self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
         return out
+
+
+def _convolution(source: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, stride: Sequence[int]) -> Convolution:
+    read, written, filters = (tensor.numel() * tensor.element_size() for tensor in (source, made, weight))
+    taps, strided = weight.numel() // (weight.shape[0] * weight.shape[1]), max(stride) > 1
+    return Convolution(read, written, filters, made.element_size(), source.shape[1], made.shape[1], taps, strided)
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:
