@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from graphrun.components.weights import config_file, file_stamps, local_folder
 from graphrun.errors import PlanError
-from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.events import Call, Facts, Mark, Probed, Product, Tape
 from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import problem_of
 from graphrun.estimator.shapes import keep_shapes
@@ -244,6 +244,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
                 "events": tuple((key, nbytes) for key, nbytes in call["events"]),
                 "touched": frozenset(call["touched"]),
                 "flops": tuple((path, flops) for path, flops in call["flops"]),
+                "products": tuple(Product(**product) for product in call["products"]),
             }
         )
         for call in data["calls"]
@@ -257,6 +258,8 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             found["parameters"],
             tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"]),
             tuple(found["block_bytes"]),
+            {precision: tuple(sizes) for precision, sizes in found["precisions"].items()},
+            {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
         )
         for name, found in data["facts"].items()
     }

@@ -72,8 +72,8 @@ CORRECTIONS = (
     ),
     Correction(
         "int8 forward",
-        "the input in int8 with one fp32 scale a row, and the product in int32 before it is scaled",
-        "bitsandbytes.autograd.MatMul8bitLt: int8_vectorwise_quant, int8_linear_matmul, int8_mm_dequant",
+        "the input in int8 with one fp32 scale a row, the product in int32 before it is scaled, and in fp16 before it is cast",
+        "bitsandbytes.autograd.MatMul8bitLt: int8_vectorwise_quant, int8_linear_matmul, int8_mm_dequant of its CUDA backend",
     ),
     Correction(
         "cuBLAS workspace",
@@ -132,6 +132,12 @@ def nf4_scratch(weights: int, compute_bytes: int) -> int:
     return weights * compute_bytes
 
 
-def int8_scratch(rows: int, inputs: int, outputs: int) -> int:
-    """Scratch of one int8 layer for ``rows`` tokens of ``inputs`` features to ``outputs``."""
-    return rows * (inputs + 4) + 4 * rows * outputs
+def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
+    """Scratch of one int8 layer for ``rows`` tokens of ``inputs`` features to ``outputs``: (before its result is made, beside it).
+
+    ``half``: it computes in fp16. First the input in fp16, its magnitudes, where they are large, and the input in int8; then the
+    input in int8, the product in int32 and, unless it is the result, in fp16.
+    """
+    kept = rows * (inputs + 4)
+    first = kept + rows * inputs * (3 if half else 5)
+    return first, kept + rows * outputs * (4 if half else 6)

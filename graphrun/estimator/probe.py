@@ -23,6 +23,7 @@ from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.quantized import PRECISIONS, block_bytes, quantized_shapes
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import classify, unit_paths
 from graphrun.graph.graph import Graph
@@ -38,7 +39,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
     for name, component in graph.components.items():
         holding(component, ghosts[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
-    prober = _Prober(ghosts)
+    prober = _Prober(ghosts, {name: component.dtype for name, component in graph.components.items()})
     with sim.Machine() as machine, prober.boundary:
         machine.listener = prober.tape
 
@@ -53,8 +54,9 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
 
 
 class _Prober:
-    def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, ghosts: Mapping[str, nn.Module], dtypes: Mapping[str, str]) -> None:
         self.ghosts = ghosts
+        self.dtypes = dtypes
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
@@ -82,7 +84,11 @@ class _Prober:
             classes = classify(module, self.once(name), touched)
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-            found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
+            dtype = self.dtypes[name]
+            precisions = {precision: block_bytes(module, classes, dtype, precision) for precision in PRECISIONS}
+            found[name] = Facts(
+                sum(p.numel() for p in module.parameters()), classes, nbytes, precisions, quantized_shapes(module, dtype)
+            )
         return found
 
     def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
@@ -107,9 +113,8 @@ class _Prober:
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )
-        return Call(
-            component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), tuple(recorder.flops)
-        ), template
+        events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
+        return Call(component, entry, events, peak_bytes, input_bytes, frozenset(recorder.touched), flops, products), template
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""What a component weighs in each precision that a graph may allow, layer by layer. No quantization is run, nothing is imported.
+"""What a component weighs in each precision that a graph may allow, layer by layer. Nothing is quantized for it.
 
 Formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
 
@@ -6,22 +6,36 @@ Formulas are those of bitsandbytes 0.50, checked byte for byte against its layer
     nf4    half a byte an element; one fp32 maximum for each 64 elements; the 16 values of the code
     nf4 with doubly quantized statistics: the maxima in one byte, for each 256 of them one fp32 maximum; both codes; an offset
 
-Linear layers are quantized, and nothing else is: not what a component keeps in fp32, not an output layer tied to an embedding.
-A bias stays as it is.
+Linear layers are quantized, and nothing else is: not what a component keeps in fp32, not an output layer (a language model's head,
+tied to its embedding or not: transformers leaves it out too). A bias stays as it is.
+
+    fp8    storage only: one byte for each element of linear, convolution and embedding layers, biases too; cast layer by layer
+           to compute. What diffusers' `apply_layerwise_casting` leaves out is left out: norm, pos_embed, patch_embed, and a class's
+           own names
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphrun.components.blocks import ALIGNMENT, lay_out
+from graphrun.estimator.allocator import ROUND_BYTES
+from graphrun.planner.problem import BlockClass
 from graphrun.units import round_up
 
-PRECISIONS = ("float32", "bfloat16", "float16", "int8", "nf4")
+PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4")
+QUANTIZED = ("int8", "nf4")
 BLOCK, NESTED_BLOCK = 64, 256  # elements to a maximum, maxima to a maximum of maxima
 CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
+
+# diffusers.hooks.layerwise_casting: DEFAULT_SKIP_MODULES_PATTERN and _GO_LC_SUPPORTED_PYTORCH_LAYERS.
+FP8_LEFT_OUT = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
+FP8_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def layer_bytes(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> int:
@@ -49,26 +63,76 @@ def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = Fal
     What is not of ``dtype`` stays as it is in every precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``
     rounds each tensor up to what an allocation takes.
     """
-    own: torch.dtype = getattr(torch, dtype)
     step = 512 if allocated else 1
-    layers = {id(layer.weight): layer for layer in quantizable(module, own)}
-    sizes = dict.fromkeys(PRECISIONS, 0)
-    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
-        for precision in PRECISIONS:
-            layer = layers.get(id(tensor))
-            if precision in ("int8", "nf4") and layer is not None:
-                tensors = layer_tensors(layer.out_features, layer.in_features, precision)
-            else:
-                wanted: torch.dtype = getattr(torch, precision, own)
-                if precision in ("int8", "nf4") or tensor.dtype != own:
-                    wanted = tensor.dtype
-                tensors = (tensor.numel() * wanted.itemsize,)
-            sizes[precision] += sum(round_up(nbytes, step) for nbytes in tensors)
-    return sizes
+    return {
+        precision: sum(round_up(nbytes, step) for held in held_in(module, dtype, precision).values() for nbytes in held)
+        for precision in PRECISIONS
+    }
+
+
+def held_in(module: nn.Module, dtype: str, precision: str, *, nested: bool = False) -> dict[int, tuple[int, ...]]:
+    """For each distinct tensor of ``module``, by its `id`, the bytes of each tensor that holds it in ``precision``.
+
+    ``nested``: nf4's statistics are quantized too.
+    """
+    own: torch.dtype = getattr(torch, dtype)
+    layers = {id(layer.weight): layer for layer in quantizable(module, own)} if precision in QUANTIZED else {}
+    cast = stored_in_a_byte(module, own) if precision == "fp8" else frozenset()
+    wanted: torch.dtype = getattr(torch, precision, own) if precision in ("float32", "bfloat16", "float16") else own
+    found: dict[int, tuple[int, ...]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        layer = layers.get(id(tensor))
+        if layer is not None:
+            found[id(tensor)] = layer_tensors(layer.out_features, layer.in_features, precision, nested=nested)
+        else:
+            size = 1 if id(tensor) in cast else (wanted if tensor.dtype == own else tensor.dtype).itemsize
+            found[id(tensor)] = (tensor.numel() * size,)
+    return found
+
+
+def block_bytes(
+    module: nn.Module, classes: Sequence[BlockClass], dtype: str, precision: str, *, nested: bool = False
+) -> tuple[int, ...]:
+    """Per class the bytes of its largest block in ``precision``, laid out as `components.blocks` does: every tensor, statistics
+    included, at a multiple of `ALIGNMENT`, the block rounded to what an allocation takes."""
+    held = held_in(module, dtype, precision, nested=nested)
+    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    sizes = {
+        path: sum(round_up(nbytes, ALIGNMENT) for entry in layout.entries for nbytes in held[id(entry.tensor)])
+        for path, layout in layouts.items()
+    }
+    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in classes)
+
+
+def stored_in_a_byte(module: nn.Module, own: torch.dtype) -> frozenset[int]:
+    """The `id` of each tensor of ``module`` that fp8 storage holds in one byte an element."""
+    kept = (getattr(module, "_skip_layerwise_casting_patterns", None), getattr(module, "_keep_in_fp32_modules", None))
+    left_out = (*FP8_LEFT_OUT, *(pattern for patterns in kept for pattern in patterns or ()))
+    found: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        path, child = waiting.pop()
+        if path and any(re.search(pattern, path) for pattern in left_out):
+            continue
+        if isinstance(child, FP8_LAYERS):
+            found |= {id(t) for t in (*child.parameters(), *child.buffers()) if t.dtype == own}
+            continue
+        waiting += [(f"{path}.{name}" if path else name, inner) for name, inner in child.named_children()]
+    return frozenset(found)
+
+
+def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
+    """The weights of ``module`` that int8 and nf4 quantize, by name: (outputs, inputs)."""
+    layers = {id(layer) for layer in quantizable(module, getattr(torch, dtype))}
+    found = ((f"{path}.weight", child) for path, child in module.named_modules() if id(child) in layers)
+    return {name: (child.out_features, child.in_features) for name, child in found if isinstance(child, nn.Linear)}
 
 
 def quantizable(module: nn.Module, own: torch.dtype) -> list[Any]:
-    """The linear layers of ``module`` that int8 and nf4 replace: those of its dtype whose weight no other module shares."""
+    """The linear layers of ``module`` that int8 and nf4 replace: those of its dtype whose weight no other module shares, but for a
+    language model's head."""
+    output: Any = getattr(module, "get_output_embeddings", None)
+    head = output() if output is not None else None
     users: dict[int, int] = {}
     for child in module.modules():
         for parameter in child._parameters.values():
@@ -77,5 +141,5 @@ def quantizable(module: nn.Module, own: torch.dtype) -> list[Any]:
     return [
         child
         for child in module.modules()
-        if isinstance(child, nn.Linear) and child.weight.dtype == own and users[id(child.weight)] == 1
+        if isinstance(child, nn.Linear) and child is not head and child.weight.dtype == own and users[id(child.weight)] == 1
     ]

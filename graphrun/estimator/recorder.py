@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
+from graphrun.estimator.events import Product
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
 aten = torch.ops.aten
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,6 +45,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.touched: set[str] = set()
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
+        self.products: list[Product] = []
         self._now = 0
         self._next = 0
         self._live: dict[int, tuple[int, int, Any]] = {}
@@ -94,7 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)
         for tensor in _tensors((out,)):
-            self._keep(tensor)
+            if self._keep(tensor) and func in MATRIX_PRODUCTS:
+                self._note_product(args, tensor)
             if func is aten.all.default:
                 self._whole.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
@@ -110,17 +114,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops += self.flops.pop()[1]
         self.flops.append((path, flops))
 
-    def _keep(self, tensor: torch.Tensor) -> None:
+    def _note_product(self, args: Any, made: torch.Tensor) -> None:
+        for factor in _tensors(args):
+            name = self._names.get(factor.untyped_storage()._cdata)
+            if name is not None and factor.dim() == 2:
+                self.products.append(Product(len(self.events) - 1, name, made.numel() // made.shape[-1]))
+
+    def _keep(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a new tensor: its allocation is then the last event."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
         if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
-            return
+            return False
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
         self._live[cdata] = self._next, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
         self.events.append((self._next, nbytes))
         self._now += nbytes
         self.peak_bytes = max(self.peak_bytes, self._now)
+        return True
 
     def _gone(self, cdata: int, _: object) -> None:
         self._release(cdata)

@@ -58,7 +58,8 @@ def test_fused_attention_has_no_square_and_the_math_backend_has_two() -> None:
 
 def test_quantized_layers_need_room_for_their_product() -> None:
     assert nf4_scratch(3072 * 12288, 2) == 72 * 2**20
-    assert int8_scratch(4608, 3072, 3072) == 4608 * (3072 + 4) + 4 * 4608 * 3072
+    assert int8_scratch(4608, 3072, 9216, half=True) == (4608 * (3072 * 4 + 4), 4608 * (3072 + 4) + 4 * 4608 * 9216)
+    assert int8_scratch(4608, 3072, 9216) == (4608 * (3072 * 6 + 4), 4608 * (3072 + 4) + 6 * 4608 * 9216)
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_source() -> None:
