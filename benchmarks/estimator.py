@@ -23,6 +23,7 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 import torch
 from torch import nn
 from vae_report import reserved_bytes, vae, vae_bytes
+from videos import rows as video_rows
 
 import graphrun
 from graphrun.components.build import ghost
@@ -45,6 +46,7 @@ FITTED = {
     "convolution scratch, 32 bit, 512 channels": "VAE encode, FLUX AE, fp32, 512, allocated; decode, 1536 and 2048, reserved",
     "convolution of a picture": "VAE encode, SDXL, fp16, 512, reserved",
     "convolution scratch, compute capability 9.0": "Flux, batch 16, H100",
+    "outliers that old versions of bitsandbytes keep (not a rule of plans)": "HunyuanVideo, int8, nothing offloaded, not tiled",
 }
 
 
@@ -248,6 +250,7 @@ def main() -> None:
         "fitted_on": FITTED,
         "published_peaks": list(published_rows()),
         "vae_report": list(report_rows()),
+        "videos": list(video_rows()),
         "extrapolation": list(extrapolated()),
     }
     path = ROOT / "benchmarks/results/estimator.json"
@@ -257,6 +260,8 @@ def main() -> None:
         print(row["pipeline"], row["checkpoint"], row["quant"], row["offload"], row["height"], row["batch"], row["metric"], *texts)
     for row in result["vae_report"]:
         print(*(row[name] for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")))
+    for row in result["videos"]:
+        print(*(row[name] for name in ("pipeline", "precision", "offload", "tiling", "peak_gib")), row.get("with_outliers", ""))
     for row in result["extrapolation"]:
         print(*row.values())
     print(f"wrote {path}")

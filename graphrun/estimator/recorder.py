@@ -124,7 +124,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether it is a new tensor: its allocation is then the last event."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
+        known = cdata in self._live or cdata in self._names or cdata in self._ignored
+        if known or not tensor.is_meta or storage.nbytes() == 0:  # what has no bytes is not allocated
             return False
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)

@@ -103,6 +103,18 @@ def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None
     assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
 
 
+def test_what_has_no_bytes_is_no_event() -> None:
+    module = nn.Linear(8, 8).to("meta")
+
+    def empty_and_full() -> torch.Tensor:
+        x = torch.zeros(4, 8, device="meta")
+        return torch.cat([module(x[:0]), module(x)])
+
+    recorder = record(module, empty_and_full)
+    taken = {key for key, nbytes in recorder.events if nbytes > 0}
+    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+
+
 def test_flops_belong_to_the_block_that_runs() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
     recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
