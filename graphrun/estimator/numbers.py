@@ -63,12 +63,15 @@ def problem_of(
 
     ``ways``: (stage, option, dry run with it) for each other way to run a stage that a plan may choose.
     """
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in {id(call): call for _, call in probed.tape.entries()}.values():
+        calls[call.component].append(call)
     components = {
         name: ComponentNumbers(
             name,
             facts.parameters,
             facts.classes,
-            variants_of(graph.components[name], facts, hardware, homes=limits.homes, allow=limits.allow),
+            variants_of(graph.components[name], facts, calls.get(name, []), hardware, homes=limits.homes, allow=limits.allow),
         )
         for name, facts in probed.facts.items()
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,15 @@ from graphrun import sim
 from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
+from graphrun.components.quantize import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
-from graphrun.estimator.precisions import held_in
+from graphrun.estimator.quantized import PRECISIONS, block_bytes, quantized_shapes
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import classify, unit_paths
-from graphrun.graph.graph import Component, Graph
+from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
+from graphrun.planner.problem import BlockClass
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
 
@@ -85,18 +87,23 @@ class _Prober:
         for name, module in self.ghosts.items():
             calls = [call for call, _ in self._known.values() if call.component == name]
             classes = classify(module, self.once(name), [call.touched for call in calls])
-            component = graph.components[name]
-            own = getattr(torch, component.dtype)
-
-            def other(dtype: str, component: Component = component) -> nn.Module:
-                return ghost(replace(component, dtype=dtype), graph.allow)
-
-            listed = [precision for precision in component.precision if precision != component.dtype]
-            held = {precision: held_in(precision, module, own, classes, calls, other) for precision in listed}
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-            found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes, held)
+            found[name] = Facts(
+                parameters=sum(p.numel() for p in module.parameters()),
+                classes=classes,
+                block_bytes=nbytes,
+                precisions={precision: self._block_bytes(graph, name, classes, precision) for precision in PRECISIONS},
+                layers=quantized_shapes(module, graph.components[name].dtype),
+            )
         return found
+
+    def _block_bytes(self, graph: Graph, name: str, classes: Sequence[BlockClass], precision: str) -> tuple[int, ...]:
+        """Bytes of the blocks in ``precision``. What a class keeps in fp32 depends on the dtype it is made in."""
+        component = graph.components[name]
+        if precision in component.precision and precision not in QUANTIZED and precision != component.dtype:
+            return block_bytes(ghost(replace(component, dtype=precision), graph.allow), classes, precision, precision)
+        return block_bytes(self.ghosts[name], classes, component.dtype, precision)
 
     def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
         module = self.ghosts[component]
@@ -120,9 +127,8 @@ class _Prober:
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )
-        return Call(
-            component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), tuple(recorder.flops)
-        ), template
+        events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
+        return Call(component, entry, events, peak_bytes, input_bytes, frozenset(recorder.touched), flops, products), template
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

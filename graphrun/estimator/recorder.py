@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from graphrun.estimator.corrections import attention_scratch, convolution_scratch
+from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
+from graphrun.estimator.events import Product
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
 aten = torch.ops.aten
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,6 +45,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.touched: set[str] = set()
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
+        self.products: list[Product] = []
         self._now = 0
         self._next = 0
         self._live: dict[int, tuple[int, int, Any]] = {}
@@ -94,12 +97,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)
         for tensor in _tensors((out,)):
-            self._keep(tensor)
+            if self._keep(tensor) and func in MATRIX_PRODUCTS:
+                self._note_product(args, tensor)
             if func is aten.all.default:
                 self._whole.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
-            source, made, weight = (t.numel() * t.element_size() for t in (args[0], out, args[1]))
-            self.scratch(*convolution_scratch(source, made, weight, out.element_size()))
+            self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
         return out
@@ -111,17 +114,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops += self.flops.pop()[1]
         self.flops.append((path, flops))
 
-    def _keep(self, tensor: torch.Tensor) -> None:
+    def _note_product(self, args: Any, made: torch.Tensor) -> None:
+        for factor in _tensors(args):
+            name = self._names.get(factor.untyped_storage()._cdata)
+            if name is not None and factor.dim() == 2:
+                self.products.append(Product(len(self.events) - 1, name, made.numel() // made.shape[-1]))
+
+    def _keep(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a new tensor: its allocation is then the last event."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
-            return
+        known = cdata in self._live or cdata in self._names or cdata in self._ignored
+        if known or not tensor.is_meta or storage.nbytes() == 0:  # what has no bytes is not allocated
+            return False
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
         self._live[cdata] = self._next, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
         self.events.append((self._next, nbytes))
         self._now += nbytes
         self.peak_bytes = max(self.peak_bytes, self._now)
+        return True
 
     def _gone(self, cdata: int, _: object) -> None:
         self._release(cdata)
@@ -155,6 +167,12 @@ class FusedAttention(TorchFunctionMode):
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
         self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
         return out
+
+
+def _convolution(source: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, stride: Sequence[int]) -> Convolution:
+    read, written, filters = (tensor.numel() * tensor.element_size() for tensor in (source, made, weight))
+    taps, strided = weight.numel() // (weight.shape[0] * weight.shape[1]), max(stride) > 1
+    return Convolution(read, written, filters, made.element_size(), source.shape[1], made.shape[1], taps, strided)
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:
