@@ -99,7 +99,7 @@ def solution_for(problem: Problem, store: Store | None) -> Solution:
 
     solution = solve(problem)
     if store is not None:
-        proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap]
+        proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap, solution.again_seconds]
         store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
     return solution
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
-from graphrun.planner.infeasible import refusal, require_feasible
+from graphrun.planner.infeasible import refusal, surely_infeasible
 from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Problem
@@ -30,11 +30,19 @@ def solve(problem: Problem) -> Solution:
 
     Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible.
     """
-    require_feasible(problem)
+    if (solution := solved(problem)) is None:
+        raise refusal(problem)
+    return solution
+
+
+def solved(problem: Problem) -> Solution | None:
+    """As `solve`; None where nothing fits, without saying why."""
+    if surely_infeasible(problem):
+        return None
     found, every = arrangements(problem)
     first = choose([program_of(of.problem, worthwhile(of.problem)) for of in found])
     if first is None:
-        raise refusal(problem)
+        return None
     chosen = found[first.number]
     program, choice, plan = _settled(problem, chosen, first)
     if broken := check(problem, plan):
