@@ -70,6 +70,8 @@ class Host:
         host.ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
         host.modules = dict(host.ghosts)  # a stage may list a component that no call enters
         for numbers in problem.components:
+            if numbers.name in given and graph.component(numbers.name).loras:
+                raise InputError(f"{numbers.name} was handed in, and the graph fuses a LoRA into it: leave it out of modules=")
             if numbers.name in given:
                 host._add(given[numbers.name], numbers, device, None)
             elif numbers.name in used:
