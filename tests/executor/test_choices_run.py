@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,14 +114,12 @@ def test_a_component_may_compute_on_the_cpu(flux: Case, image: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["nf4", "int8", "fp8", "float16", "float32"])
 def test_a_precision_streamed_is_that_precision_resident(flux: Case, precision: str) -> None:
-    own = {n: replace(c, precision=(precision,)) if n != "vae" else c for n, c in flux.graph.components.items()}
-    graph = replace(flux.graph, components=own)
     pictures, streams = [], []
     for problem in (flux.within(AMPLE), flux.tight()):
         wider = 2 if precision in ("float16", "float32") else 1  # this dry run's bytes are bfloat16's
         problem = _in_precision(problem, precision, wider)
         plan = solve(problem).plan
-        trace = execute(problem, plan, graph, flux.inputs, open_device(problem))
+        trace = execute(problem, plan, flux.graph, flux.inputs, open_device(problem))
         pictures.append(pixels(trace.outputs["image"]))
         streams.append({a.component for slot in plan.slots for a in slot.actions if isinstance(a, Stream)})
         assert all(tier.left_bytes == 0 for tier in trace.tiers)
@@ -139,8 +136,7 @@ def _in_precision(problem: Problem, precision: str, wider: int) -> Problem:
         held = replace(v, precision=precision, block_bytes=sizes, host_bytes=host) if c.name != "vae" else v
         components.append(replace(c, variants=(held,)))
     phases = tuple(replace(p, first_bytes=2 * p.first_bytes, rest_bytes=2 * p.rest_bytes) for p in problem.phases)
-    digest = problem.graph_digest
-    made = replace(problem, components=tuple(components), phases=phases, graph_digest=digest)
+    made = replace(problem, components=tuple(components), phases=phases)
     if problem.budget_bytes < AMPLE:
         made = replace(made, budget_bytes=smallest_budget(made) + 200_000)
     return made
@@ -223,8 +219,7 @@ def test_stages_run_in_the_plans_order(twice: Graph, image: Any) -> None:
     problem = case.within(AMPLE)
     assert problem.precedence is not None
     order = ("encode", "denoise", "decode", "other")
-    one = {option: () for option in ("options",)}
-    fixed = replace(problem, precedence=tuple(zip(order, order[1:], strict=False)), **one)
+    fixed = replace(problem, precedence=tuple(zip(order, order[1:], strict=False)))
     plan = solve(fixed).plan
     trace = run(fixed, plan, twice, case.inputs)
     assert [slot.phase.split("/")[0] for slot in trace.slots if slot.part == "first"][-2:] == ["other", "other"]
@@ -232,14 +227,14 @@ def test_stages_run_in_the_plans_order(twice: Graph, image: Any) -> None:
 
 
 @pytest.fixture
-def lora(flux: Case, tmp_path: Path) -> Iterator[Graph]:
+def lora(flux: Case, tmp_path: Path) -> Graph:
     weight = flux.modules["transformer"].get_submodule("transformer_blocks.0.attn.to_q").weight
     key = "transformer.transformer_blocks.0.attn.to_q"
     generator = torch.Generator().manual_seed(1)
     down, up = torch.randn(4, weight.shape[1], generator=generator), torch.randn(weight.shape[0], 4, generator=generator)
     save_file({f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}, tmp_path / "lora.safetensors")
     styled = replace(flux.graph.components["transformer"], loras=(Lora(str(tmp_path / "lora.safetensors"), 0.7),))
-    yield replace(flux.graph, components={**flux.graph.components, "transformer": styled})
+    return replace(flux.graph, components={**flux.graph.components, "transformer": styled})
 
 
 def test_a_run_with_a_lora_is_diffusers_with_the_fused_weights(flux: Case, image: Any, lora: Graph) -> None:
