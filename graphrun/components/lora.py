@@ -1,8 +1,9 @@
 """LoRAs fused into a component's weights while these are read: W + scale * alpha / rank * B A. They take no memory of their own.
 
 Decides which tensors of a LoRA's file change which weight. Reads the layouts that diffusers writes: ``lora_A.weight`` with
-``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's name in front; ``alpha`` as a tensor or in the
-file's metadata, else equal to the rank. Rounded as peft does: the product in fp32, cast to the weight's dtype, then added in that.
+``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's name in front; ``alpha`` as a
+tensor or in the file's metadata, else equal to the rank. Rounded as peft does: the product in fp32, cast to the weight's dtype,
+then added in that.
 """
 
 from __future__ import annotations
