@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,7 +118,7 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     if solved is not None:
         solved(time.perf_counter() - start)
     if store is not None:
-        proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap]
+        proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
         store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
     return solution
 

@@ -48,7 +48,7 @@ class Matrix:
 
     def __init__(self, program: Program, factors: Sequence[float], spare: Spare | None = None, weigh: Tier | None = None) -> None:
         self.program, problem = program, program.problem
-        self.spare, self.weigh = spare or Spare(), weigh
+        self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
         self.model = Model()
@@ -295,7 +295,7 @@ class Matrix:
         stored = plus(*((float(way.of.stored_bytes), y) for way, y in ways if way.used))
         if self.weigh == "disk":
             return stored
-        if problem.disk_bytes is not None and stored[0]:
+        if problem.disk_bytes is not None:
             unit = max(1.0, float(problem.disk_bytes)) / MEMORY_SCALE
             terms = {column: value / unit for column, value in stored[0].items()}
             self.model.row(terms, -np.inf, (problem.disk_bytes - stored[1]) / unit)

@@ -38,16 +38,20 @@ class _Tried:
     change: tuple[tuple[str, str], ...]
     problems: tuple[Problem, ...]
     changes_output: bool = False
+    otherwise: _Tried | None = None  # what to try where this does not work
 
 
 def repairs_of(problem: Problem, needs: Sequence[Need]) -> tuple[Repair, ...]:
     """Every change that works alone, best first. ``needs``: the phases that are short of VRAM."""
-    found = []
-    for tried in _all(problem, needs):
-        seconds = [predicted_seconds(each) for each in tried.problems]
-        if None not in seconds:
-            found.append(Repair(tried.text, tried.change, sum(s for s in seconds if s is not None), tried.changes_output))
-    return tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
+    found = (_verified(tried) for tried in _all(problem, needs))
+    return tuple(sorted((of for of in found if of is not None), key=lambda repair: (repair.changes_output, repair.seconds)))
+
+
+def _verified(tried: _Tried) -> Repair | None:
+    seconds = [predicted_seconds(each) for each in tried.problems]
+    if None in seconds:
+        return _verified(tried.otherwise) if tried.otherwise is not None else None
+    return Repair(tried.text, tried.change, sum(s for s in seconds if s is not None), tried.changes_output)
 
 
 def _all(problem: Problem, needs: Sequence[Need]) -> Iterator[_Tried]:
@@ -123,14 +127,17 @@ def _directives(problem: Problem, needs: Sequence[Need]) -> Iterator[_Tried]:
 
 
 def _apart(problem: Problem) -> Iterator[_Tried]:
-    """Leading stages in a run of their own; the others begin with what these gave."""
+    """Leading stages in a run of their own; the others begin with what these gave. Where they do not fit here even so, they may
+    elsewhere, or with a larger budget for a moment: embeddings can be kept."""
     stages = stages_of(problem)
     for count in range(1, len(stages)):
         before, last = stages[:count], stages[count - 1]
         if problem.runs > 1 or any(earlier not in before for earlier, later in problem.precedence or () if later in before):
             continue
+        rest, change = _part(problem, stages[count:]), (("--until", last),)
         text = f"run {', '.join(before)} apart: first with --until {last}, then the others, given what it returned"
-        yield _Tried(text, (("--until", last),), (_part(problem, before), _part(problem, stages[count:])))
+        elsewhere = f"run {', '.join(before)} where there is room, with --until {last}, and give the others what it returned"
+        yield _Tried(text, change, (_part(problem, before), rest), otherwise=_Tried(elsewhere, change, (rest,)))
 
 
 def _part(problem: Problem, stages: tuple[str, ...]) -> Problem:

@@ -22,6 +22,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "total_seconds": simulation.total_seconds,
         "compute_seconds": simulation.compute_seconds,
         "bound_seconds": solution.bound_seconds,
+        "objective_seconds": solution.objective_seconds,
         "solve_seconds": solve_seconds,
         "budget_bytes": problem.budget_bytes,
         "overhead_bytes": problem.budget_bytes - problem.effective_bytes,
