@@ -104,6 +104,13 @@ class Host:
             if self._variants[name].fill_seconds and not residency.given:
                 residency.free()
 
+    def close(self) -> None:
+        """Homes and files are gone at once, not when garbage is collected; what was handed in stays its owner's."""
+        for residency in self.residencies.values():
+            if not residency.given:
+                residency.free()
+        self._spool.close()
+
     def refuse_other(self, problem: Problem) -> None:
         """Raises InputError unless ``problem`` has the graph and the blocks that this was built for."""
         if _shape(problem) != self._shape:

@@ -68,10 +68,13 @@ def execute(
             f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)}: "
             f"plan again with --ram {ram_bytes}"
         )
-    if host is None:
-        host = Host.of_graph(graph, settle(problem, plan), device, modules)
-    stages = stages_for(plan, graph, inputs, device, host)
-    return run_to_the_end(problem, plan, stages, host, device, progress, tell=tell, keep=keep)
+    own = Host.of_graph(graph, settle(problem, plan), device, modules) if host is None else host
+    try:
+        stages = stages_for(plan, graph, inputs, device, own)
+        return run_to_the_end(problem, plan, stages, own, device, progress, tell=tell, keep=keep)
+    finally:
+        if host is None:
+            own.close()
 
 
 def run_to_the_end(
