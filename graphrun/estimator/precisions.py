@@ -19,6 +19,9 @@ from graphrun.estimator.quantized import layer_tensors
 from graphrun.planner.problem import ALLOCATION_BYTES, BlockClass
 from graphrun.units import round_up
 
+# Layers of these cast their weight to the dtype they compute in, in each call, and drop it again.
+WIDENED = ("nf4", "fp8")
+
 # While a weight is quantized on the host there are, beside what comes out: the weight as it was read and a copy in fp32.
 QUANTIZING_BYTES = 2 + 4
 
@@ -44,7 +47,7 @@ def held_in(
     layouts = lay_out(module, paths)
     sizes = {path: _quantized_bytes(layout, weights, precision) for path, layout in layouts.items()}
     widened = {
-        path: sum(entry.nbytes for entry in layout.entries if id(entry.tensor) in weights) if precision == "nf4" else 0
+        path: sum(entry.nbytes for entry in layout.entries if id(entry.tensor) in weights) if precision in WIDENED else 0
         for path, layout in layouts.items()
     }
     most = max((layer.weight.numel() for layer in layers.values()), default=0)
@@ -71,7 +74,7 @@ def _quantized_bytes(layout: BlockLayout, weights: dict[int, nn.Linear], precisi
 
 def _scratch(precision: str, layers: dict[str, nn.Linear], calls: list[Call], own: torch.dtype) -> int:
     """The most that one quantized layer takes while it computes; layers run one after another."""
-    if precision == "nf4":
+    if precision in WIDENED:
         return max((nf4_scratch(layer.weight.numel(), own.itemsize) for layer in layers.values()), default=0)
     rows = _rows(layers, calls)
     return max((int8_scratch(rows, layer.in_features, layer.out_features) for layer in layers.values()), default=0)

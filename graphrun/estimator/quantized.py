@@ -29,8 +29,10 @@ def layer_bytes(outputs: int, inputs: int, precision: str, *, nested: bool = Fal
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> tuple[int, ...]:
-    """Bytes of each tensor that holds the weight [outputs inputs] in int8 or nf4."""
+    """Bytes of each tensor that holds the weight [outputs inputs] in fp8, int8 or nf4."""
     count = outputs * inputs
+    if precision == "fp8":
+        return (count,)
     if precision == "int8":
         return count, 4 * outputs
     if precision != "nf4":

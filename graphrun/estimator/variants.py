@@ -13,20 +13,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from graphrun.components.quantize import QUANTIZED
 from graphrun.estimator.events import Facts, Held
 from graphrun.graph.graph import Component
 from graphrun.planner.problem import Hardware, Home, Variant
 
 HOMES: tuple[Home, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
-QUANTIZED = ("int8", "nf4")
 
 # int8 layers multiply in int8 and add what outliers contribute in 16 bits: 15 to 23 % slower than 16 bits throughout (Hugging Face,
 # "A Gentle Introduction to 8-bit Matrix Multiplication", of Dettmers et al. 2022).
 SLOWDOWNS = {"int8": 1.2}
 
 # bitsandbytes 0.50 quantizes a weight on a CPU core at about this rate of 16-bit bytes (2.10 GHz Xeon core, idle).
-QUANTIZED_PER_SECOND = {"int8": 0.2e9, "nf4": 0.07e9}
+# A cast to fp8 runs at the speed of memory.
+QUANTIZED_PER_SECOND = {"int8": 0.2e9, "nf4": 0.07e9, "fp8": 5e9}
 
 
 def variants_of(

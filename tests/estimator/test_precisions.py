@@ -23,7 +23,7 @@ def classes(graph: Any, name: str) -> tuple[BlockClass, ...]:
     return graphrun.estimate(graph, vram="1G", ram="1G", hardware="sim").component(name).classes
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "nf4"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "nf4", "fp8"])
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2", "transformer"])
 def test_blocks_have_the_bytes_that_the_executor_places(name: str, precision: str) -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
