@@ -157,6 +157,7 @@ def run(
     graph or breaks a rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named;
     TransferFailed or BrokenPlan when reality differs otherwise. The device is back at its baseline then.
     """
+    from graphrun.estimator.machine import host_ram_bytes
     from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
     from graphrun.executor.recover import execute
@@ -166,7 +167,8 @@ def run(
     refuse_unfit(solution.problem, solution.plan, graph)
     device = open_device(solution.problem)
     graph = graph.without_sources() if random_weights else graph
-    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress, tell=tell)
+    has = host_ram_bytes()
+    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress, tell=tell, ram_bytes=has)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from graphrun.components.classes import resolve_class
+from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.quantize import QUANTIZED, convert, quantizable_layers
 from graphrun.components.random_weights import fill
 from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
@@ -56,7 +57,8 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
 
 
 def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
-    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone.
+    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone;
+    with its LoRAs fused.
 
     ``random`` gives the latter, from the module and a text to seed it with.
     Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
@@ -64,13 +66,16 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     """
     kind = _module_class(component, graph.allow)
     if component.source is not None:
-        return _from_source(kind, component, graph.allow)
+        module = _from_source(kind, component, graph.allow)
+        fuse(component, module)
+        return module
     with _empty_parameters():
         module = _construct(kind, component)
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
     random(module, f"{component.seed}/{component.name}")
+    fuse(component, module)
     return module
 
 
@@ -100,6 +105,8 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         names = list(dict.fromkeys((*parameters, *saved)))
         whole = set(saved) <= stored.keys()
         source = FileSource(stored) if whole else LoadedSource(partial(_from_source, kind, component, graph.allow))
+    if component.loras:
+        source = LoraSource(source, deltas_of(component, module))
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
         weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}

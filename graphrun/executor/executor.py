@@ -68,7 +68,7 @@ class Session:
 
     def __init__(self, problem: Problem, plan: Plan, host: Host, device: Device) -> None:
         _refuse_plan(problem, plan)
-        self._unsettled, self._problem, self._plan = problem, settle(problem, plan), plan
+        self._problem, self._plan, self._simulation = settle(problem, plan), plan, simulate(problem, plan)
         self._slowdowns = slowdowns(problem, plan)
         host.refuse_other(self._problem)
         _refuse_free(plan, host)
@@ -90,8 +90,8 @@ class Session:
             self._baseline_bytes = self._device.allocated_bytes
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
-        simulation = simulate(self._unsettled, self._plan)
-        peaks = [slot.peak_bytes for slot in (simulation.again if self._begun else simulation.slots)]
+        slots_planned = self._simulation.again if self._begun else self._simulation.slots
+        peaks = [slot.peak_bytes for slot in slots_planned]
         plan = replace(self._plan, slots=slots)
         run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
         self._begun = True

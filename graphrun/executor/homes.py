@@ -8,14 +8,15 @@ disk                files --read--> | bounce buffer |    two of the largest bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from graphrun.components.blocks import BlockLayout
-from graphrun.components.source import Writer
+from graphrun.errors import GraphrunError
 from graphrun.executor.device import Device, Mark
 from graphrun.planner.ring import Ring
 
@@ -52,10 +53,11 @@ class Arena:
             self.nbytes += layout.nbytes
         self.memory: torch.Tensor | None = None
         self._fillings: dict[str, _Filling] = {}
+        self._dropped = False
 
     def hold(self) -> None:
         """The memory is there, its bytes are not yet."""
-        self.memory = self._device.arena(self.nbytes)
+        self.memory, self._dropped = self._device.arena(self.nbytes), False
 
     def lock(self) -> None:
         """Locks the pages, where the home asks for it."""
@@ -71,7 +73,7 @@ class Arena:
         """Begins to read all blocks, in order, beside what else happens: paths and bytes."""
         for path, layout in self._layouts.items():
             marks: list[Mark] = []
-            job = _job(self._device, writer, layout, self.block(path), marks)
+            job = _job(self._device, writer, layout, self.block(path), marks, lambda: self._dropped)
             self._fillings[path] = _Filling(self._device.background(job), marks)
         self._device.background(writer.close)
         return [(path, layout.nbytes) for path, layout in self._layouts.items()]
@@ -103,9 +105,11 @@ class Arena:
         return start, self._device.mark("copy")
 
     def drop(self) -> None:
-        """The memory is gone, when nothing else holds views of it."""
+        """The memory is gone, when nothing else holds views of it. What is still to be read is not."""
+        self._dropped = True
         for filling in self._fillings.values():
-            filling.join()
+            with contextlib.suppress(GraphrunError, OSError, RuntimeError):  # whoever waited for it was told
+                filling.join()
         self._fillings.clear()
         self.memory = None
 
@@ -165,18 +169,19 @@ class Disk:
         self._writer.close()
 
 
-def bounce_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """What a bounce buffer needs: room for two of the largest block."""
-    return 2 * max((layout.nbytes for layout in layouts), default=0)
-
-
-def _job(device: Device, writer: Blocks, layout: BlockLayout, buffer: torch.Tensor, marks: list[Mark]) -> Callable[[], None]:
+def _job(
+    device: Device,
+    writer: Blocks,
+    layout: BlockLayout,
+    buffer: torch.Tensor,
+    marks: list[Mark],
+    dropped: Callable[[], bool] = lambda: False,
+) -> Callable[[], None]:
     def read() -> None:
+        if dropped():
+            return
         start = device.mark("disk")
         device.read(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
         marks.extend((start, device.mark("disk")))
 
     return read
-
-
-__all__ = ["Arena", "Blocks", "Disk", "Marks", "Writer", "bounce_bytes"]
