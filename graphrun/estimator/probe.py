@@ -34,7 +34,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
     """The dry run of ``graph`` for resolved ``inputs``. Raises what the pipeline's own code raises for them."""
     ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
-    prober = _Prober(ghosts)
+    prober = Prober(ghosts)
     with sim.Machine() as machine, prober.boundary:
         machine.listener = prober.tape
 
@@ -48,14 +48,27 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
     return Probed(prober.tape, prober.facts(), ghosts)
 
 
-class _Prober:
+class Prober:
+    """Answers entries into ``ghosts`` from traces on meta, and writes them on ``tape``. A trace serves every later probe too."""
+
     def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
         self.ghosts = ghosts
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
-        self.boundary = Boundary(ghosts, sim.device, around=self.answer)
+        self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank)
         self._known: dict[Any, tuple[Call, Any]] = {}
+
+    def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
+        """What two calls have in common that one trace serves: the shapes of what they are handed."""
+        return component, entry, _signature(args), _signature(kwargs)
+
+    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+        """The call as it is traced for its signature, and what it returns, on meta."""
+        signature = self.signature(component, entry, args, kwargs)
+        if signature not in self._known:
+            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
+        return self._known[signature]
 
     def once(self, component: str) -> tuple[str, ...]:
         """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
@@ -63,10 +76,8 @@ class _Prober:
         return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = (component, entry, _signature(args), _signature(kwargs))
-        if signature not in self._known:
-            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
-        call, template = self._known[signature]
+        """In the place of an entry: a mark on the tape, and zeros on `sim` in the shape of what it returns."""
+        call, template = self.trace(component, entry, proceed, args, kwargs)
         self.tape.items.append(Mark("enter", component, call))
         return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
 
@@ -106,6 +117,11 @@ class _Prober:
         return Call(
             component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), tuple(recorder.flops)
         ), template
+
+
+def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight that the pipeline's own code looks at: it is copied to the device, where it is one more tensor of that code."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
     On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False:
-    encoders leave a full mask out, and one that is not full takes memory.
+    encoders leave a full mask out, and one that is not full takes memory. A copy to the host is zeros.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
@@ -88,6 +88,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return full if args[0].dtype == torch.bool else 1
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
+        elif func is aten._to_copy.default and args[0].is_meta and _leaves_meta(kwargs.get("device")):
+            out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = func(*args, **kwargs)
         for tensor in _tensors(args):
@@ -155,6 +157,11 @@ class FusedAttention(TorchFunctionMode):
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
         self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
         return out
+
+
+def _leaves_meta(device: torch.device | None) -> bool:
+    """Whether a copy to ``device`` asks for numbers that meta does not have."""
+    return device is not None and device.type != "meta"
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from graphrun.components.entry import Boundary
 from graphrun.errors import BrokenPlan, PlanError
-from graphrun.executor.device import Device, Mark
+from graphrun.executor.device import Device
 from graphrun.executor.failure import settled
 from graphrun.executor.host import Host
 from graphrun.executor.slot import OpenSlot, Recorder
@@ -42,6 +42,18 @@ Work = Callable[[], dict[str, Any]]
 """What computes: the stages of a graph, or anything that calls the components. Returns the run's outputs, on the host."""
 
 LEFTOVERS_SHOWN = 5
+
+
+class Detour(Protocol):
+    """Plans again for a run whose course nobody can know beforehand: a pipeline that graphrun is attached to."""
+
+    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this entry is as the plan in force expects it."""
+
+    def around(
+        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
+    ) -> tuple[Problem, Plan]:
+        """A plan that begins with this entry. No weights are on the device, and ``live_bytes`` of other tensors."""
 
 
 def execute(
@@ -71,14 +83,26 @@ def execute(
     )
 
 
-def follow(problem: Problem, plan: Plan, host: Host, device: Device, work: Work, progress: Progress | None = None) -> Trace:
+def follow(
+    problem: Problem,
+    plan: Plan,
+    host: Host,
+    device: Device,
+    work: Work,
+    progress: Progress | None = None,
+    *,
+    detour: Detour | None = None,
+    handed_out: Callable[[Mapping[str, Any]], int] | None = None,
+) -> Trace:
     """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
 
-    Errors as for `execute`; an error of ``work``'s own code is raised as it is.
+    Where reality leaves the plan, ``detour`` makes the next one; without it that is an error, as it is when the run ends before
+    the plan does. ``handed_out``: bytes of the outputs that stay on the device because the caller gets them there. Errors as for
+    `execute`; an error of ``work``'s own code is raised as it is.
     """
     _refuse_plan(problem, plan)
     host.refuse_other(problem)
-    run = _Run(problem, plan, device, host, progress)
+    run = _Run(problem, plan, device, host, progress, detour, handed_out)
     try:
         return run.perform(work)
     except BaseException as error:  # an interrupt too must leave the device empty
@@ -123,14 +147,23 @@ def _refuse_plan(problem: Problem, plan: Plan) -> None:
 class _Run:
     """One execution. Holds no tensor itself, so that an error's frames in it may live."""
 
-    def __init__(self, problem: Problem, plan: Plan, device: Device, host: Host, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        device: Device,
+        host: Host,
+        progress: Progress | None,
+        detour: Detour | None,
+        handed_out: Callable[[Mapping[str, Any]], int] | None,
+    ) -> None:
         self._problem, self._plan = problem, plan
+        self._detour, self._handed_out = detour, handed_out
         self._device, self._host, self._progress = device, host, progress
         self._turns = Turns(problem, plan)
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._recorder: Recorder | None = None
-        self._call: tuple[str, Mark] = ("", None)
         self.baseline_bytes = device.allocated_bytes
         self._before = _tiers(device)
 
@@ -146,16 +179,16 @@ class _Run:
             try:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
-                with Boundary(self._host.modules, device.torch_device, self._enter, self._exit):
+                with Boundary(self._host.modules, device.torch_device, around=self._around, reads=self._read):
                     outputs = work()
-                for index in self._turns.finish():
-                    self._turn_to(index)
-                self._close()
+                self._finish()
             finally:
                 self._release()
             gc.collect()
             device.release_cached()
-        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in _tiers(device).items())
+        after = _tiers(device)
+        after["device"] -= self._handed_out(outputs) if self._handed_out is not None else 0
+        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
         _refuse_leftovers(tiers, device)
         return Trace(
             plan_digest=self._plan.digest,
@@ -168,16 +201,47 @@ class _Run:
             tiers=tiers,
         )
 
-    def _enter(self, component: str, entry: str) -> None:
-        for index in self._turns.enter(component):
+    def _around(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One entry, from outside, into a component."""
+        for index in self._turns_of(component, entry, args, kwargs):
             self._turn_to(index)
         assert self._open is not None
-        self._call = (component, self._open.enter(component))
-        self._tell(self._open.calls)
-
-    def _exit(self, component: str, entry: str) -> None:
         assert self._recorder is not None
-        self._recorder.note("run", component, entry, 0, (self._call[1], self._device.mark("compute")))
+        begin = self._open.enter(component)
+        self._tell(self._open.calls)
+        result = proceed(*args, **kwargs)
+        self._recorder.note("run", component, entry, 0, (begin, self._device.mark("compute")))
+        return result
+
+    def _turns_of(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        if self._detour is None:
+            return self._turns.enter(component)
+        if self._detour.holds(component, entry, args, kwargs):
+            with contextlib.suppress(BrokenPlan):
+                return self._turns.enter(component)
+        self._close()
+        for residency in self._host.residencies.values():
+            residency.release()
+        self._device.release_cached()
+        self._problem, self._plan = self._detour.around(component, entry, args, kwargs, self._device.allocated_bytes)
+        self._turns = Turns(self._problem, self._plan)
+        return self._turns.enter(component)
+
+    def _read(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight that code outside of its component looks at, where that code computes."""
+        return tensor.to(self._device.torch_device)
+
+    def _finish(self) -> None:
+        """The slots that no entry opens any more."""
+        try:
+            for index in self._turns.finish():
+                self._turn_to(index)
+        except BrokenPlan:
+            if self._detour is None:
+                raise
+        self._close()
 
     def _turn_to(self, index: int) -> None:
         """Closes the slot that is open and opens slot number ``index``."""
@@ -191,6 +255,7 @@ class _Run:
     def _close(self) -> None:
         if self._open is not None:
             self._slots.append(self._open.close())
+            self._open = None
 
     def _tell(self, call: int) -> None:
         if self._progress is not None and self._open is not None:

@@ -1,0 +1,129 @@
+"""The dry run of one call of a live pipeline: its own code on its ghost, on an unlimited simulated accelerator.
+
+Decides what a failing probe says. Must not know budgets, plans or the device that the call will compute on.
+
+    live      pipe(prompt, image=..., generator=...)          ghost     pipe(prompt, image=copy, generator=copy)
+              text_encoder, unet, vae: weights                          on meta: each kind of call traced once
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphrun import sim
+from graphrun.errors import GraphrunError, InputError
+from graphrun.estimator.events import Call as Traced
+from graphrun.estimator.events import Facts, Mark, Probed, Tape
+from graphrun.estimator.probe import Prober
+from graphrun.integrations.call import described, rehearsed
+from graphrun.integrations.live import components_of, ghost_of
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call from outside: how it is named, what it calls (in the live pipeline, or found in its ghost), and with what."""
+
+    name: str
+    proceed: Callable[..., Any]
+    find: Callable[[Rehearsal], Callable[..., Any]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ProbeError(InputError):
+    """A pipeline cannot be planned from its own code: the dry run of a call failed."""
+
+
+class Rehearsal:
+    """A pipeline's ghost in the state that the pipeline is in now, and every trace made with it so far."""
+
+    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
+        self.pipe = ghost_of(pipe, sim.device)
+        self.ghosts = components_of(self.pipe)
+        self.prober = LiveProber(self.ghosts)
+        self._twins = {id(module): self.ghosts[name] for name, module in modules.items()}
+        self._facts: tuple[int, Mapping[str, Facts]] = (-1, {})
+
+    def probe(self, call: Call) -> Tape:
+        """The tape of ``call``. Arguments, generators and global random state are left as they are.
+
+        Raises ProbeError naming what failed; an error that the pipeline raises about its arguments before any component is
+        entered is raised as it is.
+        """
+        tape = self.prober.tape = Tape()
+        self.prober.answered.clear()
+        entered: list[Any] = []
+        try:
+            with _same_randomness(), torch.no_grad(), sim.Machine() as machine, self.prober.boundary:
+                machine.listener = tape
+                args, kwargs = rehearsed(call.args, sim.device, self._twins), rehearsed(call.kwargs, sim.device, self._twins)
+                call.find(self)(*args, **kwargs)
+                tape.items.append(Mark("stage", call.name))
+        except GraphrunError:
+            raise
+        except Exception as error:
+            entered = [item.name for item in tape.items if isinstance(item, Mark)]
+            if not entered and isinstance(error, (ValueError, TypeError)):
+                raise
+            after = f"after {entered[-1]} was entered" if entered else "before any component was entered"
+            raise ProbeError(
+                f"the dry run of {call.name}({described(call.args, call.kwargs)}) failed {after}, in the pipeline's own code: "
+                f"{type(error).__name__}: {error}. It runs on zeros in place of the components' outputs; if it needs their values, "
+                "write the pipeline's stages as a graph file, which names what is run when"
+            ) from error
+        return tape
+
+    def probed(self, tape: Tape) -> Probed:
+        """``tape`` with the facts of all components, as all traces so far show them."""
+        if self._facts[0] != self.prober.traces:
+            self._facts = self.prober.traces, self.prober.facts()
+        return Probed(tape, self._facts[1], self.ghosts)
+
+
+class LiveProber(Prober):
+    """A prober that says which call into which component could not be traced."""
+
+    def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
+        super().__init__(ghosts)
+        self.answered: set[Any] = set()  # signatures of the entries of the call that is probed
+
+    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As for every probe; the entry's signature is kept."""
+        self.answered.add(self.signature(component, entry, args, kwargs))
+        return super().answer(component, entry, proceed, args, kwargs)
+
+    @property
+    def traces(self) -> int:
+        """How many kinds of calls were traced so far."""
+        return len(self._known)
+
+    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Traced, Any]:
+        try:
+            return super()._trace(component, entry, proceed, args, kwargs)
+        except GraphrunError:
+            raise
+        except Exception as error:
+            raise ProbeError(
+                f"{component}.{entry}({described(args, kwargs)}) cannot be traced without numbers: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """The process's random numbers go on afterwards as if nothing had been drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
