@@ -11,6 +11,7 @@ import copy
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
+
+META = torch.device("meta")
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
@@ -92,23 +95,25 @@ class Prober:
             found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
         return found
 
-    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+    ) -> tuple[Call, Any]:
+        """The call on ``place``: on meta, or on the CPU, where ``component`` has its weights."""
         module = self.ghosts[component]
-        meta = torch.device("meta")
-        self.boundary.device = meta
+        self.boundary.device = place
+        recorder = Recorder(module, unit_paths(module), place)
         try:
             with _disable_current_modes():
-                recorder = Recorder(module, unit_paths(module))
-                on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
-                recorder.ignore(tensors_in(on_meta))
-                with torch.no_grad(), FusedAttention(recorder), recorder:
-                    out = proceed(*on_meta[0], **on_meta[1])
+                handed = walk((args, kwargs), _blank_like if place == META else torch.Tensor.cpu)
+                recorder.ignore(tensors_in(handed))
+                with torch.no_grad(), FusedAttention(recorder) if place == META else nullcontext(), recorder:
+                    out = proceed(*handed[0], **handed[1])
                 peak_bytes = recorder.peak_bytes
-                template = walk(out, lambda t: torch.empty_like(t))
+                template = walk(out, lambda t: torch.empty_like(t, device=META))
                 del out
-                recorder.close()
         finally:
             self.boundary.device = sim.device
+            recorder.close()
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
@@ -122,6 +127,10 @@ class Prober:
 def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
     """A weight that the pipeline's own code looks at: it is copied to the device, where it is one more tensor of that code."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
+
+
+def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

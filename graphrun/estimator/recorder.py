@@ -36,19 +36,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     encoders leave a full mask out, and one that is not full takes memory. A copy to the host is zeros.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = torch.device("meta")) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.peak_bytes = 0
         self.touched: set[str] = set()
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
+        self._place = place.type
         self._now = 0
         self._next = 0
         self._live: dict[int, tuple[int, int, Any]] = {}
         self._stack = [""]
         self._names: dict[int, str] = {}
-        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        if self._place != "meta":  # weights may lie in one storage, so that which of them is read cannot be told
+            self.touched |= {name for name, _ in weights}
+        for name, tensor in weights:
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
@@ -116,7 +120,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
+        known = cdata in self._live or cdata in self._names or cdata in self._ignored
+        if tensor.device.type != self._place or known or not storage.nbytes():
             return
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)

@@ -29,7 +29,7 @@ from graphrun.executor.executor import follow
 from graphrun.integrations.call import signature_of
 from graphrun.integrations.live import components_of, graph_of, own_class, pipelines_in, placed, state_of
 from graphrun.integrations.rehearsal import Call, Rehearsal
-from graphrun.integrations.residence import LiveHost, device_bytes, sweep
+from graphrun.integrations.residence import Leftovers, LiveHost, device_bytes
 from graphrun.planner.plan import Plan, Slot
 from graphrun.planner.problem import Hardware, Problem
 from graphrun.planner.solution import Solution
@@ -185,11 +185,13 @@ class Attachment:
         planned = self._planned(call, key, reserve_bytes)
         detour = _Detour(self, planned.expected, reserve_bytes)
 
+        leftovers = Leftovers(self.pipe, self._modules, place)
+
         def work() -> dict[str, Any]:
             try:
                 return {"result": call.proceed(*call.args, **call.kwargs)}
             finally:
-                sweep(self.pipe, self._modules, place)
+                leftovers.clear()
 
         def handed_out(outputs: Mapping[str, Any]) -> int:
             return device_bytes(outputs, place, besides=(call.args, call.kwargs))

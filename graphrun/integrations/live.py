@@ -87,6 +87,9 @@ def ghost_of(pipe: Any, device: torch.device) -> Any:
             if id(tensor) not in memo:
                 twin = torch.empty_like(tensor, device="meta").requires_grad_(False)
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        for child in module.modules():  # computed from weights before each call, as torch's weight_norm does
+            made = (value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf)
+            memo |= {id(tensor): torch.empty_like(tensor, device="meta").detach() for tensor in made}
     for owner in pipelines_in(pipe).values():
         for value in vars(owner).values():
             if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED:

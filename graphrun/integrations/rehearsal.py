@@ -22,7 +22,7 @@ from graphrun import sim
 from graphrun.errors import GraphrunError, InputError
 from graphrun.estimator.events import Call as Traced
 from graphrun.estimator.events import Facts, Mark, Probed, Tape
-from graphrun.estimator.probe import Prober
+from graphrun.estimator.probe import META, Prober
 from graphrun.integrations.call import described, rehearsed
 from graphrun.integrations.live import components_of, ghost_of
 
@@ -48,7 +48,7 @@ class Rehearsal:
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
         self.pipe = ghost_of(pipe, sim.device)
         self.ghosts = components_of(self.pipe)
-        self.prober = LiveProber(self.ghosts)
+        self.prober = LiveProber(self.ghosts, modules)
         self._twins = {id(module): self.ghosts[name] for name, module in modules.items()}
         self._facts: tuple[int, Mapping[str, Facts]] = (-1, {})
 
@@ -89,10 +89,11 @@ class Rehearsal:
 
 
 class LiveProber(Prober):
-    """A prober that says which call into which component could not be traced."""
+    """A prober that runs what cannot be traced on meta once on the CPU, with the weights of ``live``."""
 
-    def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, ghosts: Mapping[str, nn.Module], live: Mapping[str, nn.Module]) -> None:
         super().__init__(ghosts)
+        self._live = dict(live)
         self.answered: set[Any] = set()  # signatures of the entries of the call that is probed
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,16 +106,39 @@ class LiveProber(Prober):
         """How many kinds of calls were traced so far."""
         return len(self._known)
 
-    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Traced, Any]:
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+    ) -> tuple[Traced, Any]:
         try:
             return super()._trace(component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:
+            first = error
+        try:
+            with _lent(self._live[component], self.ghosts[component]):
+                return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
+        except Exception as error:
             raise ProbeError(
-                f"{component}.{entry}({described(args, kwargs)}) cannot be traced without numbers: {type(error).__name__}: "
-                f"{error}"
+                f"{component}.{entry}({described(args, kwargs)}) cannot be traced, neither without numbers "
+                f"({type(first).__name__}: {first}) nor on the CPU ({type(error).__name__}: {error}): write the pipeline's stages as "
+                f"a graph file and declare there what {component} takes"
             ) from error
+
+
+@contextmanager
+def _lent(live: nn.Module, ghost: nn.Module) -> Iterator[None]:
+    """``ghost`` has the weights of ``live``, where they are."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for mine, other in zip(ghost.modules(), live.modules(), strict=True):
+        for tensors, lent in ((mine._parameters, other._parameters), (mine._buffers, other._buffers)):
+            kept += [(tensors, key, tensors[key]) for key in lent if key in tensors]
+            tensors.update({key: tensor for key, tensor in lent.items() if key in tensors})
+    try:
+        yield
+    finally:
+        for tensors, key, tensor in kept:
+            tensors[key] = tensor
 
 
 @contextmanager

@@ -81,22 +81,54 @@ def _own(tensor: torch.Tensor, trained: bool) -> torch.Tensor:
     return nn.Parameter(copied, requires_grad=trained) if isinstance(tensor, nn.Parameter) else copied
 
 
-def sweep(pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """What a call left on ``device`` outside of weights goes to the host: a scheduler's timesteps, a cache in a module."""
-    for owner in pipelines_in(pipe).values():
-        _sweep(owner, device, frozenset())
-        for value in list(vars(owner).values()):
-            if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-                _sweep(value, device, frozenset())
-    for module in modules.values():
-        for child in module.modules():
-            _sweep(child, device, OWN)
+class Leftovers:
+    """What a call leaves on ``device`` outside of weights and results, found against what was there before it.
+
+    A scheduler's timesteps go to the host; what a module has cached is forgotten, as it was before the call.
+    """
+
+    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._pipe, self._device = pipe, device
+        self._caches = [(child, _attributes(child)) for module in modules.values() for child in module.modules()]
+        self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
+
+    def clear(self) -> None:
+        """Nothing that the call put on the device stays there."""
+        for holder in self._holders():
+            for key, value in list(vars(holder).items()):
+                if id(value) not in self._kept and _on_device(value, self._device):
+                    vars(holder)[key] = walk(value, lambda tensor: tensor.cpu())
+        for child, before in self._caches:
+            for key, value in list(vars(child).items()):
+                if key not in OWN and _on_device(value, self._device):
+                    _put_back(vars(child), key, before)
+
+    def _holders(self) -> Iterator[Any]:
+        for owner in pipelines_in(self._pipe).values():
+            yield owner
+            yield from (v for v in list(vars(owner).values()) if hasattr(v, "__dict__") and not isinstance(v, (nn.Module, type)))
 
 
-def _sweep(holder: Any, device: torch.device, besides: frozenset[str]) -> None:
-    for key, value in list(vars(holder).items()):
-        if key not in besides and not isinstance(value, (nn.Module, str, int, float, type(None))) and device_bytes(value, device):
-            vars(holder)[key] = walk(value, lambda tensor: tensor.cpu())
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """What ``module`` has beside weights, children and hooks: each value, and its content where that can change."""
+    found = ((key, value) for key, value in vars(module).items() if key not in OWN)
+    return {key: (value, value.copy() if isinstance(value, (list, dict)) else None) for key, value in found}
+
+
+def _put_back(holder: dict[str, Any], key: str, before: Mapping[str, tuple[Any, Any]]) -> None:
+    if key not in before:
+        del holder[key]
+        return
+    holder[key], content = before[key]
+    if isinstance(content, list):
+        holder[key][:] = content
+    elif isinstance(content, dict):
+        holder[key].clear()
+        holder[key].update(content)
+
+
+def _on_device(value: Any, device: torch.device) -> bool:
+    return isinstance(value, (torch.Tensor, list, tuple, dict)) and device_bytes(value, device) > 0
 
 
 def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:
