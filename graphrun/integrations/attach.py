@@ -133,11 +133,11 @@ class Attachment:
         self._boundary.__enter__()
         for path, owner in pipelines_in(self.pipe).items():
             kind = type(owner)
-            methods = {name: self._wrapped(path, name, method) for name, method in _methods(kind)}
-            moving = {name: _refusing(name) for name in MOVING if hasattr(kind, name)}
-            moving["to"] = self._moved
+            members: dict[str, Any] = {name: self._wrapped(path, name, method) for name, method in _methods(kind)}
+            members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)}
+            members["to"] = self._moved
             self._classes.append((owner, kind))
-            owner.__class__ = placed(kind, self._device.torch_device, **methods, **moving)
+            owner.__class__ = placed(kind, self._device.torch_device, **members)
 
     def _wrapped(self, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def find(rehearsal: Rehearsal) -> Callable[..., Any]:
