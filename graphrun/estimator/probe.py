@@ -60,6 +60,7 @@ class Prober:
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
         self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank)
+        self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
         self._known: dict[Any, tuple[Call, Any]] = {}
 
     def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
@@ -111,6 +112,7 @@ class Prober:
                 peak_bytes = recorder.peak_bytes
                 template = walk(out, lambda t: torch.empty_like(t, device=META))
                 del out
+                self.kept_bytes = recorder.live_bytes
         finally:
             self.boundary.device = sim.device
             recorder.close()

@@ -58,6 +58,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored: set[int] = set()
         self._whole: set[int] = set()  # results of ``tensor.all()``
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that live now."""
+        return self._now
+
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The inputs of the call: they are there already."""
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -95,11 +96,17 @@ class LiveProber(Prober):
         super().__init__(ghosts)
         self._live = dict(live)
         self.answered: set[Any] = set()  # signatures of the entries of the call that is probed
+        self._cached: dict[int, int] = {}  # by id of a trace: bytes that the component keeps beyond its call
+        self._keys = count(1 << 40)  # beside those of the tape's machine
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As for every probe; the entry's signature is kept."""
-        self.answered.add(self.signature(component, entry, args, kwargs))
-        return super().answer(component, entry, proceed, args, kwargs)
+        """As for every probe; the entry's signature is kept, and what the component has cached stays until the end."""
+        signature = self.signature(component, entry, args, kwargs)
+        answer = super().answer(component, entry, proceed, args, kwargs)
+        if signature not in self.answered:
+            self.answered.add(signature)
+            self.tape.items.append((next(self._keys), self._cached.get(id(self._known[signature][0]), 0)))
+        return answer
 
     @property
     def traces(self) -> int:
@@ -110,7 +117,9 @@ class LiveProber(Prober):
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
     ) -> tuple[Traced, Any]:
         try:
-            return super()._trace(component, entry, proceed, args, kwargs)
+            traced = super()._trace(component, entry, proceed, args, kwargs)
+            self._cached[id(traced[0])] = self.kept_bytes
+            return traced
         except GraphrunError:
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ Decides nothing about when. A component is laid out anew where a new kind of cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import CellType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphrun.units import round_up
 
 # What every module has; none of it is a tensor that a call left.
 OWN = frozenset(vars(nn.Module()))
+EMPTY_CELL = CellType()
 
 
 class LiveHost(Host):
@@ -89,7 +91,11 @@ class Leftovers:
 
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         self._pipe, self._device = pipe, device
-        self._caches = [(child, _attributes(child)) for module in modules.values() for child in module.modules()]
+        children = [child for module in modules.values() for child in module.modules()]
+        helpers = (value for child in children for value in vars(child).values() if _is_plain(value))
+        self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
+        kinds = {base for child in children for base in type(child).__mro__}
+        self._remembered = [cache for kind in kinds for value in list(vars(kind).values()) for cache in _caches(value)]
         self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
 
     def clear(self) -> None:
@@ -102,6 +108,8 @@ class Leftovers:
             for key, value in list(vars(child).items()):
                 if key not in OWN and _on_device(value, self._device):
                     _put_back(vars(child), key, before)
+        for cache in self._remembered:
+            cache.cache_clear()
 
     def _holders(self) -> Iterator[Any]:
         for owner in pipelines_in(self._pipe).values():
@@ -109,7 +117,19 @@ class Leftovers:
             yield from (v for v in list(vars(owner).values()) if hasattr(v, "__dict__") and not isinstance(v, (nn.Module, type)))
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def _caches(value: Any) -> Iterator[Any]:
+    """What `functools.lru_cache` has put around a method, also where it is hidden in another wrapper."""
+    hidden = (cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != EMPTY_CELL)
+    yield from (found for found in (value, *hidden) if hasattr(found, "cache_clear"))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is an object that a module keeps something in: a table of positions that is no module itself."""
+    library = type(value).__module__.startswith(("diffusers", "transformers"))
+    return library and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+
+
+def _attributes(module: Any) -> dict[str, tuple[Any, Any]]:
     """What ``module`` has beside weights, children and hooks: each value, and its content where that can change."""
     found = ((key, value) for key, value in vars(module).items() if key not in OWN)
     return {key: (value, value.copy() if isinstance(value, (list, dict)) else None) for key, value in found}

@@ -61,7 +61,6 @@ def stable_diffusion() -> dict[str, Row]:
     masked = {"image": picture, "mask_image": mask, **SMALL}
     return {
         "StableDiffusionPipeline": (d.StableDiffusionPipeline, "text to image", sd(), small),
-        "StableDiffusionPipeline-clip-skip": (d.StableDiffusionPipeline, "text to image", sd(), texts(clip_skip=1, **SMALL)),
         "StableDiffusionImg2ImgPipeline": (d.StableDiffusionImg2ImgPipeline, "image to image", sd(), texts(**IMAGE)),
         "StableDiffusionInpaintPipeline": (d.StableDiffusionInpaintPipeline, "inpaint", sd(in_channels=9), texts(**masked)),
         "StableDiffusionControlNetPipeline": (
@@ -163,7 +162,7 @@ def transformers() -> dict[str, Row]:
         ),
         "StableDiffusion3Pipeline": (d.StableDiffusion3Pipeline, "text to image", sd3(), flow),
         "StableDiffusion3Img2ImgPipeline": (d.StableDiffusion3Img2ImgPipeline, "image to image", sd3(), image),
-        "StableDiffusion3InpaintPipeline": (d.StableDiffusion3InpaintPipeline, "inpaint", sd3(), masked),
+        "StableDiffusion3InpaintPipeline": (d.StableDiffusion3InpaintPipeline, "inpaint", sd3(16), masked),
         "StableDiffusion3ControlNetPipeline": (
             d.StableDiffusion3ControlNetPipeline,
             "ControlNet",
@@ -345,7 +344,7 @@ def others() -> dict[str, Row]:
             d.StableAudioPipeline,
             "audio",
             stable_audio,
-            lambda: {"prompt": "waves on a shore", "audio_end_in_s": 4.0},
+            lambda: {"prompt": "waves on a shore", "audio_end_in_s": 2.0},
         ),
         "DiTPipeline": (
             d.DiTPipeline,
@@ -369,21 +368,5 @@ def others() -> dict[str, Row]:
                 "scheduler": d.DDIMScheduler(),
             },
             pictures(class_labels=lambda: [1]),
-        ),
-        "DDPMPipeline": (
-            d.DDPMPipeline,
-            "unconditional",
-            lambda: {
-                "unet": d.UNet2DModel(
-                    sample_size=8,
-                    block_out_channels=(16, 32, 32),
-                    layers_per_block=2,
-                    norm_num_groups=4,
-                    down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
-                    up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-                ),
-                "scheduler": d.DDPMScheduler(),
-            },
-            pictures(),
         ),
     }

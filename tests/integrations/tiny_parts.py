@@ -11,22 +11,23 @@ from tokenizers import Tokenizer
 
 BYTES = Path(__file__).parent.parent.parent / "graphs" / "tokenizers" / "bytes.json"
 WIDTH = 32  # of every text encoder
+HIDDEN = 1024  # inside their layers: weights that take memory and little time
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 0, "vocab_size": 320}
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
 def tokenizer(length: int = 77) -> Any:
     words = Tokenizer.from_file(str(BYTES))
-    return t.PreTrainedTokenizerFast(
-        tokenizer_object=words, model_max_length=length, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return t.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, chat_template=CHAT, **marks)
 
 
 def clip(kind: Any = t.CLIPTextModel, projection: int = WIDTH, **options: Any) -> Any:
     return kind(
         t.CLIPTextConfig(
             hidden_size=WIDTH,
-            intermediate_size=64,
+            intermediate_size=HIDDEN,
             num_hidden_layers=4,
             num_attention_heads=4,
             projection_dim=projection,
@@ -40,16 +41,16 @@ def clip_projected(**options: Any) -> Any:
     return clip(t.CLIPTextModelWithProjection, **options)
 
 
-def vision(size: int = 32, kind: Any = t.CLIPVisionModelWithProjection, projection: int = WIDTH) -> Any:
-    return kind(
+def vision(size: int = 32, patch: int = 8) -> Any:
+    return t.CLIPVisionModelWithProjection(
         t.CLIPVisionConfig(
             hidden_size=WIDTH,
-            intermediate_size=64,
+            intermediate_size=HIDDEN,
             num_hidden_layers=4,
             num_attention_heads=4,
-            projection_dim=projection,
+            projection_dim=WIDTH,
             image_size=size,
-            patch_size=8,
+            patch_size=patch,
         )
     )
 
@@ -59,7 +60,7 @@ def vision_processor(size: int = 32) -> Any:
 
 
 def t5(kind: Any = t.T5EncoderModel, config: Any = t.T5Config) -> Any:
-    return kind(config(d_model=WIDTH, d_kv=8, d_ff=64, num_layers=4, num_heads=4, decoder_start_token_id=0, **TOKENS))
+    return kind(config(d_model=WIDTH, d_kv=8, d_ff=HIDDEN, num_layers=4, num_heads=4, decoder_start_token_id=0, **TOKENS))
 
 
 def umt5() -> Any:
@@ -68,25 +69,25 @@ def umt5() -> Any:
 
 def gemma() -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    return t.Gemma2Model(t.Gemma2Config(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, **heads, **TOKENS))
+    return t.Gemma2Model(t.Gemma2Config(hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=4, **heads, **TOKENS))
 
 
 def qwen3() -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    return t.Qwen3Model(t.Qwen3Config(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, **heads, **TOKENS))
+    return t.Qwen3Model(t.Qwen3Config(hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=4, **heads, **TOKENS))
 
 
 def qwen_vl() -> Any:
     text = {
         "hidden_size": WIDTH,
-        "intermediate_size": 64,
+        "intermediate_size": HIDDEN,
         "num_hidden_layers": 4,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "rope_parameters": {"mrope_section": [2, 2, 4], "rope_type": "default", "rope_theta": 1e6},
         **TOKENS,
     }
-    seen = {"depth": 2, "hidden_size": WIDTH, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": WIDTH}
+    seen = {"depth": 2, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_heads": 2, "out_hidden_size": WIDTH}
     ids = {"vision_start_token_id": 300, "vision_end_token_id": 301, "vision_token_id": 302, "image_token_id": 303}
     return t.Qwen2_5_VLForConditionalGeneration(t.Qwen2_5_VLConfig(text_config=text, vision_config=seen, **ids))
 
@@ -94,7 +95,7 @@ def qwen_vl() -> Any:
 def glm() -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    config = t.GlmConfig(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, rope_parameters=rope, **heads, **TOKENS)
+    config = t.GlmConfig(hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=4, rope_parameters=rope, **heads, **TOKENS)
     return t.GlmModel(config)
 
 
@@ -158,6 +159,7 @@ def unet_if(channels: int = 3, **options: Any) -> Any:
 def unet_kandinsky() -> Any:
     return unet(
         out_channels=8,
+        block_out_channels=(32, 32),
         addition_embed_type="image",
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
         up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
@@ -177,12 +179,12 @@ def prior() -> Any:
 
 def movq() -> Any:
     return d.VQModel(
-        block_out_channels=(8, 16),
+        block_out_channels=(32, 32),
         down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),
         up_block_types=("AttnUpDecoderBlock2D", "UpDecoderBlock2D"),
         latent_channels=4,
         layers_per_block=1,
-        norm_num_groups=4,
+        norm_num_groups=32,
         norm_type="spatial",
         num_vq_embeddings=12,
         vq_embed_dim=4,
@@ -205,12 +207,12 @@ def flux(channels: int = 16, out: int | None = None, **options: Any) -> Any:
     )
 
 
-def sd3(kind: Any = d.SD3Transformer2DModel, layers: int = 6) -> Any:
+def sd3(kind: Any = d.SD3Transformer2DModel, layers: int = 6, channels: int = 4) -> Any:
     return kind(
         sample_size=32,
         patch_size=1,
-        in_channels=4,
-        out_channels=4,
+        in_channels=channels,
+        out_channels=channels,
         num_layers=layers,
         attention_head_dim=8,
         num_attention_heads=4,

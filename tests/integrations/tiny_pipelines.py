@@ -40,11 +40,12 @@ class Case:
                 module.eval().requires_grad_(False)
         return pipe
 
-    def call(self, pipe: Any) -> Any:
-        """What ``pipe`` makes of the arguments, with generators of their own."""
+    def call(self, pipe: Any, put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Any:
+        """What ``pipe`` makes of the arguments, with generators of their own. ``put``: tensors to where the caller has them."""
         torch.manual_seed(1)
+        given = {name: put(value) if isinstance(value, torch.Tensor) else value for name, value in self.arguments().items()}
         generator = {} if self.steps == 0 else {"generator": torch.Generator().manual_seed(3)}
-        return pipe(**{**({"num_inference_steps": self.steps} if self.steps else {}), **generator, **self.arguments()})
+        return pipe(**{**({"num_inference_steps": self.steps} if self.steps else {}), **generator, **given})
 
 
 def picture(size: int = 16, seed: int = 0) -> Any:
@@ -130,17 +131,17 @@ def without(base: Callable[[], dict[str, Any]], *names: str) -> Callable[[], dic
     return lambda: {name: part for name, part in base().items() if name not in names}
 
 
-def sd3(**more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+def sd3(channels: int = 4, **more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
     def parts() -> dict[str, Any]:
         return {
-            "transformer": p.sd3(),
+            "transformer": p.sd3(channels=channels),
             "text_encoder": p.clip_projected(),
             "tokenizer": p.tokenizer(),
             "text_encoder_2": p.clip_projected(),
             "tokenizer_2": p.tokenizer(),
             "text_encoder_3": p.t5(),
             "tokenizer_3": p.tokenizer(),
-            "vae": p.flow_vae(),
+            "vae": p.flow_vae(channels),
             "scheduler": d.FlowMatchEulerDiscreteScheduler(),
             **{name: make() for name, make in more.items()},
         }
@@ -215,7 +216,7 @@ def cascade_prior() -> dict[str, Any]:
 
 
 def cascade_decoder() -> dict[str, Any]:
-    from diffusers.pipelines.wuerstchen import PaellaVQModel
+    from diffusers.pipelines.deprecated.wuerstchen import PaellaVQModel
 
     return {
         "decoder": p.cascade("decoder"),
@@ -283,8 +284,8 @@ def stable_video() -> dict[str, Any]:
     return {
         "unet": unet,
         "vae": vae,
-        "image_encoder": p.vision(),
-        "feature_extractor": p.vision_processor(),
+        "image_encoder": p.vision(224, 56),
+        "feature_extractor": p.vision_processor(224),
         "scheduler": d.EulerDiscreteScheduler(**p.BETAS, prediction_type="v_prediction"),
     }
 
@@ -305,7 +306,7 @@ def stable_audio() -> dict[str, Any]:
             global_states_input_dim=32,
             cross_attention_input_dim=16,
         ),
-        "scheduler": d.CosineDPMSolverMultistepScheduler(solver_order=2, prediction_type="v_prediction", sigma_data=1.0),
+        "scheduler": d.EDMDPMSolverMultistepScheduler(solver_order=2, prediction_type="v_prediction", sigma_data=1.0),
         "vae": d.AutoencoderOobleck(
             encoder_hidden_size=6,
             downsampling_ratios=[1, 2],
