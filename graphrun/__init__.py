@@ -19,7 +19,9 @@ from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, O
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
+    from graphrun.executor.device import Device
     from graphrun.graph.graph import Graph
+    from graphrun.integrations.attach import Attachment
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
     from graphrun.trace import Trace
@@ -33,6 +35,7 @@ __all__ = [
     "OutOfMemory",
     "PlanError",
     "TransferFailed",
+    "attach",
     "estimate",
     "load",
     "plan",
@@ -175,6 +178,38 @@ def run(
 
         remember(solution.problem, solution.plan, trace, Store(cache))
     return trace
+
+
+def attach(
+    pipe: Any,
+    *,
+    vram: str | int,
+    ram: str | int = "auto",
+    hardware: str | Hardware | None = None,
+    device: str | Device | None = None,
+    keep: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reserve: str | int | None = None,
+) -> Attachment:
+    """Takes over where the weights of ``pipe``, a diffusers pipeline on the CPU, are: in place of ``enable_model_cpu_offload()``.
+
+    Each call of it (and of its methods and components) is planned within the budgets from a dry run of that very call, then runs by
+    the plan, with the results of a pipeline that is wholly on the device. ``attached.report()`` shows planned beside measured,
+    ``attached.detach()`` undoes it; so does leaving it as a context manager. ``device`` is ``cuda``, ``sim`` or a device of
+    `graphrun.executor`; budgets, ``hardware`` and directives are as for `estimate`. Raises InputError where something else moves
+    the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    """
+    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.executor.open import open_hardware
+    from graphrun.integrations.attach import Attachment, demands_of, hardware_of, refuse_placed
+
+    refuse_placed(pipe)
+    place = hardware_of(device, hardware)
+    opened = open_hardware(place) if device is None or isinstance(device, str) else device
+    budget_bytes = parse_size(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None, name="vram")
+    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
+    return Attachment(pipe, opened, place, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,6 +207,8 @@ def _use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware)
     class_calls, seconds = [], []
     for number, k in enumerate(component.classes):
         read = sum(number in reads[id(call)] for call in calls)
+        if read and number not in reads[id(calls[0])]:
+            read += 1  # `Use` has the first of a class's calls in the first of the component's: be there then, too
         class_calls.append(read)
         seconds.append(sum(hiding[id(call)][number] for call in calls) / (len(k.blocks) * max(1, read)))
     return Use(component.name, len(calls), tuple(class_calls), tuple(seconds), orders[id(calls[0])] if len(kinds) == 1 else ())

@@ -11,6 +11,7 @@ import copy
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,8 @@ from graphrun.planner.problem import BlockClass
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
 
+META = torch.device("meta")
+
 
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
     """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name).
@@ -45,7 +48,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     for name, component in graph.components.items():
         holding(component, ghosts[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
-    prober = _Prober(ghosts)
+    prober = Prober(ghosts)
     with sim.Machine() as machine, prober.boundary:
         machine.listener = prober.tape
 
@@ -59,14 +62,28 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     return Probed(prober.tape, prober.facts(graph), ghosts)
 
 
-class _Prober:
+class Prober:
+    """Answers entries into ``ghosts`` from traces on meta, and writes them on ``tape``. A trace serves every later probe too."""
+
     def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
         self.ghosts = ghosts
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
-        self.boundary = Boundary(ghosts, sim.device, around=self.answer)
+        self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank)
+        self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
         self._known: dict[Any, tuple[Call, Any]] = {}
+
+    def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
+        """What two calls have in common that one trace serves: the shapes of what they are handed."""
+        return component, entry, _signature(args), _signature(kwargs)
+
+    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+        """The call as it is traced for its signature, and what it returns, on meta."""
+        signature = self.signature(component, entry, args, kwargs)
+        if signature not in self._known:
+            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
+        return self._known[signature]
 
     def once(self, component: str) -> tuple[str, ...]:
         """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
@@ -74,15 +91,14 @@ class _Prober:
         return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = (component, entry, _signature(args), _signature(kwargs))
-        if signature not in self._known:
-            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
-        call, template = self._known[signature]
+        """In the place of an entry: a mark on the tape, and zeros on `sim` in the shape of what it returns."""
+        call, template = self.trace(component, entry, proceed, args, kwargs)
         self.tape.items.append(Mark("enter", component, call))
         return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
 
-    def facts(self, graph: Graph) -> dict[str, Facts]:
-        """The facts of every component, with the classes of its blocks in the order in which they were entered."""
+    def facts(self, graph: Graph | None = None) -> dict[str, Facts]:
+        """The facts of every component, with the classes of its blocks in the order in which they were entered; with ``graph``, in
+        every precision."""
         found = {}
         for name, module in self.ghosts.items():
             calls = [call for call, _ in self._known.values() if call.component == name]
@@ -93,8 +109,8 @@ class _Prober:
                 parameters=sum(p.numel() for p in module.parameters()),
                 classes=classes,
                 block_bytes=nbytes,
-                precisions={precision: self._block_bytes(graph, name, classes, precision) for precision in PRECISIONS},
-                layers=quantized_shapes(module, graph.components[name].dtype),
+                precisions={p: self._block_bytes(graph, name, classes, p) for p in PRECISIONS} if graph else {},
+                layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
             )
         return found
 
@@ -105,23 +121,26 @@ class _Prober:
             return block_bytes(ghost(replace(component, dtype=precision), graph.allow), classes, precision, precision)
         return block_bytes(self.ghosts[name], classes, component.dtype, precision)
 
-    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+    ) -> tuple[Call, Any]:
+        """The call on ``place``: on meta, or on the CPU, where ``component`` has its weights."""
         module = self.ghosts[component]
-        meta = torch.device("meta")
-        self.boundary.device = meta
+        self.boundary.device = place
+        recorder = Recorder(module, unit_paths(module), place)
         try:
             with _disable_current_modes():
-                recorder = Recorder(module, unit_paths(module))
-                on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
-                recorder.ignore(tensors_in(on_meta))
-                with torch.no_grad(), FusedAttention(recorder), recorder:
-                    out = proceed(*on_meta[0], **on_meta[1])
+                handed = walk((args, kwargs), _blank_like if place == META else torch.Tensor.cpu)
+                recorder.ignore(tensors_in(handed))
+                with torch.no_grad(), FusedAttention(recorder) if place == META else nullcontext(), recorder:
+                    out = proceed(*handed[0], **handed[1])
                 peak_bytes = recorder.peak_bytes
-                template = walk(out, lambda t: torch.empty_like(t))
+                template = walk(out, lambda t: torch.empty_like(t, device=META))
                 del out
-                recorder.close()
+                self.kept_bytes = recorder.live_bytes
         finally:
             self.boundary.device = sim.device
+            recorder.close()
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
@@ -129,6 +148,15 @@ class _Prober:
         )
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         return Call(component, entry, events, peak_bytes, input_bytes, frozenset(recorder.touched), flops, products), template
+
+
+def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight that the pipeline's own code looks at: it is copied to the device, where it is one more tensor of that code."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
+
+
+def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -35,10 +35,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
     On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False:
-    encoders leave a full mask out, and one that is not full takes memory.
+    encoders leave a full mask out, and one that is not full takes memory. A copy to the host is zeros.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = torch.device("meta")) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.peak_bytes = 0
@@ -46,16 +46,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
         self.products: list[Product] = []
+        self._place = place.type
         self._now = 0
         self._next = 0
         self._live: dict[int, tuple[int, int, Any]] = {}
         self._stack = [""]
         self._names: dict[int, str] = {}
-        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        if self._place != "meta":  # weights may lie in one storage, so that which of them is read cannot be told
+            self.touched |= {name for name, _ in weights}
+        for name, tensor in weights:
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
         self._whole: set[int] = set()  # results of ``tensor.all()``
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that live now."""
+        return self._now
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The inputs of the call: they are there already."""
@@ -91,6 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return full if args[0].dtype == torch.bool else 1
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
+        elif func is aten._to_copy.default and args[0].is_meta and _leaves_meta(kwargs.get("device")):
+            out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = func(*args, **kwargs)
         for tensor in _tensors(args):
@@ -125,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         cdata = storage._cdata
         known = cdata in self._live or cdata in self._names or cdata in self._ignored
-        if known or not tensor.is_meta or storage.nbytes() == 0:  # what has no bytes is not allocated
+        if tensor.device.type != self._place or known or not storage.nbytes():  # what has no bytes is not allocated
             return False
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
@@ -173,6 +184,11 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, made: torch.Tensor,
     read, written, filters = (tensor.numel() * tensor.element_size() for tensor in (source, made, weight))
     taps, strided = weight.numel() // (weight.shape[0] * weight.shape[1]), max(stride) > 1
     return Convolution(read, written, filters, made.element_size(), source.shape[1], made.shape[1], taps, strided)
+
+
+def _leaves_meta(device: torch.device | None) -> bool:
+    """Whether a copy to ``device`` asks for numbers that meta does not have."""
+    return device is not None and device.type != "meta"
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:
