@@ -23,7 +23,7 @@ from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
-from graphrun.estimator.weights import classify, unit_paths
+from graphrun.estimator.weights import choices_among, classify, unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
@@ -55,6 +55,7 @@ class _Prober:
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
         self.boundary = Boundary(ghosts, sim.device, around=self.answer)
+        self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
         self._known: dict[Any, tuple[Call, Any]] = {}
 
     def once(self, component: str) -> tuple[str, ...]:
@@ -75,7 +76,7 @@ class _Prober:
         found = {}
         for name, module in self.ghosts.items():
             touched = [call.touched for call, _ in self._known.values() if call.component == name]
-            classes = classify(module, self.once(name), touched)
+            classes = classify(module, self.once(name), touched, self.choices[name])
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
             found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
@@ -83,29 +84,44 @@ class _Prober:
 
     def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
         module = self.ghosts[component]
-        meta = torch.device("meta")
-        self.boundary.device = meta
-        try:
-            with _disable_current_modes():
-                recorder = Recorder(module, unit_paths(module))
-                on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
-                recorder.ignore(tensors_in(on_meta))
-                with torch.no_grad(), FusedAttention(recorder), recorder:
-                    out = proceed(*on_meta[0], **on_meta[1])
-                peak_bytes = recorder.peak_bytes
-                template = walk(out, lambda t: torch.empty_like(t))
-                del out
-                recorder.close()
-        finally:
-            self.boundary.device = sim.device
+        units = unit_paths(module, self.choices[component])
+        recorder, template = self._record(module, units, proceed, args, kwargs)
+        if picked := choices_among(units, set(recorder.entered)):
+            self.choices[component] |= picked
+            recorder, template = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )
         return Call(
-            component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), tuple(recorder.flops)
+            component,
+            entry,
+            tuple(recorder.events),
+            recorder.peak_bytes,
+            input_bytes,
+            frozenset(recorder.touched),
+            tuple(recorder.flops),
         ), template
+
+    def _record(
+        self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Recorder, Any]:
+        meta = torch.device("meta")
+        self.boundary.device = meta
+        try:
+            with _disable_current_modes():
+                recorder = Recorder(module, units)
+                on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
+                recorder.ignore(tensors_in(on_meta))
+                with torch.no_grad(), FusedAttention(recorder), recorder:
+                    out = proceed(*on_meta[0], **on_meta[1])
+                template = walk(out, lambda t: torch.empty_like(t))
+                del out
+                recorder.close()
+        finally:
+            self.boundary.device = sim.device
+        return recorder, template
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -23,17 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from graphrun.estimator.corrections import attention_scratch, convolution_scratch
+from graphrun.estimator.known import Known
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
 aten = torch.ops.aten
 
+# Where values go from the device to the host, or decide a size.
+_ANSWERED = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
-    On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False:
-    encoders leave a full mask out, and one that is not full takes memory.
+    On meta an index hits everything: ``item()`` of what is not `Known` answers True or 1, ``nonzero`` its largest shape.
+    ``mask.all()`` answers False: encoders leave a full mask out, and one that is not full takes memory.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
@@ -43,6 +47,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.touched: set[str] = set()
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
+        self.known = Known()
         self._now = 0
         self._next = 0
         self._live: dict[int, tuple[int, int, Any]] = {}
@@ -83,6 +88,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ANSWERED and args[0].is_meta and (answer := self._answer(func, args, kwargs)) is not None:
+            return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             full = args[0].untyped_storage()._cdata not in self._whole
             return full if args[0].dtype == torch.bool else 1
@@ -90,6 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
         else:
             out = func(*args, **kwargs)
+            self.known.follow(func, args, kwargs, out)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)
@@ -103,6 +111,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
         return out
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the host reads from the device, where it is known; a count of what data chooses."""
+        if func is aten.bincount.default:
+            return self.known.counted(args[0])
+        if (value := self.known.value(args[0])) is None:
+            return None
+        if func is aten._local_scalar_dense.default:
+            return value.item()
+        return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, flops: float) -> None:
         """Add FLOPs to the block that is running: to its last stretch, if nothing else computed since."""
@@ -128,6 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _release(self, cdata: int) -> None:
         self._whole.discard(cdata)
+        self.known.gone(cdata)
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]
@@ -146,6 +165,8 @@ class FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.tensor:
+            return self.recorder.known.written(func(*args, **kwargs), args, kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
