@@ -90,8 +90,8 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
 
 
 def _tokenizer(part: Part, file: Path, planning: bool) -> Any:
-    """The tokenizer in ``file``. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must hold
-    for every prompt.
+    """The tokenizer in ``file``. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must
+    hold for every prompt.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast

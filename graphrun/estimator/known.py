@@ -36,7 +36,8 @@ class Known:
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of ``tensor`` on the CPU, None where nobody can know it."""
-        return self._values.get(tensor)
+        value: torch.Tensor | None = self._values.get(tensor)
+        return value
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note what ``func(*args, **kwargs)``, which made ``out`` on meta, means for what is known."""
@@ -78,4 +79,5 @@ class Known:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,13 +22,18 @@ from graphrun import sim
 from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
+from graphrun.components.memos import forget
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
+from graphrun.estimator.repeats import Repeats
 from graphrun.estimator.weights import choices_among, classify, unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
-from graphrun.units import round_up
+from graphrun.units import MIB, round_up
+
+# What is larger is a picture or a video on its way out, whose values decide nothing.
+HOLLOW_BYTES = 64 * MIB
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
@@ -35,8 +41,9 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
     ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
     prober = _Prober(ghosts)
-    with sim.Machine() as machine, prober.boundary:
+    with sim.Machine() as machine, prober.boundary, prober.readable():
         machine.listener = prober.tape
+        machine.hollow_bytes = HOLLOW_BYTES
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             for name, value in outputs.items():
@@ -44,7 +51,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:
                 prober.tape.values[f"{stage}.{name}"] = frozenset(keys)
             prober.tape.items.append(Mark("stage", stage))
 
-        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts)
+        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts, planning=True)
     return Probed(prober.tape, prober.facts(), ghosts)
 
 
@@ -57,6 +64,22 @@ class _Prober:
         self.boundary = Boundary(ghosts, sim.device, around=self.answer)
         self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
         self._known: dict[Any, tuple[Call, Any]] = {}
+        self._outside: dict[str, dict[str, torch.Tensor]] = {}
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """While it stands, pipelines may read a component's own buffers, as LTX-Video's reads ``vae.latents_mean``: as ones."""
+        for name, module in self.ghosts.items():
+            self._outside[name] = {key: torch.ones_like(b, device="cpu") for key, b in module._buffers.items() if b is not None}
+            self._exchange(name)
+        yield
+        for name in self.ghosts:
+            self._exchange(name)
+
+    def _exchange(self, component: str) -> None:
+        buffers, outside = self.ghosts[component]._buffers, self._outside[component]
+        for key in outside:
+            buffers[key], outside[key] = outside[key], buffers[key]  # type: ignore[assignment]
 
     def once(self, component: str) -> tuple[str, ...]:
         """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
@@ -85,10 +108,12 @@ class _Prober:
     def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
         module = self.ghosts[component]
         units = unit_paths(module, self.choices[component])
+        self._exchange(component)
         recorder, template = self._record(module, units, proceed, args, kwargs)
         if picked := choices_among(units, set(recorder.entered)):
             self.choices[component] |= picked
             recorder, template = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs)
+        self._exchange(component)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
@@ -114,13 +139,14 @@ class _Prober:
                 recorder = Recorder(module, units)
                 on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
                 recorder.ignore(tensors_in(on_meta))
-                with torch.no_grad(), FusedAttention(recorder), recorder:
+                with torch.no_grad(), Repeats(module, recorder), FusedAttention(recorder), recorder:
                     out = proceed(*on_meta[0], **on_meta[1])
                 template = walk(out, lambda t: torch.empty_like(t))
                 del out
                 recorder.close()
         finally:
             self.boundary.device = sim.device
+            forget([module])
         return recorder, template
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ aten = torch.ops.aten
 
 # Where values go from the device to the host, or decide a size.
 _ANSWERED = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A stretch of a record that can be replayed: as the fields of `Recorder`; ``left`` holds the keys that live on after it."""
+
+    events: tuple[tuple[int, int], ...]
+    flops: tuple[tuple[str, float], ...]
+    entered: tuple[str, ...]
+    left: tuple[int, ...]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,6 +80,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
         for cdata in list(self._live):
             self._release(cdata)
+
+    def begin(self) -> tuple[int, int, int]:
+        """A place in the record, for `since`."""
+        self.flops.append((self._stack[-1], 0.0))
+        return len(self.events), len(self.flops) - 1, len(self.entered)
+
+    def since(self, begin: tuple[int, int, int], outs: Sequence[torch.Tensor]) -> Excerpt | None:
+        """What was recorded since ``begin``, where nothing of it lives on but ``outs``, each in a storage of its own; else None."""
+        events = tuple(self.events[begin[0] :])
+        made = {key for key, nbytes in events if nbytes > 0}
+        left = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
+        alive = {key for key, _, _ in self._live.values()} & made
+        if len(left) != len(outs) or len(set(left)) != len(outs) or alive != set(left):
+            return None
+        return Excerpt(events, tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :]), left)
+
+    def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
+        """Record ``excerpt`` once more. ``outs``, new tensors that are nowhere recorded, take the places of what it left."""
+        keys: dict[int, tuple[int, int]] = {}
+        for key, nbytes in excerpt.events:
+            if nbytes < 0:
+                self.events.append((key, nbytes))
+            elif nbytes > 0:
+                self._next += 1
+                keys[key] = self._next, nbytes
+                self._enter(self._next, nbytes)
+            elif (found := keys.pop(key, None)) is not None:
+                self.events.append((found[0], 0))
+                self._now -= found[1]
+        for key, out in zip(excerpt.left, outs, strict=True):
+            self._follow(out, *keys[key])
+        self.flops += excerpt.flops
+        self.entered += excerpt.entered
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Note ``nbytes`` that are taken and given back within one kernel, and how many of them some cards do without."""
@@ -136,10 +180,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
-        self._live[cdata] = self._next, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
-        self.events.append((self._next, nbytes))
+        self._follow(tensor, self._next, nbytes)
+        self._enter(self._next, nbytes)
+
+    def _enter(self, key: int, nbytes: int) -> None:
+        self.events.append((key, nbytes))
         self._now += nbytes
         self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def _follow(self, tensor: torch.Tensor, key: int, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        cdata = storage._cdata
+        self._live[cdata] = key, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
 
     def _gone(self, cdata: int, _: object) -> None:
         self._release(cdata)

@@ -36,7 +36,7 @@ def unit_paths(module: nn.Module, choices: Collection[str] = ()) -> list[str]:
 
 
 def choices_among(units: Iterable[str], entered: Collection[str]) -> set[str]:
-    """The lists of which one call enters some elements and not others: experts, of which data picks some, pass in no fixed order."""
+    """The lists of which one call enters some elements and not others: experts, of which data picks some, have no fixed order."""
     lists: dict[str, set[bool]] = defaultdict(set)
     for path in units:
         lists[path.rpartition(".")[0]].add(path in entered)
@@ -63,6 +63,8 @@ def _element(element: nn.Module, path: str, choices: Collection[str]) -> list[tu
 
 
 def _alike(modules: nn.ModuleList) -> bool:
+    if any(element is None for element in modules):  # CogView4's VAE keeps a place for attention that it does without
+        return False
     sizes = [_nbytes(element) for element in modules]
     same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
     return same and 0 < max(sizes) <= SAME_SIZE * min(sizes)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphrun.components.entry import Boundary
+from graphrun.components.memos import forget
 from graphrun.errors import BrokenPlan, PlanError
 from graphrun.executor.device import Device, Mark
 from graphrun.executor.failure import settled
@@ -184,6 +185,8 @@ class _Run:
         self._close()
         assert self._recorder is not None
         slot = self._plan.slots[index]
+        if self._open is not None and slot.phase != self._open.slot.phase:
+            forget(self._host.modules.values())
         self._open = OpenSlot(index, slot, self._problem, self._host.residencies, self._device, self._recorder)
         self._tell(0)
         self._open.open()
@@ -204,6 +207,7 @@ class _Run:
             self._open.release()
         for residency in self._host.residencies.values():
             residency.release()
+        forget(self._host.modules.values())
 
 
 def _tiers(device: Device) -> dict[str, int]:

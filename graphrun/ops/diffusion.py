@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphrun.errors import GraphError
@@ -20,11 +21,13 @@ from graphrun.ops.pipeline import accepted, finished
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline put together for its stage, and the device it computes on."""
+    """What an op works with: the pipeline put together for its stage, and the device it computes on. While ``planning``, nobody
+    wants its pictures."""
 
     stage: str
     pipeline: Any
     device: torch.device
+    planning: bool = False
 
 
 def encode_prompt(
@@ -39,10 +42,10 @@ def encode_prompt(
 ) -> dict[str, Any]:
     """``embeds``: the embeddings of ``prompt`` by name, as the pipeline's own ``encode_prompt`` returns them.
 
-    Classifier-free guidance is on where the pipeline has it and ``guidance_scale`` is above 1, as in the pipelines themselves. Where
-    the negative prompt takes a call of its own (FLUX, Qwen-Image, HunyuanVideo), it is made if ``true_cfg_scale`` is above 1; so
-    does a second encoder's (HunyuanDiT). ``num_images`` counts videos too. What is not given has the default of `__call__`, which
-    hands it on: Wan encodes 512 tokens there, and 226 by itself.
+    Classifier-free guidance is on where the pipeline has it and ``guidance_scale`` is above 1, as in the pipelines themselves. A
+    negative prompt that takes a call of its own (FLUX, Qwen-Image, HunyuanVideo) is encoded if ``true_cfg_scale`` is above 1.
+    ``num_images`` counts videos too. What is not given has the default of `__call__`, which hands it on: Wan encodes 512 tokens
+    there, and 226 by itself.
     """
     pipeline = context.pipeline
     call, own = inspect.signature(type(pipeline).__call__).parameters, inspect.signature(pipeline.encode_prompt).parameters
@@ -131,12 +134,23 @@ def decode(
         latents = latents.to(vae.dtype)
         if tiling is not None:
             (vae.enable_tiling if tiling else vae.disable_tiling)()
+    if context.planning:
+        for name in ("image_processor", "video_processor"):
+            if (processor := getattr(pipeline, name, None)) is not None:
+                processor.pt_to_numpy = _one_pixel
     images = _call(pipeline, {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings})
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 
+def _one_pixel(pictures: torch.Tensor) -> Any:
+    """In place of a processor's copy to the host: a video of 129 frames takes gigabytes and seconds there."""
+    return np.zeros((len(pictures), 1, 1, 3), dtype=np.float32)
+
+
 def _call(pipeline: Any, arguments: dict[str, Any]) -> Any:
-    return pipeline(**accepted(type(pipeline).__call__, arguments))[0]
+    known = inspect.signature(type(pipeline).__call__).parameters
+    texts = {name: None for name in ("prompt", "negative_prompt") if name in known}  # PixArt's negative prompt is "" if left out
+    return pipeline(**{**texts, **accepted(type(pipeline).__call__, arguments)})[0]
 
 
 def _returned_names(function: Any, count: int) -> tuple[str, ...]:

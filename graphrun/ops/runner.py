@@ -31,12 +31,13 @@ def run_stages(
     after_stage: Observer | None = None,
     parts: Mapping[str, Any] | None = None,
     ghosts: Mapping[str, nn.Module] | None = None,
+    planning: bool = False,
 ) -> dict[str, Any]:
     """The graph's outputs, on the host. ``inputs`` are resolved already; ``modules`` holds every component that a stage uses.
 
     ``parts`` and ``ghosts`` of all components are made if they are not given. A value is dropped after its last consumer;
-    ``after_stage(stage, outputs)`` sees each stage's values as they are on the device. Raises GraphError when a stage enters a
-    component that it does not list under ``uses``.
+    ``after_stage(stage, outputs)`` sees each stage's values as they are on the device. While ``planning``, what costs on the host
+    alone is left out. Raises GraphError when a stage enters a component that it does not list under ``uses``.
     """
     parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
     ghosts = ghosts if ghosts is not None else {name: ghost(component, graph.allow) for name, component in graph.components.items()}
@@ -48,7 +49,7 @@ def run_stages(
         absent = {name: module for name, module in present.items() if name not in stage.uses}
         with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
             made = OPS[stage.op](
-                StageContext(stage.name, assemble(graph, present, parts, device, partial=partial), device),
+                StageContext(stage.name, assemble(graph, present, parts, device, partial=partial), device, planning),
                 **{name: values[value] if isinstance(value, Reference) else value for name, value in stage.arguments.items()},
             )
         if after_stage is not None:

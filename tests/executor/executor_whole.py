@@ -18,7 +18,7 @@ from graphrun.estimator.probe import probe
 from graphrun.executor.executor import execute
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.load import load
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.plan import Stream
@@ -80,6 +80,7 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     pipeline = kind(**things)
     pipeline.set_progress_bar_config(disable=True)
     names = {"steps": "num_inference_steps", "frames": "num_frames"}
+    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
     accepted = inspect.signature(kind.__call__).parameters
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
