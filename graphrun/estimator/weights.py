@@ -28,7 +28,8 @@ SAME_SIZE = 1.1
 def unit_paths(module: nn.Module, choices: Collection[str] = ()) -> list[str]:
     """Paths of the modules in which ``module`` may be streamed, in the order of their creation.
 
-    A unit is an element of a list of at least two modules of one class and equal bytes. Where the elements themselves hold such
+    A unit is an element of a list of at least two modules of one class, all but one of which have others of equal bytes beside them
+    (SD3's last block does without a part; HunyuanDiT's second half has skips). Where the elements themselves hold such
     lists that make up most of them (a UNet's attention: ten transformer blocks each), the inner elements are the units. The lists
     in ``choices`` are left out (see `choices_among`).
     """
@@ -65,9 +66,10 @@ def _element(element: nn.Module, path: str, choices: Collection[str]) -> list[tu
 def _alike(modules: nn.ModuleList) -> bool:
     if any(element is None for element in modules):  # CogView4's VAE keeps a place for attention that it does without
         return False
-    sizes = [_nbytes(element) for element in modules]
+    sizes = sorted(_nbytes(element) for element in modules)
     same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
-    return same and 0 < max(sizes) <= SAME_SIZE * min(sizes)
+    alone = sum(sum(a <= SAME_SIZE * b and b <= SAME_SIZE * a for b in sizes) == 1 for a in sizes)
+    return same and sizes[0] > 0 and alone <= min(1, len(modules) - 2)
 
 
 def _nbytes(module: nn.Module) -> int:

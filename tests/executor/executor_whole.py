@@ -79,13 +79,15 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     things = {k: v for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items() if k in known}
     pipeline = kind(**things)
     pipeline.set_progress_bar_config(disable=True)
-    names = {"steps": "num_inference_steps", "frames": "num_frames"}
-    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
     accepted = inspect.signature(kind.__call__).parameters
+    batch = "num_videos_per_prompt" if "num_videos_per_prompt" in accepted else "num_images_per_prompt"
+    names = {"steps": "num_inference_steps", "frames": "num_frames", "batch": batch}
+    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
-    return pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0][0]
+    made = pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0]
+    return made[0] if len(made) == 1 else made
 
 
 def pixels(image: Any) -> np.ndarray[Any, Any]:
