@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,17 @@ class Excerpt:
     events: tuple[tuple[int, int], ...]
     flops: tuple[tuple[str, float], ...]
     entered: tuple[str, ...]
+    touched: frozenset[str]
     left: tuple[int, ...]
+
+    def elsewhere(self, path: str, other: str) -> Excerpt:
+        """What a block at ``other`` does that is like the one at ``path``."""
+
+        def there(name: str) -> str:
+            return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
+
+        flops = tuple((there(name), number) for name, number in self.flops)
+        return replace(self, flops=flops, entered=tuple(map(there, self.entered)), touched=frozenset(map(there, self.touched)))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,20 +91,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for cdata in list(self._live):
             self._release(cdata)
 
-    def begin(self) -> tuple[int, int, int]:
-        """A place in the record, for `since`."""
+    def begin(self) -> tuple[int, int, int, set[str]]:
+        """A place in the record, which `since` must be called with."""
         self.flops.append((self._stack[-1], 0.0))
-        return len(self.events), len(self.flops) - 1, len(self.entered)
+        before, self.touched = self.touched, set()
+        return len(self.events), len(self.flops) - 1, len(self.entered), before
 
-    def since(self, begin: tuple[int, int, int], outs: Sequence[torch.Tensor]) -> Excerpt | None:
+    def since(self, begin: tuple[int, int, int, set[str]], outs: Sequence[torch.Tensor]) -> Excerpt | None:
         """What was recorded since ``begin``, where nothing of it lives on but ``outs``, each in a storage of its own; else None."""
+        touched = frozenset(self.touched)
+        self.touched |= begin[3]
         events = tuple(self.events[begin[0] :])
         made = {key for key, nbytes in events if nbytes > 0}
         left = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
         alive = {key for key, _, _ in self._live.values()} & made
         if len(left) != len(outs) or len(set(left)) != len(outs) or alive != set(left):
             return None
-        return Excerpt(events, tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :]), left)
+        return Excerpt(events, tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :]), touched, left)
 
     def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
         """Record ``excerpt`` once more. ``outs``, new tensors that are nowhere recorded, take the places of what it left."""
@@ -113,6 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow(out, *keys[key])
         self.flops += excerpt.flops
         self.entered += excerpt.entered
+        self.touched |= excerpt.touched
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Note ``nbytes`` that are taken and given back within one kernel, and how many of them some cards do without."""

@@ -31,7 +31,7 @@ def crossed(width: int, inner: int, tokens: int, text: int, source: int, layers:
 
 
 def hidream() -> float:
-    """Each token passes the shared expert and two of four; texts are T5's and Llama's last, and one of Llama's layers in each block."""
+    """A token passes the shared expert and two of four; texts are T5, Llama's last layer, and one more of its layers in a block."""
     d, expert, shared, image, text = 2560, 6912, 3584, 4096, 3 * 128
     mixture = 3 * d * (2 * expert + shared)
     double = linear(image, 4 * d**2, mixture) + linear(text, 4 * d**2, 3 * d * expert)
