@@ -23,17 +23,22 @@ from graphrun import sim
 from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
+from graphrun.components.memos import forget
 from graphrun.components.quantize import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import PRECISIONS, block_bytes, quantized_shapes
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
-from graphrun.estimator.weights import classify, unit_paths
+from graphrun.estimator.repeats import Repeats
+from graphrun.estimator.weights import choices_among, classify, unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.planner.problem import BlockClass
 from graphrun.sim.tensor import SimTensor
-from graphrun.units import round_up
+from graphrun.units import MIB, round_up
+
+# What is larger is a picture or a video on its way out, whose values decide nothing.
+HOLLOW_BYTES = 64 * MIB
 
 META = torch.device("meta")
 
@@ -51,6 +56,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     prober = Prober(ghosts)
     with sim.Machine() as machine, prober.boundary:
         machine.listener = prober.tape
+        machine.hollow_bytes = HOLLOW_BYTES
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             for name, value in outputs.items():
@@ -58,7 +64,8 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
                 prober.tape.values[f"{stage}.{name}"] = frozenset(keys)
             prober.tape.items.append(Mark("stage", stage))
 
-        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts, options=options)
+        observed = {"after_stage": after_stage, "parts": parts, "ghosts": ghosts, "options": options, "planning": True}
+        run_stages(graph, ghosts, sim.device, inputs, **observed)
     return Probed(prober.tape, prober.facts(graph), ghosts)
 
 
@@ -72,6 +79,7 @@ class Prober:
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
         self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank)
         self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
+        self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
         self._known: dict[Any, tuple[Call, Any]] = {}
 
     def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
@@ -102,7 +110,7 @@ class Prober:
         found = {}
         for name, module in self.ghosts.items():
             calls = [call for call, _ in self._known.values() if call.component == name]
-            classes = classify(module, self.once(name), [call.touched for call in calls])
+            classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
             found[name] = Facts(
@@ -126,28 +134,43 @@ class Prober:
     ) -> tuple[Call, Any]:
         """The call on ``place``: on meta, or on the CPU, where ``component`` has its weights."""
         module = self.ghosts[component]
-        self.boundary.device = place
-        recorder = Recorder(module, unit_paths(module), place)
-        try:
-            with _disable_current_modes():
-                handed = walk((args, kwargs), _blank_like if place == META else torch.Tensor.cpu)
-                recorder.ignore(tensors_in(handed))
-                with torch.no_grad(), FusedAttention(recorder) if place == META else nullcontext(), recorder:
-                    out = proceed(*handed[0], **handed[1])
-                peak_bytes = recorder.peak_bytes
-                template = walk(out, lambda t: torch.empty_like(t, device=META))
-                del out
-                self.kept_bytes = recorder.live_bytes
-        finally:
-            self.boundary.device = sim.device
-            recorder.close()
+        units = unit_paths(module, self.choices[component])
+        recorder, template = self._record(module, units, proceed, args, kwargs, place)
+        if picked := choices_among(units, set(recorder.entered)):
+            self.choices[component] |= picked
+            recorder, template = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs, place)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
-        return Call(component, entry, events, peak_bytes, input_bytes, frozenset(recorder.touched), flops, products), template
+        peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
+        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products), template
+
+    def _record(
+        self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device
+    ) -> tuple[Recorder, Any]:
+        on_meta = place == META
+        self.boundary.device = place
+        recorder = Recorder(module, units, place)
+        try:
+            with _disable_current_modes():
+                handed = walk((args, kwargs), _blank_like if on_meta else torch.Tensor.cpu)
+                recorder.ignore(tensors_in(handed))
+                repeats, fused = (
+                    (Repeats(module, recorder), FusedAttention(recorder)) if on_meta else (nullcontext(), nullcontext())
+                )
+                with torch.no_grad(), repeats, fused, recorder:
+                    out = proceed(*handed[0], **handed[1])
+                template = walk(out, lambda t: torch.empty_like(t, device=META))
+                del out
+                self.kept_bytes = recorder.live_bytes
+        finally:
+            self.boundary.device = sim.device
+            recorder.close()
+            forget([module])
+        return recorder, template
 
 
 def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

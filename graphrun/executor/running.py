@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.components.entry import Boundary
+from graphrun.components.memos import forget
 from graphrun.components.quantize import QUANTIZED
 from graphrun.components.trees import walk
 from graphrun.errors import BrokenPlan, OutOfMemory
@@ -224,6 +225,8 @@ class Running:
         self._close()
         assert self._recorder is not None
         slot, residencies = self._plan.slots[index], self._host.residencies
+        if self._open is not None and slot.phase != self._open.slot.phase:
+            forget(self._host.modules.values())
         self._open = OpenSlot(index, slot, self._problem, residencies, self._device, self._recorder, self._values)
         self._tell(0)
         self._open.open()
@@ -247,6 +250,7 @@ class Running:
         if self._open is not None:
             self._open.release()
         self._values.settle()
+        forget(self._host.modules.values())
         for residency in self._host.residencies.values() if evict else ():
             residency.release()
 

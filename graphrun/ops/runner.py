@@ -32,7 +32,8 @@ class Stages:
     ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``ghosts`` of all components
     are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
     (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
-    outputs)`` sees its values as they are on the device. A value is dropped after its last consumer.
+    outputs)`` sees its values as they are on the device. A value is dropped after its last consumer. While ``planning``, what costs
+    on the host alone is left out.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Stages:
         ghosts: Mapping[str, nn.Module] | None = None,
         order: Sequence[str] = (),
         options: Mapping[str, str] | None = None,
+        planning: bool = False,
     ) -> None:
         self.graph, self.modules, self.device = graph, modules, device
         self.after_stage, self.before_stage = after_stage, before_stage
         self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
         self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.allow) for name, c in graph.components.items()}
-        self._inputs = dict(inputs)
+        self._inputs, self._planning = dict(inputs), planning
         self.named: dict[str, Any] = {}  # values of stages that later ones need: ``encode.embeds``
         self._outputs: dict[str, Any] = {}
         self.options = dict(options or {})
@@ -92,7 +94,7 @@ class Stages:
             used = {name: module for name, module in present.items() if name in stage.uses}
             with applied(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-                made = OPS[stage.op](StageContext(stage.name, pipeline, device), **arguments)
+                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning), **arguments)
                 del arguments
         if self.after_stage is not None:
             self.after_stage(stage.name, made)

@@ -31,6 +31,9 @@ class Machine:
     memory, at a rate of their own (None: the same); `read` charges the disk. ``fail_allocation`` and ``fail_copy``: the n-th from
     now (1 is the next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
 
+    ``hollow_bytes``: operators on larger tensors take their memory and compute nothing, for a dry run of which nobody reads the
+    values; None (the default) computes everything.
+
     Operators count on the machine that holds their inputs, also after the context was left; only making new tensors needs the
     context. Raises InputError on a size or rate that is not positive, GraphrunError where the backend cannot be registered.
     """
@@ -71,6 +74,7 @@ class Machine:
         self.capacity_bytes = capacity_bytes
         self.fail_allocation = fail_allocation
         self.fail_copy = fail_copy
+        self.hollow_bytes: int | None = None
         self._token: Token[Machine | None] | None = None
 
     # -- memory
