@@ -20,6 +20,8 @@ from graphrun.units import parse_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
+    from graphrun.outputs.keys import Way
+    from graphrun.outputs.reuse import Reuse, What
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
     from graphrun.trace import Trace
@@ -34,6 +36,7 @@ __all__ = [
     "PlanError",
     "TransferFailed",
     "estimate",
+    "kept",
     "load",
     "plan",
     "run",
@@ -64,6 +67,7 @@ def estimate(
     pin: Iterable[str] = (),
     reserve: str | int | None = None,
     until: str | None = None,
+    given: Iterable[str] = (),
     cache: Path | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` within its budgets, from a dry run: no weights, no GPU.
@@ -76,7 +80,8 @@ def estimate(
     device that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components
     of which nothing stays that can be streamed; ``pin``: components whose home is page-locked; ``reserve``: a part of the
     budget left to other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a
-    run ends behind it, with these outputs. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
+    run ends behind it, with these outputs. ``given``: names of values (or of their stages) that a run is handed, such as those that
+    `kept` finds: these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
     torch is imported.
     """
     from graphrun.estimator.machine import host_ram_bytes
@@ -99,7 +104,34 @@ def estimate(
         raise InputError(f"runs {runs}: a session has one run at least")
     limits = Limits(budget_bytes, ram_bytes, pinned_bytes, disk_bytes, runs, graph.allowed(allow))
     problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
-    return replace(problem, until=until or "")
+    problem = replace(problem, until=until or "")
+    if not (handed := tuple(dict.fromkeys(name.partition(".")[0] for name in given))):
+        return problem
+
+    from graphrun.planner.given import without
+
+    left = graph.with_given(handed)
+    return without(problem, [stage.name for stage in left.stages], handed, left.digest)
+
+
+def kept(
+    graph: Graph,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    hardware: str | Hardware | None = None,
+    cache: Path,
+    what: What = "encoded",
+    allow: Iterable[str] = (),
+    until: str | None = None,
+) -> dict[str, Any]:
+    """Values that earlier runs left in the folder ``cache`` for these very ``inputs``, by name as in ``encode.embeds``.
+
+    Hand them to `estimate` and `run` as ``given``: what only made them is then neither planned nor loaded. ``what``: ``encoded``,
+    the outputs of `encode_prompt`; ``all``, latents too. A value counts where everything that made it is the same: weights,
+    precision, code, versions, device, inputs.
+    """
+    graph = graph if until is None else graph.until(until)
+    return _reuse(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
 
 
 def survey(
@@ -143,28 +175,36 @@ def run(
     random_weights: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
     cache: Path | None = None,
+    given: Mapping[str, Any] | None = None,
+    reuse: What = "encoded",
+    note: Callable[[str], None] | None = None,
 ) -> Trace:
     """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
 
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
-    for the next `estimate` with it. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
-    rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
+    for the next `estimate` with it, and so are outputs of stages, for `kept`: those that ``reuse`` names (``encoded``, ``all``,
+    ``none``). ``given``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not do.
+    Raises PlanError before anything is loaded when the plan is not for this graph or breaks a rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
     """
     from graphrun.executor.executor import execute, refuse_unfit
     from graphrun.executor.open import open_device
 
-    graph = graph.until(solution.problem.until) if solution.problem.until else graph
-    values = planned_inputs(solution.problem, graph, inputs or {})
-    refuse_unfit(solution.problem, solution.plan, graph)
-    device = open_device(solution.problem)
+    problem = solution.problem
+    graph = graph.until(problem.until) if problem.until else graph
     graph = graph.without_sources() if random_weights else graph
-    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress)
+    values, left = planned_inputs(problem, graph, inputs or {}), graph.with_given(problem.given)
+    refuse_unfit(problem, solution.plan, left)
+    stages: dict[str, Any] = {"given": _handed(left, given or {})}
+    if cache is not None and not modules and reuse != "none":
+        way, keeper = _way(solution), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
+        stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
+    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, stages=stages)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store
 
-        remember(solution.problem, solution.plan, trace, Store(cache))
+        remember(problem, solution.plan, trace, Store(cache))
     return trace
 
 
@@ -180,6 +220,39 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
         if str(values[name]) != text:
             raise PlanError(f"the plan is for {name}={text}, this run has {name}={values[name]}: plan again, or leave {name} out")
     return values
+
+
+def _reuse(
+    graph: Graph,
+    values: Mapping[str, Any],
+    hardware: Hardware,
+    cache: Path,
+    what: What,
+    allow: Iterable[str],
+    note: Callable[[str], None] | None = None,
+) -> Reuse:
+    from graphrun.outputs.index import Index
+    from graphrun.outputs.reuse import Reuse
+
+    device = f"{hardware.device} {hardware.name}"
+    return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)
+
+
+def _way(solution: Solution) -> Way:
+    """How the plan runs stages, as far as their outputs depend on it."""
+    from graphrun.outputs.keys import Way
+    from graphrun.planner.settle import settle
+
+    chosen = {component.name: component.variants[0] for component in settle(solution.problem, solution.plan).components}
+    return Way({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(solution.plan.options))
+
+
+def _handed(graph: Graph, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``given`` that ``graph`` counts on. Raises PlanError naming one that is not there."""
+    wanted = [str(reference).removeprefix("$") for reference in graph.given]
+    if missing := [name for name in wanted if name not in given]:
+        raise PlanError(f"the plan counts on {', '.join(missing)}, made before: hand it in as given=, or plan without")
+    return {name: given[name] for name in wanted}
 
 
 def _hardware(given: str | Hardware | None, cache: Path | None) -> Hardware:

@@ -54,20 +54,22 @@ def execute(
     progress: Progress | None = None,
     *,
     host: Host | None = None,
+    stages: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Runs ``graph`` on resolved ``inputs`` by ``plan`` and returns what was measured, with the graph's outputs on the host.
 
     ``modules``: components built before. ``host``: arenas of an earlier run, in place of ``modules``; without it they are built for
-    this run and dropped with it. Raises PlanError before anything is loaded when the plan is not to be run; OutOfMemory or
-    TransferFailed when the device refuses, BrokenPlan when reality leaves the plan. After any error the device is back at its
-    baseline and the next run starts as if there had been none.
+    this run and dropped with it. ``stages``: more arguments of `run_stages`. Raises PlanError before anything is loaded when the plan
+    is not to be run; OutOfMemory or TransferFailed when the device refuses, BrokenPlan when reality leaves the plan. After any error
+    the device is back at its baseline and the next run starts as if there had been none.
     """
     refuse_unfit(problem, plan, graph)
     if host is None:
         host = Host.of_graph(graph, problem, device, modules)
     modules, parts, ghosts, place = host.modules, host.parts, host.ghosts, device.torch_device
+    more = dict(stages or {})
     return follow(
-        problem, plan, host, device, lambda: run_stages(graph, modules, place, inputs, parts=parts, ghosts=ghosts), progress
+        problem, plan, host, device, lambda: run_stages(graph, modules, place, inputs, parts=parts, ghosts=ghosts, **more), progress
     )
 
 

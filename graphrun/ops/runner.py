@@ -18,6 +18,7 @@ from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.options import applied
 from graphrun.ops.pipeline import assemble
+from graphrun.ops.steps import Journal
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {"encode_prompt": encode_prompt, "denoise": denoise, "decode": decode}
 
@@ -35,11 +36,14 @@ def run_stages(
     ghosts: Mapping[str, nn.Module] | None = None,
     options: Mapping[str, str] | None = None,
     order: Sequence[str] = (),
+    given: Mapping[str, Any] | None = None,
+    journal: Journal | None = None,
 ) -> dict[str, Any]:
     """The graph's outputs, on the host. ``inputs`` are resolved already; ``modules`` holds every component that a stage uses.
 
     ``parts`` and ``ghosts`` of all components are made if they are not given. ``options``: stage -> the way to run it, where not
-    the plain one; ``order``: of the stages, if not the graph's. A value is dropped after its last consumer;
+    the plain one; ``order``: of the stages, if not the graph's. ``given``: values of stages that are not run, by name as in
+    ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the state of denoising loops. A value is dropped after its last consumer;
     ``after_stage(stage, outputs)`` sees each stage's values as they are on the device. Raises GraphError when a stage enters a
     component that it does not list under ``uses``.
     """
@@ -47,7 +51,8 @@ def run_stages(
     ghosts = ghosts if ghosts is not None else {name: ghost(component, graph.allow) for name, component in graph.components.items()}
     partial = all(stage.op == "encode_prompt" for stage in graph.stages)
     values: dict[Reference, Any] = {Reference("input", name, ""): value for name, value in inputs.items()}
-    outputs: dict[str, Any] = {}
+    values |= {Reference("stage", *name.split(".", 1)): to_place(value, device) for name, value in (given or {}).items()}
+    outputs: dict[str, Any] = {name: to_host(values[wanted]) for name, wanted in graph.outputs.items() if wanted in values}
     stages = tuple(graph.stage(name) for name in order) or graph.stages
     for number, stage in enumerate(stages):
         present = {name: modules[name] if name in stage.uses else ghosts[name] for name in graph.components}
@@ -58,7 +63,7 @@ def run_stages(
         way = applied(option, pipeline, used, device) if option else nullcontext()
         with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad(), way:
             made = OPS[stage.op](
-                StageContext(stage.name, pipeline, device),
+                StageContext(stage.name, pipeline, device, journal),
                 **{name: values[value] if isinstance(value, Reference) else value for name, value in stage.arguments.items()},
             )
         if after_stage is not None:
@@ -73,13 +78,23 @@ def run_stages(
 
 def to_host(value: Any) -> Any:
     """``value`` with every tensor in it copied to the host."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {key: to_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_host(item) for item in value)
-    return value
+    return to_place(value, torch.device("cpu"))
+
+
+def to_place(value: Any, place: torch.device) -> Any:
+    """``value`` with every tensor in it copied to ``place``; one that is there twice stays one."""
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return moved[id(item)] if id(item) in moved else moved.setdefault(id(item), item.to(place))
+        if isinstance(item, Mapping):
+            return {key: move(each) for key, each in item.items()}
+        if isinstance(item, (list, tuple)):
+            return type(item)(move(each) for each in item)
+        return item
+
+    return move(value)
 
 
 def _refuse(stage: Stage) -> Callable[[str, str], None]:
