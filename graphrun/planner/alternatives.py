@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from graphrun.errors import InputError
 from graphrun.planner.directives import directed
-from graphrun.planner.infeasible import Infeasible, Need, smallest_budget
+from graphrun.planner.infeasible import Infeasible, smallest_budget
+from graphrun.planner.needs import Need
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Directive, Placement, Problem
 from graphrun.planner.simulate import simulate

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from graphrun.errors import InputError
-from graphrun.planner.infeasible import streamable_classes, used_components
+from graphrun.planner.needs import streamable_classes, used_components
 from graphrun.planner.problem import Directive, Problem
 
 # Pairs that no plan can obey together.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from graphrun.planner.alternatives import Alternative
-from graphrun.planner.infeasible import Need
+from graphrun.planner.needs import Need
 from graphrun.planner.plan import Stream
 from graphrun.planner.solution import Solution
 from graphrun.report.table import scale_of, size, table

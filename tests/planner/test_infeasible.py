@@ -8,7 +8,8 @@ import pytest
 from planner_problems import GIB, MIB, component, flux, hardware, problem
 
 from graphrun.planner.check import check
-from graphrun.planner.infeasible import Infeasible, least_needs, smallest_budget, smallest_ram
+from graphrun.planner.infeasible import Infeasible, smallest_budget, smallest_ram
+from graphrun.planner.needs import least_needs
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.solve import solve
 from graphrun.units import show_size

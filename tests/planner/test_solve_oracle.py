@@ -10,16 +10,17 @@ from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
 
 from graphrun.errors import InputError
+from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
 from graphrun.planner.directives import directed
 from graphrun.planner.infeasible import Infeasible, smallest_budget
-from graphrun.planner.matrix import Answer
 from graphrun.planner.parse import parse
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.planner.program import program_of
+from graphrun.planner.search import Answer, choose
 from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import choose, plan_of, solve
+from graphrun.planner.solve import solve
 
 
 def random_problem(seed: int) -> Problem:
@@ -59,7 +60,8 @@ def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, An
     fits = replace(given, budget_bytes=least + overhead + spare)
     best, program = oracle.best(least + spare), program_of(fits)
     assert best is not None
-    answer = choose(program, (1.0,) * len(program.intervals))
+    answer = choose(program)
+    assert answer is not None
     assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
     assert program.moved_bytes(answer.choice) == best[1], seed
     return fits, plan_of(program, answer.choice), answer, best
