@@ -46,7 +46,7 @@ def random_problem(seed: int) -> Problem:
         phases.append(
             PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000)))
         )
-    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, i + 1) for i in range(rng.choice((0, 1, 2))))
+    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1) for i in range(rng.choice((0, 1, 2))))
     on = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
     return problem(2**20, tuple(components), tuple(phases), values, on=on)
 
