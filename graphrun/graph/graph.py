@@ -258,6 +258,16 @@ class Graph:
         asked = (reference for reference in self.outputs.values() if reference.name in handed)
         return replace(self._of(kept), given=tuple(sorted({*self.given, *read, *asked}, key=str)))
 
+    def part(self, names: Iterable[str]) -> Graph:
+        """The stages ``names`` alone: what they read of others is given, and what others read of them is among the outputs."""
+        chosen = set(names)
+        kept = tuple(stage for stage in self.stages if stage.name in chosen)
+        read = {r for stage in kept for r in stage.references if r.kind == "stage" and r.name not in chosen}
+        wanted = {r for stage in self.stages if stage.name not in chosen for r in stage.references if r.name in chosen}
+        outputs = {name: reference for name, reference in self.outputs.items() if reference.name in chosen}
+        outputs |= {str(reference)[1:]: reference for reference in sorted(wanted, key=str)}
+        return replace(self._of(kept), given=tuple(sorted(read, key=str)), outputs=outputs)
+
     def _of(self, kept: tuple[Stage, ...]) -> Graph:
         """The graph with the stages ``kept`` alone, and directives for what they use."""
         used, demands = {component for stage in kept for component in stage.uses}, self.directives
