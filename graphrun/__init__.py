@@ -72,17 +72,17 @@ def estimate(
 ) -> Problem:
     """The numbers of running ``graph`` within its budgets, from a dry run: no weights, no GPU.
 
-    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what
-    this machine (its cgroup) has; ``pinned`` limits what of it is page-locked, ``disk`` what may be written. ``runs`` above 1
-    plans a session: a first run and ``runs - 1`` that find what it left in place. ``allow`` names what may change the output:
+    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
+    machine (its cgroup) has; ``pinned`` limits what of it is page-locked, ``disk`` what may be written. ``runs`` above 1 plans a
+    session: a first run and ``runs - 1`` that find what it left in place. ``allow`` names what may change the output:
     ``precision`` (those that the graph lists) or one of them, ``cpu``, ``tiling``, ``split``. ``hardware`` is a name from
-    `graphrun.estimator.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA
-    device that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components
-    of which nothing stays that can be streamed; ``pin``: components whose home is page-locked; ``reserve``: a part of the
-    budget left to other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a
-    run ends behind it, with these outputs. ``given``: names of values (or of their stages) that a run is handed, such as those that
-    `kept` finds: these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
-    torch is imported.
+    `graphrun.estimator.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA device
+    that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which
+    nothing stays that can be streamed; ``pin``: components whose home is page-locked; ``reserve``: a part of the budget left to
+    other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a run ends behind
+    it, with these outputs. ``given``: names of values (or of their stages) that a run is handed, such as those that `kept` finds:
+    these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept:
+    with one found there, no torch is imported.
     """
     from graphrun.estimator.machine import host_ram_bytes
 
@@ -184,8 +184,9 @@ def run(
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
     for the next `estimate` with it, and so are outputs of stages, for `kept`: those that ``reuse`` names (``encoded``, ``all``,
-    ``none``). ``given``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not do.
-    Raises PlanError before anything is loaded when the plan is not for this graph or breaks a rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
+    ``none``). ``given``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not
+    do. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a rule; OutOfMemory,
+    TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
     """
     from graphrun.executor.executor import execute, refuse_unfit
     from graphrun.executor.open import open_device
@@ -199,7 +200,7 @@ def run(
     if cache is not None and not modules and reuse != "none":
         way, keeper = _way(solution), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
         stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
-    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, stages=stages)
+    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, **stages)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store

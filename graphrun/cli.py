@@ -108,7 +108,8 @@ def run(
     if plan_file is not None:
         planfile.save(plan_file, made.source, made.solution, summary)
     if trace_file is not None:
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace))
+        whole = planfile.content(trace_file, made.source, made.solution, summary)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, whole))
     written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
     _show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
     if broken_caps(made.solution, trace):

@@ -32,7 +32,12 @@ class BrokenPlan(GraphrunError):
 
 
 class OutOfMemory(BrokenPlan):
-    """The device refused an allocation within the planned budget."""
+    """The device refused an allocation within the planned budget: in slot number ``slot`` (-1: none), when it had held at most
+    ``peak_bytes`` in it, and this process might have ``available_bytes``."""
+
+    slot = -1
+    peak_bytes = 0
+    available_bytes = 0
 
 
 class TransferFailed(BrokenPlan):

@@ -9,7 +9,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
-    what it waited), ``run`` (one call), ``free``."""
+    what it waited), ``run`` (one call), ``read`` (one block, from disk), ``free`` (a home), ``spill``, ``restore`` (a value, which
+    stands where else a component does)."""
 
     kind: str
     component: str
@@ -22,7 +23,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SlotTrace:
-    """What was measured in one slot of the plan."""
+    """What was measured in one slot of the plan. ``host_bytes``: the most that homes and spilled values took in RAM, of which
+    ``locked_bytes`` had locked pages."""
 
     phase: str
     part: str
@@ -31,6 +33,8 @@ class SlotTrace:
     moved_bytes: int
     start_seconds: float
     end_seconds: float
+    host_bytes: int = 0
+    locked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class Trace:
     def peak_bytes(self) -> int:
         """The most that was on the device at any time."""
         return max((slot.peak_bytes for slot in self.slots), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that homes and spilled values took in RAM at any time."""
+        return max((slot.host_bytes for slot in self.slots), default=0)
 
     @property
     def moved_bytes(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from graphrun.components.weights import config_file, file_stamps, local_folder
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.feedback import informed
@@ -112,14 +113,36 @@ def solution_for(problem: Problem, store: Store | None) -> Solution:
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
     """What a dry run depends on, as a key; None where it depends on something that has no version.
 
-    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed.
+    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed. Weights on
+    this machine count by name, size and when they were written.
     """
-    whole = all(c.has_config for c in graph.components.values()) and all(p.has_config or p.file for p in graph.parts.values())
+    sources = _sources(graph)
     stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.allow)}
-    if not whole or any(stamps[name] is None for name in graph.allow):
+    if sources is None or any(stamps[name] is None for name in graph.allow):
         return None
     code = [stamps, list(sys.version_info[:3]), own_source()]
-    return digest_of([graph.digest, list(graph.allow), _settings(graph, inputs), code])
+    return digest_of([graph.digest, list(graph.allow), _settings(graph, inputs), code, sources])
+
+
+def _sources(graph: Graph) -> list[Any] | None:
+    """What the sources on this machine say of a graph: configurations that it has from there, when weights were written. None where
+    something that it needs is not here."""
+    found: list[Any] = []
+    for c in graph.components.values():
+        folder = local_folder(c.source) if c.source is not None else None
+        config = None if c.has_config else config_file(c.source)
+        if not c.has_config and config is None:
+            return None
+        text = config.read_text(encoding="utf-8") if config is not None else ""
+        found.append([c.name, text, file_stamps(folder, c.where) if folder is not None else []])
+    for p in graph.parts.values():
+        if not (p.has_config or p.file):
+            folder = local_folder(p.source) if p.source is not None else None
+            if folder is None:
+                return None
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            found.append([p.name, [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]])
+    return found
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:

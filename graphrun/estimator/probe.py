@@ -21,6 +21,7 @@ from graphrun import sim
 from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
+from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import classify, unit_paths
@@ -32,8 +33,10 @@ from graphrun.units import round_up
 
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
     """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name). Raises what the pipeline's
-    own code raises for them."""
+    own code raises for them, and GraphError where a component's files are on this machine and are broken or another model's."""
     ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    for name, component in graph.components.items():
+        holding(component, ghosts[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
     prober = _Prober(ghosts)
     with sim.Machine() as machine, prober.boundary:

@@ -7,10 +7,11 @@ is shown is not known here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from graphrun.components.build import ghost
+from graphrun.components.stored import holding
 from graphrun.estimator.allocator import Counting, Native
 from graphrun.estimator.corrections import CORRECTIONS
 from graphrun.estimator.events import Call, Probed
@@ -60,6 +61,8 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
     module = probed.ghosts[name] if name in probed.ghosts else ghost(declared, graph.allow)
     sizes = weights_by_precision(module, declared.dtype, allocated=True)
     allowed = {declared.dtype, *declared.precision}
+    held = holding(declared, module)
+    known = "files" if held is not None and not held.missing else "declared"
     numbers = next((c for c in problem.components if c.name == name), None)
     return {
         "name": name,
@@ -70,10 +73,11 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
             precision: {
                 "bytes": sizes[precision],
                 "allowed": precision in allowed,
-                "basis": "formula" if precision in ("int8", "nf4") else "declared",
+                "basis": "formula" if precision in ("int8", "nf4") else known if precision == declared.dtype else "declared",
             }
             for precision in PRECISIONS
         },
+        "source": {**asdict(held), "dtypes": dict(held.dtypes), "read_as": declared.dtype} if held is not None else None,
         "host_bytes": numbers.variants[0].host_bytes if numbers else 0,
         "blocks": [{"class": k.name, "count": len(k.blocks), "streamable": k.streamable} for k in probed.facts[name].classes],
         "basis": numbers.basis if numbers else "declared",

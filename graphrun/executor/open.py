@@ -20,6 +20,8 @@ def open_device(problem: Problem) -> Device:
                 h2d_bytes_per_second=hardware.h2d_bytes_per_second,
                 d2h_bytes_per_second=hardware.d2h_bytes_per_second,
                 flops_per_second=hardware.flops_per_second,
+                pageable_bytes_per_second=hardware.pageable_bytes_per_second,
+                disk_bytes_per_second=hardware.disk_bytes_per_second,
             )
         )
     if hardware.device == "cuda":

@@ -234,9 +234,7 @@ class Graph:
         made = {Reference("stage", name, output) for output in OPERATIONS[stages[name].op].outputs}
         outputs = {key: reference for key, reference in self.outputs.items() if reference in made}
         outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
-        return replace(
-            self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs
-        )
+        return replace(self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs)
 
     def with_given(self, names: Iterable[str]) -> Graph:
         """The graph to which the outputs of the stages ``names`` are handed in: without these, and without what only they need.
@@ -271,8 +269,8 @@ class Graph:
     def _of(self, kept: tuple[Stage, ...]) -> Graph:
         """The graph with the stages ``kept`` alone, and directives for what they use."""
         used, demands = {component for stage in kept for component in stage.uses}, self.directives
-        left = {name: tuple(c for c in getattr(demands, name) if c in used) for name in ("keep", "exclude", "pin")}
-        return replace(self, stages=kept, directives=replace(demands, **left))
+        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (demands.keep, demands.exclude, demands.pin))
+        return replace(self, stages=kept, directives=Directives(keep, exclude, demands.reserve_bytes, pin))
 
     def without_sources(self) -> Graph:
         """The same graph with random weights: what it needs to be run where no checkpoint is.

@@ -21,8 +21,7 @@ import torch
 
 from graphrun.errors import BrokenPlan
 
-# Names of a pipeline that say in which step its loop is; where anything but its callbacks and progress depends on them, a loop begun
-# in its middle would compute something else.
+# What may depend on a step's number without harm. Where anything else does, a loop begun in its middle would compute something else.
 _HARMLESS = frozenset({"callback_on_step_end", "num_warmup_steps", "callback"})
 
 
@@ -74,8 +73,7 @@ def journaled(pipeline: Any, stage: str, generator: torch.Generator, journal: Jo
     return {**arguments, "callback_on_step_end": on_step_end}
 
 
-@functools.cache
-def resumable(kind: type[Any]) -> bool:
+def resumable(kind: Any) -> bool:
     """Whether the loop of the pipeline class ``kind`` takes callbacks, and does the same whatever number a step has in it."""
     parameters = inspect.signature(kind.__call__).parameters
     if not {"callback_on_step_end", "latents", "generator"} <= parameters.keys():

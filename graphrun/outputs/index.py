@@ -50,7 +50,7 @@ class Entry:
 
 
 class Index:
-    """Entries by key in ``folder``, which is made with the first one. Raises InputError where the folder or its index will not do."""
+    """Entries by key in ``folder``, which is made with the first one. InputError where the folder or its index will not do."""
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Index:
             if found is None:
                 return None
             with contextlib.suppress(OSError):
-                data = (self.folder / found[0]).read_bytes()
+                data: bytes = (self.folder / found[0]).read_bytes()
                 if hashlib.sha256(data).hexdigest() == found[1]:
                     with self._open() as rows, _written(rows):
                         rows.execute("UPDATE entries SET used = ? WHERE key = ?", (time.time(), key))
@@ -94,7 +94,9 @@ class Index:
         if not (self.folder / "index.sqlite").is_file():
             return []
         with self._open() as rows:
-            found = rows.execute("SELECT key, graph, stage, about, nbytes, made, used FROM entries ORDER BY used DESC, key").fetchall()
+            found = rows.execute(
+                "SELECT key, graph, stage, about, nbytes, made, used FROM entries ORDER BY used DESC, key"
+            ).fetchall()
         return [Entry(*row) for row in found]
 
     def remove(self, keys: list[str] | None = None) -> int:

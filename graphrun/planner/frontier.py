@@ -51,6 +51,17 @@ def frontier(problem: Problem, budgets: Iterable[int]) -> tuple[Point, ...]:
     return tuple(_point(replace(problem, budget_bytes=budget)) for budget in budgets)
 
 
+def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
+    """``count`` budgets from the smallest that works to what holds every component at once, evenly spread; ``problem``'s own among
+    them."""
+    least = smallest_budget(problem)
+    weights = sum(max(component.weight_bytes(n) for n in problem.usable(component)) for component in problem.components)
+    slots = max((max(p.first_bytes, p.rest_bytes) + p.carry_bytes for p in problem.phases), default=0)
+    most = max(least + 1, problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values))
+    spread = (least + (most - least) * number // max(1, count - 1) for number in range(count))
+    return tuple(sorted({*spread, problem.budget_bytes}))
+
+
 def _point(problem: Problem) -> Point:
     least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
     try:

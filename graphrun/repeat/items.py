@@ -38,7 +38,7 @@ def read_items(path: Path) -> list[Item]:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     found = _rows(data) if path.suffix.lower() == ".csv" else _lines(data)
     if not found:
-        raise InputError(f"{path}: holds no inputs; give one JSON object to a line, such as {{\"prompt\": \"a lighthouse\"}}")
+        raise InputError(f'{path}: holds no inputs; give one JSON object to a line, such as {{"prompt": "a lighthouse"}}')
     return [replace(item, where=f"{path}:{item.number}") for item in found]
 
 
@@ -107,4 +107,4 @@ def _item(number: int, given: Any) -> Item:
         return Item(number, {"prompt": given})
     if isinstance(given, Mapping):
         return Item(number, {str(name): value for name, value in given.items() if value is not None})
-    return Item(number, {}, f"is a {type(given).__name__}; give an object such as {{\"prompt\": \"a lighthouse\"}}, or a text")
+    return Item(number, {}, f'is a {type(given).__name__}; give an object such as {{"prompt": "a lighthouse"}}, or a text')
