@@ -19,11 +19,13 @@ from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, O
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
+    from graphrun.executor.device import Device
     from graphrun.graph.graph import Graph
-    from graphrun.outputs.keys import Way
     from graphrun.outputs.reuse import Reuse, What
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
+    from graphrun.repeat.items import Item
+    from graphrun.repeat.many import Batch, Sink, Watcher
     from graphrun.trace import Trace
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "load",
     "plan",
     "run",
+    "run_many",
     "survey",
 ]
 
@@ -198,7 +201,9 @@ def run(
     refuse_unfit(problem, solution.plan, left)
     stages: dict[str, Any] = {"given": _handed(left, given or {})}
     if cache is not None and not modules and reuse != "none":
-        way, keeper = _way(solution), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
+        from graphrun.outputs.keys import way_of
+
+        way, keeper = way_of(problem, solution.plan), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
         stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
     trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, **stages)
     if cache is not None:
@@ -207,6 +212,65 @@ def run(
 
         remember(problem, solution.plan, trace, Store(cache))
     return trace
+
+
+def run_many(
+    graph: Graph,
+    inputs: Iterable[Mapping[str, Any] | str | Item],
+    *,
+    common: Mapping[str, Any] | None = None,
+    modules: Mapping[str, Any] | None = None,
+    random_weights: bool = False,
+    cache: Path | None = None,
+    reuse: What = "encoded",
+    resume: Path | None = None,
+    strict: bool = False,
+    sink: Sink | None = None,
+    watcher: Watcher | None = None,
+    device: Device | None = None,
+    note: Callable[[str], None] | None = None,
+    **budgets: Any,
+) -> Batch:
+    """What came of each of ``inputs``: mappings of inputs, or texts, each a prompt. ``common`` holds inputs of all.
+
+    Item by item or stage by stage, in groups that fit, as is predicted fastest; loaded weights stay from run to run where the plan
+    says so, and equal stages run once. ``budgets`` and what else is demanded are `estimate`'s arguments. ``resume`` is a folder for
+    the state of the batch: called again with it, the batch goes on from its last finished item, stage or denoising step, with the
+    same bits in the end. ``sink`` takes each item's outputs as they come and returns their files, else they are in the result.
+    An item that cannot be run is in the result's ``errors``; with ``strict`` it is an InputError before anything runs.
+    ``modules``, ``cache``, ``reuse`` and ``note`` are as for `run`.
+    """
+    from graphrun.repeat import many
+    from graphrun.repeat.items import listed, refuse_broken, resolved
+    from graphrun.repeat.journal import Journal
+
+    until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
+    graph = graph if until is None else graph.until(until)
+    graph = graph.without_sources() if random_weights else graph
+    items = resolved(listed(inputs), graph, common or {})
+    if strict:
+        refuse_broken(items)
+    allow = graph.allowed(budgets.get("allow", ()))
+
+    def estimated(values: Mapping[str, Any]) -> Problem:
+        return estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)
+
+    def keeper(values: Mapping[str, Any]) -> Reuse:
+        assert cache is not None
+        return _reuse(graph, values, hardware, cache, reuse, allow, note)
+
+    means = many.Means(
+        estimate=estimated,
+        solve=lambda problem: plan(problem, cache=cache),
+        device_name=f"{hardware.device} {hardware.name}",
+        reuse=keeper if cache is not None and not modules and reuse != "none" else None,
+        modules=modules,
+        journal=Journal(resume) if resume is not None else None,
+        device=device,
+        sink=sink,
+        watcher=watcher or many.Watcher(),
+    )
+    return many.run_items(graph, items, means)
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,15 +301,6 @@ def _reuse(
 
     device = f"{hardware.device} {hardware.name}"
     return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)
-
-
-def _way(solution: Solution) -> Way:
-    """How the plan runs stages, as far as their outputs depend on it."""
-    from graphrun.outputs.keys import Way
-    from graphrun.planner.settle import settle
-
-    chosen = {component.name: component.variants[0] for component in settle(solution.problem, solution.plan).components}
-    return Way({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(solution.plan.options))
 
 
 def _handed(graph: Graph, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 
 from graphrun.errors import BrokenPlan
 
-# What may depend on a step's number without harm. Where anything else does, a loop begun in its middle would compute something else.
+# What may depend on a step's number without harm; where anything else does, a loop begun in its middle is another one.
 _HARMLESS = frozenset({"callback_on_step_end", "num_warmup_steps", "callback"})
 
 

@@ -3,7 +3,7 @@
     key(stage) = code of the op + versions + device + arguments (inputs as resolved, keys of the stages before it)
                + components it uses (content, precision, where they compute) + everybody's configuration + parts
 
-Knows neither plans nor where outputs are kept.
+Knows of plans what they choose, and nothing of where outputs are kept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from graphrun.components.weights import find_folder
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph, Part, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
+from graphrun.planner.plan import Plan
+from graphrun.planner.problem import Problem
+from graphrun.planner.settle import settle
 
 # Packages whose code computes what stages return.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes", "numpy")
@@ -37,6 +40,12 @@ class Way:
 
     held: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
+
+
+def way_of(problem: Problem, plan: Plan) -> Way:
+    """How ``plan`` runs stages, as far as their outputs depend on it."""
+    chosen = {component.name: component.variants[0] for component in settle(problem, plan).components}
+    return Way({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
 
 
 class Keys:
@@ -176,3 +185,30 @@ def _version(package: str) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
+
+
+def facts(graph: Graph, device: str) -> dict[str, str]:
+    """What every output of ``graph`` depends on but its inputs, by name, for people to compare; of files their size and time."""
+
+    def stamp(path: Path) -> str:
+        found = path.stat()
+        return f"{found.st_size} bytes, {found.st_mtime_ns}"
+
+    keys, found = (
+        Keys(graph, {}, device, stamp),
+        {"device": device, "graphrun's ops": code_digest()[:12], "pipeline": graph.pipeline},
+    )
+    found |= {f"pipeline_config.{name}": repr(value) for name, value in graph.pipeline_config.items()}
+    found |= {f"version of {name}": _version(name) for name in LIBRARIES}
+    for stage in graph.stages:
+        found[f"stages.{stage.name}.op"] = stage.op
+        found |= {f"stages.{stage.name}.with.{name}": str(value) for name, value in stage.arguments.items()}
+    used = {name for stage in graph.stages for name in stage.uses}
+    for component in graph.components.values():
+        declared = _declared(component)
+        found |= {f"components.{component.name}.{name}": str(value) for name, value in declared.items() if name != "config"}
+        config = component.config.items()
+        found |= {f"components.{component.name}.config.{name}": str(value) for name, value in config}
+        if component.name in used:
+            found[f"components.{component.name}: weights"] = _digest(keys._component(component))[:12]
+    return found | {f"parts.{part.name}": _digest(keys._part(part))[:12] for part in graph.parts.values()}

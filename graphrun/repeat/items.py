@@ -42,9 +42,18 @@ def read_items(path: Path) -> list[Item]:
     return [replace(item, where=f"{path}:{item.number}") for item in found]
 
 
-def listed(inputs: Iterable[Mapping[str, Any] | str]) -> list[Item]:
-    """Items from Python: mappings of inputs, or texts, each a prompt."""
-    return [replace(_item(number, given), where=f"item {number}") for number, given in enumerate(inputs, 1)]
+def listed(inputs: Iterable[Mapping[str, Any] | str | Item]) -> list[Item]:
+    """Items from Python: mappings of inputs, or texts, each a prompt; items as they are."""
+    return [
+        given if isinstance(given, Item) else replace(_item(number, given), where=f"item {number}")
+        for number, given in enumerate(inputs, 1)
+    ]
+
+
+def refuse_broken(items: Iterable[Item]) -> None:
+    """Raises InputError, a line for each item that cannot be run."""
+    if broken := [f"{item.where}: {item.error}" for item in items if item.error]:
+        raise InputError("\n".join(broken))
 
 
 def resolved(items: Iterable[Item], graph: Graph, common: Mapping[str, Any]) -> list[Item]:
