@@ -29,29 +29,11 @@ from graphrun.repeat.course import Course, Part, courses, part_of
 from graphrun.repeat.items import Item
 from graphrun.repeat.journal import ItemJournal, Journal
 from graphrun.repeat.values import Values
+from graphrun.repeat.watch import Watcher
 from graphrun.trace import Trace
 
 Sink = Callable[[Item, Mapping[str, Any]], Iterable[Path]]
 """Takes a finished item's outputs, and says in which files they are."""
-
-
-class Watcher:
-    """Hears how far a batch is. Does nothing; whoever shows it does more."""
-
-    def course(self, course: Course, counts: Mapping[str, int]) -> None:
-        """Items of equal settings are about to run in this way, ``counts[stage]`` runs of each stage."""
-
-    def part(self, part: Part, runs: int) -> None:
-        """A session of ``runs`` runs begins."""
-
-    def run(self, part: Part, item: Item) -> Callable[[int, int, int], None] | None:
-        """A run of it, for ``item``; what is returned hears of each call, as a run's ``progress``."""
-
-    def done(self, item: Item, files: Sequence[Path]) -> None:
-        """An item's outputs are where they belong."""
-
-    def left_out(self, item: Item) -> None:
-        """An item cannot be run: ``item.error`` says why."""
 
 
 @dataclass(slots=True)
