@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
     from graphrun.repeat.items import Item
-    from graphrun.repeat.many import Batch, Sink, Watcher
+    from graphrun.repeat.many import Batch, Sink
+    from graphrun.repeat.watch import Watcher
     from graphrun.trace import Trace
 
 __version__ = "0.1.0"
@@ -243,6 +244,7 @@ def run_many(
     from graphrun.repeat import many
     from graphrun.repeat.items import listed, refuse_broken, resolved
     from graphrun.repeat.journal import Journal
+    from graphrun.repeat.watch import Watcher as Watching
 
     until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
     graph = graph if until is None else graph.until(until)
@@ -268,7 +270,7 @@ def run_many(
         journal=Journal(resume) if resume is not None else None,
         device=device,
         sink=sink,
-        watcher=watcher or many.Watcher(),
+        watcher=watcher or Watching(),
     )
     return many.run_items(graph, items, means)
 

@@ -27,6 +27,10 @@ class Pace:
         self.total_seconds, self.done_seconds = total_seconds, 0.0
         self._clock, self._start = clock, clock()
 
+    def begin(self) -> None:
+        """Work begins now; what was done before it (weights were built) was not predicted."""
+        self._start = self._clock()
+
     @property
     def left_seconds(self) -> float:
         """What is left, at the pace so far; as predicted where nothing is done yet."""
@@ -84,6 +88,8 @@ class Progress:
         return self
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
+        if self.slot < 0:
+            self.pace.begin()
         self.pace.done_seconds = behind(self.seconds, slot, call, calls)
         name = f"{self.slots[slot]} {call}/{calls}" if calls > 1 else self.slots[slot]
         self.bar.to(self.pace.done_seconds / max(self.pace.total_seconds, 1e-12), f"{name}, {self.pace.text()}")
@@ -122,6 +128,8 @@ class BatchProgress:
     def part(self, part: Any, runs: int) -> None:
         """A session of ``runs`` runs begins."""
         self._runs, self._begun, self._start = runs, 0, self._clock()
+        if not self.pace.done_seconds:
+            self.pace.begin()
 
     def run(self, part: Any, item: Any) -> Callable[[int, int, int], None]:
         """A run begins: what hears of its calls."""
