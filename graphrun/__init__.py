@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from graphrun.planner.solution import Solution
     from graphrun.repeat.items import Item
     from graphrun.repeat.many import Batch, Sink
+    from graphrun.repeat.session import Session
     from graphrun.repeat.watch import Watcher
     from graphrun.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "Session",
     "BrokenPlan",
     "GraphError",
     "GraphrunError",
@@ -321,3 +323,12 @@ def _hardware(given: str | Hardware | None, cache: Path | None) -> Hardware:
     if given is None:
         return profiles.found(cache) or devices.hardware(devices.DEFAULT)
     return profiles.hardware(given, cache) if isinstance(given, str) else given
+
+
+def __getattr__(name: str) -> Any:
+    """``Session``, imported when it is asked for: it needs torch."""
+    if name == "Session":
+        from graphrun.repeat.session import Session
+
+        return Session
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
