@@ -148,7 +148,8 @@ def survey(
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
-    FLOPs and seconds, each with its basis. Arguments as for `estimate`.
+    FLOPs and seconds, each with its basis: what earlier runs measured, as ``cache`` knows it, before what was traced. Arguments as
+    for `estimate`.
     """
 
     hardware = _hardware(hardware, cache)
@@ -158,18 +159,20 @@ def survey(
     from graphrun.estimator.store import Store
     from graphrun.estimator.survey import survey as look
 
-    return look(graph, dry_run(graph, values, Store(cache) if cache is not None else None), hardware, values)
+    store = Store(cache) if cache is not None else None
+    return look(graph, dry_run(graph, values, store), hardware, values, store)
 
 
-def plan(problem: Problem, *, cache: Path | None = None) -> Solution:
+def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
     """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would.
 
-    ``cache`` is a folder where plans are kept; one found there is checked before it counts.
+    ``cache`` is a folder where plans are kept; one found there is checked before it counts. ``solved`` is called with the seconds
+    that solving took, where it was solved.
     """
     from graphrun.estimator.cache import solution_for
     from graphrun.estimator.store import Store
 
-    return solution_for(problem, Store(cache) if cache is not None else None)
+    return solution_for(problem, Store(cache) if cache is not None else None, solved)
 
 
 def run(
@@ -180,6 +183,7 @@ def run(
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
+    tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
     given: Mapping[str, Any] | None = None,
     reuse: What = "encoded",
@@ -191,11 +195,14 @@ def run(
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
     for the next `estimate` with it, and so are outputs of stages, for `kept`: those that ``reuse`` names (``encoded``, ``all``,
     ``none``). ``given``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not
-    do. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a rule; OutOfMemory,
-    TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
+    do. Where the device has less memory than planned, or a stage takes more, the rest is planned again and the run goes on;
+    ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
+    rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named; TransferFailed or BrokenPlan
+    when reality differs otherwise. The device is back at its baseline then.
     """
-    from graphrun.executor.executor import execute, refuse_unfit
+    from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
+    from graphrun.executor.recover import execute
 
     problem = solution.problem
     graph = graph.until(problem.until) if problem.until else graph
@@ -208,7 +215,7 @@ def run(
 
         way, keeper = way_of(problem, solution.plan), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
         stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
-    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, **stages)
+    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, tell=tell, **stages)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store

@@ -27,6 +27,7 @@ from graphrun.report import planfile
 from graphrun.units import show_seconds, show_size
 
 if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
     from graphrun.repeat.course import Course, Part
     from graphrun.repeat.items import Item
     from graphrun.repeat.many import Batch
@@ -96,6 +97,22 @@ def reused(reuse: str) -> Any:
     if reuse not in ("encoded", "all", "none"):
         raise InputError(f"--reuse {reuse!r} is not known; it is encoded, all or none")
     return reuse
+
+
+def kept_for(
+    graph: Graph, inputs: Mapping[str, Any], place: Any, cache: Path | None, reuse: str, random: bool, allow: Sequence[str]
+) -> dict[str, Any]:
+    """Outputs of stages that earlier runs kept for these inputs. ``random``: those of random weights."""
+    if reused(reuse) == "none" or cache is None:
+        return {}
+    graph = graph.without_sources() if random else graph
+    return graphrun.kept(graph, inputs, hardware=place, cache=cache, what=reused(reuse), allow=allow)
+
+
+def kind_of(graph: Graph, given: Sequence[str]) -> str:
+    """The ``--reuse`` that finds outputs of the stages ``given``."""
+    encoded = all(graph.stage(name).op == "encode_prompt" for name in given)
+    return "none" if not given else "encoded" if encoded else "all"
 
 
 def run_order(order: Order, asked: Asked) -> None:

@@ -11,9 +11,8 @@ import json
 import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -143,10 +142,11 @@ def _run_once(
             made.inputs,
             random_weights=random_weights,
             progress=stop.watched(progress),
+            tell=_say,
             cache=_cache(asked.no_cache),
             given=made.given,
             reuse=batches.reused(reuse),
-            note=functools.partial(typer.echo, err=True),
+            note=_say,
         )
     summary = _summary(made, trace)
     if plan_file is not None:
@@ -268,6 +268,8 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False, reuse: str = "no
 
     ``reuse``: which outputs of stages, where they are kept from earlier runs, are not planned.
     """
+    from graphrun import batches
+
     inputs, cache = asked.inputs, _cache(asked.no_cache)
     if path.suffix == ".json":
         asked.refuse_for_plan(path)
@@ -280,24 +282,21 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False, reuse: str = "no
     place = _hardware(asked.hardware, asked.device, to_run, cache)
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    given = _given(graph, inputs, place, cache, reuse, random_weights, asked.allow or ())
-    problem = graphrun.estimate(graph, vram=asked.vram, hardware=place, inputs=inputs, cache=cache, given=given, **asked.demands)
-    start = time.perf_counter()
-    with _stdout_kept_clean():
-        solution = graphrun.plan(problem, cache=cache)
-    return Planned(graph, path, solution, inputs, time.perf_counter() - start, given)
+    given = batches.kept_for(graph, inputs, place, cache, reuse, random_weights, asked.allow or ())
+
+    def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
+        demands = {**asked.demands, "allow": allow}
+        return graphrun.estimate(graph, vram=asked.vram or "", hardware=place, inputs=inputs, cache=cache, given=given, **demands)
+
+    problem, took = estimate(inputs, asked.demands["allow"]), list[float]()
+    with _stdout_kept_clean(), _more_repairs(functools.partial(_remedies, graph, inputs, asked, estimate)):
+        solution = graphrun.plan(problem, cache=cache, solved=took.append)
+    return Planned(graph, path, solution, inputs, took[0] if took else None, given)
 
 
-def _given(
-    graph: Any, inputs: dict[str, str], place: Any, cache: Path | None, reuse: str, random_weights: bool, allow: Sequence[str]
-) -> dict[str, Any]:
-    """Outputs of stages that earlier runs kept for these inputs."""
-    from graphrun.batches import reused
-
-    if reused(reuse) == "none" or cache is None:
-        return {}
-    graph = graph.without_sources() if random_weights else graph
-    return graphrun.kept(graph, inputs, hardware=place, cache=cache, what=reused(reuse), allow=allow)
+def _say(line: str) -> None:
+    """What a user should know while a run goes on."""
+    typer.echo(line, err=True)
 
 
 def _cache(off: bool) -> Path | None:
@@ -325,6 +324,8 @@ def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | 
 
 
 def _read_plan(path: Path, inputs: dict[str, str], cache: Path | None, to_run: bool, random_weights: bool) -> Planned:
+    from graphrun import batches
+
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
     source = planfile.graph_path(path, saved)
@@ -333,9 +334,9 @@ def _read_plan(path: Path, inputs: dict[str, str], cache: Path | None, to_run: b
     if to_run:
         values = graphrun.planned_inputs(problem, graph, inputs)
         cut = graph.until(problem.until) if problem.until else graph
-        encoded = all(cut.stage(name).op == "encode_prompt" for name in problem.given)
-        kind = "none" if not problem.given else "encoded" if encoded else "all"
-        given = _given(cut, values, problem.hardware, cache, kind, random_weights, problem.allow)
+        given = batches.kept_for(
+            cut, values, problem.hardware, cache, batches.kind_of(cut, problem.given), random_weights, problem.allow
+        )
     return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"), given)
 
 
@@ -367,6 +368,26 @@ def _plan_screen(made: Planned) -> str:
 
 def _show(summary: dict[str, Any], as_json: bool, screen: str) -> None:
     typer.echo(json.dumps(summary, indent=1) if as_json else screen)
+
+
+def _remedies(graph: Any, inputs: Mapping[str, Any], asked: Asked, estimate: Any) -> tuple[Any, ...]:
+    from graphrun.remedies import remedies
+
+    typer.echo("nothing fits; looking for what would help", err=True)
+    return remedies(graph, inputs, asked.demands["allow"], estimate)
+
+
+@contextlib.contextmanager
+def _more_repairs(found: Callable[[], tuple[Any, ...]]) -> Iterator[None]:
+    """An infeasible budget leaves with what other dry runs say would help, too."""
+    try:
+        yield
+    except GraphrunError as error:
+        repairs = getattr(error, "repairs", None)
+        if repairs is not None:
+            ranked = sorted((*repairs, *found()), key=lambda repair: (repair.changes_output, repair.seconds))
+            error.repairs = tuple(ranked)  # type: ignore[attr-defined]
+        raise
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GraphrunError(Exception):
     """Base of all errors that graphrun raises on purpose; ``exit_code`` is what the command line returns."""
@@ -38,6 +40,7 @@ class OutOfMemory(BrokenPlan):
     slot = -1
     peak_bytes = 0
     available_bytes = 0
+    partial: Any = None  # the trace of what was finished before
 
 
 class TransferFailed(BrokenPlan):

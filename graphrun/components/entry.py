@@ -36,7 +36,8 @@ class Boundary:
 
     ``around(component, entry, proceed, args, kwargs)`` returns the entry's result; ``proceed(*args, **kwargs)`` runs the
     component's own code. In place of ``around``: ``on_enter(component, entry)`` before that code and ``on_exit`` after it returned.
-    ``device`` may be changed while the boundary stands.
+    ``device`` may be changed while the boundary stands. ``dtypes``: what ``module.dtype`` answers from outside, where the
+    component computes in another one.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class Boundary:
         on_exit: Callable[[str, str], None] | None = None,
         *,
         around: Around | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
         self._around = around or functools.partial(_enter_and_exit, on_enter, on_exit)
+        self._dtypes = dict(dtypes or {})
         self._inside = False
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
@@ -65,7 +68,7 @@ class Boundary:
             module, kind = self._classes.pop()
             module.__class__ = kind
 
-    def _bounded(self, name: str, kind: type[nn.Module]) -> type[nn.Module]:
+    def _bounded(self, name: str, kind: type[Any]) -> type[nn.Module]:
         members: dict[str, Any] = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
@@ -74,6 +77,8 @@ class Boundary:
             "to": self._moved(name),
             "_apply": functools.partialmethod(_refuse_change, name),
         }
+        if name in self._dtypes:
+            members["dtype"] = property(lambda module: self._dtypes[name] if not self._inside else kind.dtype.fget(module))
         for entry in ENTRY_POINTS:
             if callable(method := getattr(kind, entry, None)):
                 members[entry] = self._wrapped(name, entry, method)

@@ -4,6 +4,7 @@ Decides what int8 and nf4 mean for a module. Must not know devices other than th
 
     nf4     weight -> data [n/2 1] uint8 | absmax, fp32 per 64 elements | code, 16 values        computes in the component's dtype
     int8    weight -> CB [out in] int8   | SCB, fp32 per output feature                          outliers (6 and above) in 16 bits
+    fp8     weight -> float8_e4m3fn, without a scale                                             cast back in every call
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-QUANTIZED = ("int8", "nf4")
+QUANTIZED = ("int8", "nf4", "fp8")
 BLOCK = 64  # elements to a maximum: bitsandbytes' own default
 THRESHOLD = 6.0  # LLM.int8's, of activations (Dettmers et al. 2022, section 3.2), as transformers and diffusers take it
 
@@ -43,7 +44,7 @@ def quantizable_layers(module: nn.Module, own: torch.dtype) -> dict[str, nn.Line
 
 
 def convert(module: nn.Module, precision: str, own: torch.dtype) -> tuple[str, ...]:
-    """Replaces `quantizable_layers` by layers of ``precision`` whose tensors are on meta, with the shapes that they will have.
+    """Replaces `quantizable_layers` by layers of ``precision`` whose weights are on meta, with the shapes that they will have.
 
     Returns the names of the weights. Where the module is on the CPU, biases stay as they are.
     """
@@ -85,7 +86,10 @@ def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
 
     outputs, inputs, bias = layer.out_features, layer.in_features, layer.bias
     made: Any
-    if precision == "nf4":
+    if precision == "fp8":
+        made = _Fp8Linear(inputs, outputs, bias is not None, device="meta", dtype=torch.float8_e4m3fn)
+        weight: Any = made.weight
+    elif precision == "nf4":
         count = outputs * inputs
         made = layers.Linear4bit(inputs, outputs, bias is not None, own, False, "nf4", device="meta")
         made.support_avx512bf16_for_cpu = False
@@ -98,7 +102,7 @@ def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
             dtype=own,
         )
         data = torch.empty(-(-count // 2), 1, dtype=torch.uint8, device="meta")
-        weight: Any = nn.Parameter(data, requires_grad=False)
+        weight = nn.Parameter(data, requires_grad=False)
         weight.quant_state, weight.bnb_quantized, made.quant_state = state, True, state
     else:
         made = layers.Linear8bitLt(inputs, outputs, bias is not None, has_fp16_weights=False, threshold=THRESHOLD, device="meta")
@@ -109,6 +113,16 @@ def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
     made._parameters["bias"] = bias
     quiet: nn.Linear = made.requires_grad_(False).eval()
     return quiet
+
+
+class _Fp8Linear(nn.Linear):
+    """A linear layer whose weight is stored in 8 bits and cast for each call, as diffusers' layerwise casting does for a layer."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+
+    def reset_parameters(self) -> None:
+        """Its values come later."""
 
 
 def _last_of_transformers(module: nn.Module) -> set[str]:

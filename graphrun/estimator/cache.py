@@ -3,7 +3,7 @@
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
     problem    dry run + hardware + budgets                                            no torch is imported to read it
     plan       the problem's digest + graphrun's own source                            nor scipy
-    measured   device, versions, graph, settings (`estimator.feedback`)                put into a problem when it is read
+    measured   device, versions, component, shapes (`estimator.feedback`)              put into a problem when it is read
 
 Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +26,10 @@ from pydantic import TypeAdapter
 
 from graphrun.components.weights import config_file, file_stamps, local_folder
 from graphrun.errors import PlanError
-from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.events import Call, Facts, Held, Mark, Probed, Tape
 from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import Limits, problem_of, ways_of
+from graphrun.estimator.shapes import keep_shapes
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
@@ -53,13 +55,17 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
 def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     chosen = ways_of(graph, limits.allow)
 
-    def made() -> Problem:
+    def made() -> tuple[Problem, Probed]:
         ways = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
-        return problem_of(graph, dry_run(graph, inputs, store), hardware, limits, inputs, ways)
+        plain = dry_run(graph, inputs, store)
+        return problem_of(graph, plain, hardware, limits, inputs, ways), plain
 
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
-        return made()
+        problem, probed = made()
+        if store is not None:
+            keep_shapes(graph, probed, problem, store)
+        return problem
     sources = sorted(name for name, component in graph.components.items() if component.source is not None)
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
     key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
@@ -68,8 +74,9 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
             return TypeAdapter(Problem).validate_python(found)
         except UNREADABLE:
             pass
-    problem = made()
+    problem, probed = made()
     store.put("problem", key, problem.to_json())
+    keep_shapes(graph, probed, problem, store)
     return problem
 
 
@@ -90,8 +97,11 @@ def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, option
     return probed
 
 
-def solution_for(problem: Problem, store: Store | None) -> Solution:
-    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible."""
+def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
+    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible.
+
+    ``solved`` is told the seconds that solving took, and nothing where the plan was kept.
+    """
     key = digest_of([problem.digest, own_source()])
     found = store.get("plan", key) if store is not None else None
     if found is not None:
@@ -103,9 +113,12 @@ def solution_for(problem: Problem, store: Store | None) -> Solution:
             pass
     from graphrun.planner.solve import solve  # imports scipy
 
+    start = time.perf_counter()
     solution = solve(problem)
+    if solved is not None:
+        solved(time.perf_counter() - start)
     if store is not None:
-        proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap]
+        proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
         store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
     return solution
 
@@ -211,6 +224,11 @@ def _imports_set_aside() -> Iterator[Callable[[], None]]:
             gc.unfreeze()
 
 
+def _held(data: Mapping[str, Any]) -> Held:
+    sizes = {name: tuple(data[name]) for name in ("block_bytes", "widened_bytes")}
+    return Held(**sizes, scratch_bytes=data["scratch_bytes"], transient_bytes=data["transient_bytes"])
+
+
 def to_json(probed: Probed) -> dict[str, Any]:
     """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered on the tape."""
     calls: dict[int, Call] = {id(item.call): item.call for item in probed.tape.items if isinstance(item, Mark) and item.call}
@@ -248,6 +266,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             found["parameters"],
             tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"]),
             tuple(found["block_bytes"]),
+            {precision: _held(of) for precision, of in found["held"].items()},
         )
         for name, found in data["facts"].items()
     }

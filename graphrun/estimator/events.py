@@ -74,12 +74,25 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A component in one precision. Per class: bytes of its largest block, and of the weights that a block widens to the dtype it
+    computes in, in each call. ``scratch_bytes``: activation beyond the traced one; ``transient_bytes``: RAM while it is made."""
+
+    block_bytes: tuple[int, ...]
+    widened_bytes: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """What a component's structure says: its parameters, its classes of blocks, and per class the bytes of its largest block."""
+    """What a component's structure says: its parameters, its classes of blocks, and per class the bytes of its largest block, as
+    traced. ``held``: the same for the precisions that the graph lists, the traced one left out."""
 
     parameters: int
     classes: tuple[BlockClass, ...]
     block_bytes: tuple[int, ...]
+    held: Mapping[str, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

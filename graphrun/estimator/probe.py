@@ -11,6 +11,7 @@ import copy
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +24,21 @@ from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.precisions import held_in
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import classify, unit_paths
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Component, Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
-    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name). Raises what the pipeline's
-    own code raises for them, and GraphError where a component's files are on this machine and are broken or another model's."""
+    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name).
+
+    Raises what the pipeline's own code raises for them, and GraphError where a component's files are on this machine and are broken
+    or another model's.
+    """
     ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
     for name, component in graph.components.items():
         holding(component, ghosts[name])
@@ -49,7 +54,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
             prober.tape.items.append(Mark("stage", stage))
 
         run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts, options=options)
-    return Probed(prober.tape, prober.facts(), ghosts)
+    return Probed(prober.tape, prober.facts(graph), ghosts)
 
 
 class _Prober:
@@ -74,15 +79,23 @@ class _Prober:
         self.tape.items.append(Mark("enter", component, call))
         return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
 
-    def facts(self) -> dict[str, Facts]:
+    def facts(self, graph: Graph) -> dict[str, Facts]:
         """The facts of every component, with the classes of its blocks in the order in which they were entered."""
         found = {}
         for name, module in self.ghosts.items():
-            touched = [call.touched for call, _ in self._known.values() if call.component == name]
-            classes = classify(module, self.once(name), touched)
+            calls = [call for call, _ in self._known.values() if call.component == name]
+            classes = classify(module, self.once(name), [call.touched for call in calls])
+            component = graph.components[name]
+            own = getattr(torch, component.dtype)
+
+            def other(dtype: str, component: Component = component) -> nn.Module:
+                return ghost(replace(component, dtype=dtype), graph.allow)
+
+            listed = [precision for precision in component.precision if precision != component.dtype]
+            held = {precision: held_in(precision, module, own, classes, calls, other) for precision in listed}
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-            found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
+            found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes, held)
         return found
 
     def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:

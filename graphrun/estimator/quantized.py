@@ -12,11 +12,10 @@ A bias stays as it is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from graphrun.components.quantize import quantizable_layers
 from graphrun.units import round_up
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "nf4")
@@ -51,7 +50,7 @@ def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = Fal
     """
     own: torch.dtype = getattr(torch, dtype)
     step = 512 if allocated else 1
-    layers = {id(layer.weight): layer for layer in quantizable(module, own)}
+    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
     sizes = dict.fromkeys(PRECISIONS, 0)
     for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
         for precision in PRECISIONS:
@@ -65,17 +64,3 @@ def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = Fal
                 tensors = (tensor.numel() * wanted.itemsize,)
             sizes[precision] += sum(round_up(nbytes, step) for nbytes in tensors)
     return sizes
-
-
-def quantizable(module: nn.Module, own: torch.dtype) -> list[Any]:
-    """The linear layers of ``module`` that int8 and nf4 replace: those of its dtype whose weight no other module shares."""
-    users: dict[int, int] = {}
-    for child in module.modules():
-        for parameter in child._parameters.values():
-            if parameter is not None:
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
-    return [
-        child
-        for child in module.modules()
-        if isinstance(child, nn.Linear) and child.weight.dtype == own and users[id(child.weight)] == 1
-    ]

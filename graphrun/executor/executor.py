@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.executor.device import Device
 from graphrun.executor.failure import settled
@@ -29,39 +27,15 @@ from graphrun.executor.running import Progress, Running, Work
 from graphrun.graph.graph import Graph
 from graphrun.ops import Stages
 from graphrun.planner.check import check
-from graphrun.planner.plan import Plan
+from graphrun.planner.plan import Free, Plan
 from graphrun.planner.problem import Problem
 from graphrun.planner.settle import settle
+from graphrun.planner.simulate import simulate
 from graphrun.trace import Trace
 from graphrun.units import show_size
 
 
-def execute(
-    problem: Problem,
-    plan: Plan,
-    graph: Graph,
-    inputs: Mapping[str, Any],
-    device: Device,
-    modules: Mapping[str, nn.Module] | None = None,
-    progress: Progress | None = None,
-    *,
-    host: Host | None = None,
-    **more: Any,
-) -> Trace:
-    """Runs ``graph`` on resolved ``inputs`` by ``plan`` and returns what was measured, with the graph's outputs on the host.
-
-    ``modules``: components built before. ``host``: homes of an earlier run, in place of ``modules``; without it they are made for
-    this run and dropped with it. ``more`` arguments are those of `Stages`. Raises PlanError before anything is loaded when the
-    plan is not to be run; OutOfMemory or TransferFailed when the device refuses, BrokenPlan when reality leaves the plan. After
-    any error the device is back at its baseline and the next run starts as if there had been none.
-    """
-    refuse_unfit(problem, plan, graph)
-    if host is None:
-        host = Host.of_graph(graph, settle(problem, plan), device, modules)
-    return follow(problem, plan, host, device, stages_of(plan, graph, inputs, device, host, **more), progress)
-
-
-def stages_of(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
+def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
     """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``; ``more`` as for `Stages`."""
     return Stages(
         graph,
@@ -101,9 +75,10 @@ class Session:
 
     def __init__(self, problem: Problem, plan: Plan, host: Host, device: Device) -> None:
         _refuse_plan(problem, plan)
-        self._problem, self._plan = settle(problem, plan), plan
+        self._unsettled, self._problem, self._plan = problem, settle(problem, plan), plan
         self._slowdowns = slowdowns(problem, plan)
         host.refuse_other(self._problem)
+        _refuse_free(plan, host)
         self._host, self._device = host, device
         self._begun = False
         self._baseline_bytes = device.allocated_bytes
@@ -122,7 +97,10 @@ class Session:
             self._baseline_bytes = self._device.allocated_bytes
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
-        run = Running(self._problem, replace(self._plan, slots=slots), self._device, self._host, self._slowdowns, progress)
+        simulation = simulate(self._unsettled, self._plan)
+        peaks = [slot.peak_bytes for slot in (simulation.again if self._begun else simulation.slots)]
+        plan = replace(self._plan, slots=slots)
+        run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
         self._begun = True
         try:
             trace = run.perform(work, kept=bool(self._plan.again))
@@ -138,6 +116,7 @@ class Session:
                 failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
             if isinstance(failure, OutOfMemory):
                 failure.slot, failure.peak_bytes, failure.available_bytes = run.seen
+                failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
             if failure is error:
                 raise
             raise failure from None
@@ -175,6 +154,12 @@ def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
     names = dict(plan.variants)
     chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
     return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+
+
+def _refuse_free(plan: Plan, host: Host) -> None:
+    for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Free)):
+        if name in host.residencies and host.residencies[name].given:
+            raise PlanError(f"the plan frees {name}, which was handed in and stays its owner's: leave it out of modules=")
 
 
 def _used(problem: Problem) -> set[str]:

@@ -27,7 +27,7 @@ def leftovers(device: Device, modules: Mapping[str, nn.Module]) -> str:
 def _named(device: Device, modules: Mapping[str, nn.Module]) -> list[tuple[str, int]]:
     """(holder, bytes) for each storage on the device, largest first: a component's attribute, a global name, a local of a frame."""
     places, kind = _places(modules), device.torch_device.type
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.device.type == kind]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.device.type == kind]
     found: dict[int, tuple[str, int]] = {}
     for number in range(len(tensors)):
         key, nbytes = device.storage_of(tensors[number])

@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
+from graphrun.components.quantize import QUANTIZED
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
 from graphrun.executor.homes import Blocks
@@ -40,6 +42,7 @@ class Host:
         self.residencies: dict[str, Residency] = {}
         self.parts: dict[str, Any] = {}
         self.ghosts: dict[str, nn.Module] = {}
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # the graph's dtype and the plan's, where they differ
         self._spool = spool or Spool()
         self._variants: dict[str, Variant] = {}
         self._shape = _shape(problem)
@@ -70,8 +73,11 @@ class Host:
             if numbers.name in given:
                 host._add(given[numbers.name], numbers, device, None)
             elif numbers.name in used:
-                module, writer = draft(graph.component(numbers.name), graph, numbers.variants[0].precision)
+                component, precision = graph.component(numbers.name), numbers.variants[0].precision
+                module, writer = draft(component, graph, precision)
                 host._add(module, numbers, device, writer)
+                if precision not in (component.dtype, *QUANTIZED):
+                    host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
             else:
                 continue
             host.prepare()
@@ -110,4 +116,6 @@ class Host:
 
 
 def _shape(problem: Problem) -> tuple[Any, ...]:
-    return problem.graph_digest, tuple((c.name, c.classes, c.variants) for c in problem.components)
+    """What must be equal: what settling a problem makes of a variant's compute does not count."""
+    held = {c.name: replace(c.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="") for c in problem.components}
+    return problem.graph_digest, tuple((c.name, c.classes, held[c.name]) for c in problem.components)

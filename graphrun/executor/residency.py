@@ -107,6 +107,20 @@ class Residency:
         """What its blocks on the device take there."""
         return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in self._blocks.values() if block.buffer is not None)
 
+    def held_bytes(self) -> int:
+        """What the module's tensors take on the device now, every storage once: also what quantized layers hang on themselves."""
+        kind, sizes = self._device.torch_device.type, dict[int, int]()
+        for child in self.module.modules():
+            state = child.__dict__.get("state")
+            statistics = getattr(child._parameters.get("weight"), "quant_state", None)
+            more = [getattr(holder, "__dict__", {}) for holder in (state, statistics)]
+            held: list[dict[str, Any]] = [child._parameters, child._buffers, *more]
+            for tensor in (tensor for inner in held for tensor in inner.values()):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == kind:
+                    key, nbytes = self._device.storage_of(tensor)
+                    sizes[key] = nbytes
+        return sum(sizes.values())
+
     def nbytes(self, path: str) -> int:
         """Bytes of block ``path``, alignment included."""
         return self._blocks[path].nbytes

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphrun.components.entry import Boundary
+from graphrun.components.quantize import QUANTIZED
 from graphrun.components.trees import walk
-from graphrun.errors import BrokenPlan
+from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.executor.device import Device, Mark
 from graphrun.executor.holders import leftovers
 from graphrun.executor.host import Host
@@ -36,7 +37,8 @@ Work = Callable[[], dict[str, Any]]
 
 
 class Running:
-    """One execution of ``plan``'s slots on the settled ``problem``; ``slowdowns``: of the components that compute on the host.
+    """One execution of ``plan``'s slots on the settled ``problem``; ``slowdowns``: of the components that compute on the host;
+    ``peaks``: planned bytes of each slot.
 
     Holds no tensor itself, so that an error's frames in it may live.
     """
@@ -48,12 +50,16 @@ class Running:
         device: Device,
         host: Host,
         slowdowns: Mapping[str, float],
+        peaks: Sequence[int],
         progress: Progress | None,
     ) -> None:
         self._problem, self._plan = problem, plan
         self._device, self._host, self._slowdowns, self._progress = device, host, slowdowns, progress
+        self._peaks = peaks
         self._turns = Turns(problem, plan)
         self._values = Values(None)
+        self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
+        self._measured: set[str] = set()
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._recorder: Recorder | None = None
@@ -74,7 +80,8 @@ class Running:
             try:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
-                with Boundary(self._host.modules, device.torch_device, around=self._around) as self._boundary:
+                outside = {name: own for name, (own, _) in self._host.casts.items()}
+                with Boundary(self._host.modules, device.torch_device, around=self._around, dtypes=outside) as self._boundary:
                     outputs = self._work(work)
                 for index in self._turns.finish():
                     self._turn_to(index)
@@ -106,12 +113,17 @@ class Running:
         self._values = Values(work)
         work.before_stage = self._begin
         try:
+            work.enter()
             return work.run()
         finally:
             work.before_stage = None
 
     def _begin(self, stage: str) -> None:
-        """A stage begins: values that it takes come back before its op sees them."""
+        """A stage begins: what is left of the plan must still fit, and values that it takes come back before its op sees them."""
+        after = self._open.index + 1 if self._open is not None else 0
+        available, needed = self._device.available_bytes, max(self._peaks[after:], default=0)
+        if available < needed:
+            raise OutOfMemory(f"before {stage}, {show_size(available)} are left of the {show_size(needed)} that the plan needs")
         for index in self._turns.begin(stage):
             self._turn_to(index)
 
@@ -122,9 +134,16 @@ class Running:
         assert self._recorder is not None
         begun: Mark = self._open.enter(component)
         self._tell(self._open.calls)
+        if component in self._host.casts:
+            proceed = _cast(proceed, *self._host.casts[component])
         on_host = component in self._slowdowns
         result = self._on_host(component, proceed, args, kwargs) if on_host else proceed(*args, **kwargs)
-        self._recorder.note("run", component, entry, 0, (begun, self._device.mark("compute")))
+        ended = self._device.mark("compute")
+        self._recorder.note("run", component, entry, 0, (begun, ended))
+        if self._variants[component].precision in QUANTIZED and component not in self._measured:
+            self._measured.add(component)  # 8-bit layers have been seen to grow in their first call
+            size = self._host.residencies[component].held_bytes()
+            self._recorder.note("size", component, "after its first call", size, (ended, ended))
         return result
 
     def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,6 +160,13 @@ class Running:
         finally:
             self._boundary.device = here
         return walk(result, lambda tensor: tensor.to(here))
+
+    def finished(self, todo: Sequence[str]) -> Trace:
+        """What was measured of the stages that are not ``todo``."""
+        stages = {phase.name: phase.stage for phase in self._problem.phases}
+        kept = tuple(slot for slot in self._slots if stages.get(slot.phase) not in (None, *todo))
+        events = tuple(e for e in self._recorder.events if e.slot < len(kept)) if self._recorder is not None else ()
+        return Trace(self._plan.digest, self._device.name, kept, events, self._baseline_bytes, 0)
 
     def _turn_to(self, index: int) -> None:
         """Closes the slot that is open and opens slot number ``index``."""
@@ -188,3 +214,13 @@ class Running:
                 found = leftovers(self._device, self._host.modules)
                 holders = f"on the device after the run: {found}" if tier.name == "device" else f"in {tier.name} on the host"
                 raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {holders}")
+
+
+def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Proceed:
+    """``proceed`` of a component that computes in dtype ``inside`` where its pipeline hands it, and wants, ``outside``."""
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = (walk(given, lambda t: t.to(inside) if t.dtype == outside else t) for given in (args, kwargs))
+        return walk(proceed(*args, **kwargs), lambda t: t.to(outside) if t.dtype == inside else t)
+
+    return cast

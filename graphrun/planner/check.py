@@ -253,8 +253,7 @@ class _Slot:
             if demanded & {"keep", "whole"} and name in used and component.variants[0].device == "cpu":
                 rule = "keep" if "keep" in demanded else "whole"
                 yield self.broken(rule, -1, f"{name} computes on the CPU, which the directive {rule} forbids")
-            may = component.variants[0].streamable and component.variants[0].movable
-            stay = {key for key in held if may and component.classes[key[0]].streamable}
+            stay = {key for key in held if component.classes[key[0]].streamable}
             if "exclude" in demanded and stay:
                 yield self.broken("exclude", -1, f"on the device, though excluded: {_show(component, stay)}")
             early = (self.present[name] if self.slot.part == "load" else set()) if name in used else held

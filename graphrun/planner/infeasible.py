@@ -1,24 +1,53 @@
-"""Why nothing fits, and the least that would."""
+"""Why nothing fits: the phases that cannot, with their terms, the binding resource, the least budgets, and repairs that work."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphrun.errors import GraphrunError
+from graphrun.planner.least import (
+    ample,
+    chosen_from,
+    least_device,
+    only,
+    smallest_budget,
+    smallest_disk,
+    smallest_pinned,
+    smallest_ram,
+)
 from graphrun.planner.needs import Need, least_needs, used_components
-from graphrun.planner.problem import PhaseNumbers, Problem
-from graphrun.planner.variants import simple
+from graphrun.planner.problem import Problem
+from graphrun.planner.repairs import Repair, repairs_of
+from graphrun.planner.variants import simple, taken
 from graphrun.units import show_size
+
+__all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A budget: its name, what there is, and the least that works (equal where it is enough)."""
+
+    name: str
+    have_bytes: int
+    least_bytes: int
+
+    @property
+    def short(self) -> bool:
+        """Whether it is not enough."""
+        return self.least_bytes > self.have_bytes
 
 
 class Infeasible(GraphrunError):
-    """No plan exists. ``needs``: the phases that cannot fit (empty where only RAM is short). ``smallest_budget_bytes`` and
-    ``smallest_ram_bytes`` are exact: with them a plan exists, with a byte less none does. ``repairs`` each suffice alone for what
-    they name."""
+    """No plan exists. ``needs``: the phases that cannot fit (empty where VRAM is not short); ``binding``: the resource that is.
+
+    The smallest budgets are exact: with one of them, the others as they are, a plan exists, and with a byte less none does; where
+    several are short, each is the least with the others ample. ``repairs`` each suffice alone, best first.
+    """
 
     exit_code = 3
 
-    def __init__(self, problem: Problem, needs: tuple[Need, ...]) -> None:
+    def __init__(self, problem: Problem, needs: tuple[Need, ...], tiers: tuple[Tier, ...], repairs: tuple[Repair, ...]) -> None:
         self.graph = problem.graph
         self.hardware = problem.hardware.name
         self.problem = problem
@@ -27,11 +56,12 @@ class Infeasible(GraphrunError):
         self.capacity_bytes = problem.hardware.capacity_bytes
         self.ram_bytes = problem.ram_bytes
         self.needs = needs
-        self.binding = "VRAM" if needs else "RAM"
-        self.smallest_budget_bytes = smallest_budget(problem)
-        self.smallest_ram_bytes = smallest_ram(problem)
-        self.host_bytes = tuple((c.name, c.variants[0].host_bytes) for c in used_components(problem))
-        self.repairs = _repairs(problem, needs)
+        self.tiers = tiers
+        self.binding = _binding(problem, needs, tiers)
+        least = {tier.name: tier.least_bytes for tier in tiers}
+        self.smallest_budget_bytes, self.smallest_ram_bytes = least["VRAM"], least["RAM"]
+        self.host_bytes = tuple((c.name, min(v.host_bytes for v in c.variants)) for c in used_components(problem))
+        self.repairs = repairs
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -41,63 +71,57 @@ class Infeasible(GraphrunError):
             f" + {show_size(need.values_bytes)} values > {show_size(need.available_bytes)}"
             for need in self.needs
         ]
-        if self.smallest_ram_bytes > self.ram_bytes:
-            lines.append(f"the host's copies take {show_size(self.smallest_ram_bytes)} > {show_size(self.ram_bytes)} of RAM")
-        return "nothing fits: " + "; ".join(lines) + ". Do one of: " + "; ".join(self.repairs)
+        for tier in self.tiers:
+            if tier.short and (tier.name != "VRAM" or not self.needs):
+                lines.append(f"it takes {show_size(tier.least_bytes)} > {show_size(tier.have_bytes)} of {tier.name}")
+        if not lines:
+            lines.append(f"{self.binding} leaves no variant to choose")
+        return "nothing fits: " + "; ".join(lines) + ". Do one of: " + "; ".join(map(str, self.repairs))
+
+
+def _binding(problem: Problem, needs: tuple[Need, ...], tiers: tuple[Tier, ...]) -> str:
+    if not chosen_from(problem):
+        return "what is allowed"
+    if needs:
+        return "VRAM"
+    short = [tier for tier in tiers if tier.short]
+    return min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name if short else "VRAM"
+
+
+def refusal(problem: Problem) -> Infeasible:
+    """The explanation for ``problem``, which has no plan."""
+    needs = tuple(need for need in _least_needs(problem) if need.short_bytes > 0)
+    whole = problem.hardware.capacity_bytes
+    tiers = [
+        Tier("VRAM", min(problem.budget_bytes, whole), smallest_budget(problem)),
+        Tier("RAM", problem.ram_bytes, smallest_ram(problem)),
+    ]
+    if problem.pinned_bytes is not None:
+        tiers.append(Tier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
+    if problem.disk_bytes is not None:
+        tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
+    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs))
 
 
 def require_feasible(problem: Problem) -> None:
-    """Raises Infeasible unless a plan exists."""
-    if not simple(problem):
-        return
-    needs = tuple(need for need in least_needs(problem) if need.short_bytes > 0)
-    if needs or smallest_ram(problem) > problem.ram_bytes:
-        raise Infeasible(problem, needs)
+    """Raises Infeasible where that can be said without solving."""
+    if not chosen_from(problem):
+        raise refusal(problem)
+    if simple(problem):
+        short = any(need.short_bytes > 0 for need in least_needs(only(problem)))
+        if short or (problem.runs == 1 and smallest_ram(problem) > problem.ram_bytes):
+            raise refusal(problem)
 
 
-def smallest_budget(problem: Problem) -> int:
-    """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity."""
-    return problem.overhead_bytes + max((need.total_bytes for need in least_needs(problem)), default=0)
-
-
-def smallest_ram(problem: Problem) -> int:
-    """Host bytes of all components that some phase uses: every home is filled before the run starts."""
-    return sum(component.variants[0].host_bytes for component in used_components(problem))
-
-
-def _repairs(problem: Problem, needs: tuple[Need, ...]) -> tuple[str, ...]:
-    """What would help, each checked: after it, `least_needs` (or the sum of host bytes) fits."""
-    repairs = []
-    if needs:
-        smallest = smallest_budget(problem)
-        capacity = problem.hardware.capacity_bytes
-        if smallest <= capacity:
-            repairs.append(
-                f"raise the VRAM budget from {show_size(problem.budget_bytes)} to {smallest} bytes ({show_size(smallest)})"
-            )
-        else:
-            repairs.append(
-                f"use a device with {smallest} bytes ({show_size(smallest)}) or more: this one has {show_size(capacity)}"
-            )
-        limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
-        if all(limit > 0 for limit in limits.values()):
-            parts = [f"{need.phase} from {show_size(need.activation_bytes)} to {show_size(limits[need.phase])}" for need in needs]
-            smaller = tuple(_limit(phase, limits.get(phase.name)) for phase in problem.phases)
-            if all(need.short_bytes <= 0 for need in least_needs(replace(problem, phases=smaller))):
-                repairs.append(f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling")
-        if (rest := problem.reserve_bytes - max(need.short_bytes for need in needs)) >= 0:
-            repairs.append(f"lower the reserve from {show_size(problem.reserve_bytes)} to {rest} bytes ({show_size(rest)})")
-        for directive in problem.directives:
-            others = tuple(other for other in problem.directives if other != directive)
-            if all(need.short_bytes <= 0 for need in least_needs(replace(problem, directives=others))):
-                repairs.append(f"do without the directive {directive.placement} {directive.component}")
-    ram = smallest_ram(problem)
-    if ram > problem.ram_bytes:
-        repairs.append(f"raise the RAM budget from {show_size(problem.ram_bytes)} to {ram} bytes ({show_size(ram)})")
-    return tuple(repairs)
-
-
-def _limit(phase: PhaseNumbers, activation: int | None) -> PhaseNumbers:
-    if activation is None:
-        return phase
-    return replace(phase, first_bytes=min(phase.first_bytes, activation), rest_bytes=min(phase.rest_bytes, activation))
+def _least_needs(problem: Problem) -> tuple[Need, ...]:
+    """What each phase takes at least, with the variants and in the order that take least on the device, whatever the host has."""
+    if not chosen_from(problem):
+        return ()
+    if simple(problem):
+        return least_needs(only(problem))
+    found = least_device(ample(problem))
+    if found is None:
+        return ()
+    _, program, _ = found
+    of = replace(program.problem, budget_bytes=problem.budget_bytes, hardware=problem.hardware)
+    return least_needs(taken(of, tuple(way.variant for way in program.ways)))

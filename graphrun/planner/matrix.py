@@ -43,12 +43,12 @@ class Matrix:
     """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought.
 
     ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that
-    nothing is loaded earlier than it helps. ``tier``: the most that is taken of the tier to be weighed.
+    nothing is loaded earlier than it helps. ``peak`` alone; ``tier``: the most, in bytes, that is taken of the tier to be weighed.
     """
 
     def __init__(self, program: Program, factors: Sequence[float], spare: Spare | None = None, weigh: Tier | None = None) -> None:
         self.program, problem = program, program.problem
-        self.spare, self.weigh = spare or Spare(), weigh
+        self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
         self.model = Model()
@@ -81,10 +81,13 @@ class Matrix:
                 for column, value in terms.items():
                     moved[column] = moved.get(column, 0.0) + size * value
                 always += size * constant
+        for gap, column in zip(program.gaps, self._spills, strict=True):
+            moved[column] = program.intervals[gap.back].weight * gap.nbytes / self.bytes_unit
         self._returns()
         self.seconds: Sum = (seconds, 0.0)
         self.moved: Sum = (moved, always)
         self.memory: Sum = ({**occupied, peak: 1.0 + occupied.get(peak, 0.0)}, 0.0)
+        self.peak: Sum = ({peak: 1.0}, 0.0)
         self.tier: Sum = self._hosts()
 
     def _binds(self, tier: Tier) -> bool:
@@ -160,7 +163,7 @@ class Matrix:
     def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
         """Whether directives let blocks of cell ``j`` be present when interval ``t`` starts, and be loaded in it."""
         cell, interval = self.program.cells[j], self.program.intervals[t]
-        if "exclude" in cell.demanded and cell.streamable:
+        if cell.excluded:
             return False, False
         if "drop" in cell.demanded:
             name = self.program.problem.components[cell.component].name
@@ -276,7 +279,8 @@ class Matrix:
             ("pinned", problem.pinned_bytes, self._pinned),
         ]
         for tier, limit, binds in tiers:
-            unit = max(1, limit if limit is not None else most_host_bytes(self.program, tier == "pinned")) / MEMORY_SCALE
+            most_bytes = most_host_bytes(self.program, tier == "pinned")
+            unit = max(1, most_bytes if limit is None or self.weigh == tier else limit) / MEMORY_SCALE
             most = self.model.column(0.0, np.inf) if self.weigh == tier else None
             for t in range(len(self.program.intervals)) if binds else ():
                 nbytes, constant = self._host(t, tier)
@@ -291,7 +295,7 @@ class Matrix:
         stored = plus(*((float(way.of.stored_bytes), y) for way, y in ways if way.used))
         if self.weigh == "disk":
             return stored
-        if problem.disk_bytes is not None and stored[0]:
+        if problem.disk_bytes is not None:
             unit = max(1.0, float(problem.disk_bytes)) / MEMORY_SCALE
             terms = {column: value / unit for column, value in stored[0].items()}
             self.model.row(terms, -np.inf, (problem.disk_bytes - stored[1]) / unit)
@@ -325,12 +329,12 @@ class Matrix:
         return [n for n, way in enumerate(self.program.ways) if way.component == component]
 
 
-def freed(program: Program, choice: Choice) -> Choice:
+def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:
     """``choice`` with every home freed when nothing needs it any more, where RAM would not hold them all to the end."""
     problem, host = program.problem, program.host_bytes(choice)
     limits = (problem.ram_bytes, problem.pinned_bytes)
     fits = all(limit is None or taken <= limit for slot in host for taken, limit in zip(slot, limits, strict=True))
-    if fits or program.session:
+    if (fits and not always) or program.session:
         return choice
     after = [need + 1 for need in program.last_need(choice)]
     end = len(program.intervals)

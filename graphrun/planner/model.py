@@ -16,7 +16,9 @@ from scipy.sparse import coo_array
 Terms = Mapping[int, float]  # column -> coefficient
 Sum = tuple[Terms, float]  # terms and a constant
 
-NODE_LIMIT = 20_000  # a bound by nodes, not by seconds: plans must not depend on how fast the machine is
+# A bound by nodes, not by seconds: plans must not depend on how fast the machine is. Nodes times columns take about equally long.
+NODES_TIMES_COLUMNS = 8_000_000
+FEWEST_NODES = 200
 GAP = 1e-6
 
 
@@ -46,6 +48,11 @@ class Model:
         """``lower <= terms <= upper``."""
         self._rows.append((terms, lower, upper))
 
+    @property
+    def size(self) -> int:
+        """The number of columns."""
+        return len(self._columns)
+
     def minimise(
         self, goal: Sum, limits: Sequence[tuple[Sum, float]] = (), *, whole: bool = True, gap: float = GAP
     ) -> Found | None:
@@ -70,7 +77,7 @@ class Model:
             integrality=integer if whole else np.zeros_like(integer),
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), lows, highs),
-            options={"mip_rel_gap": gap, "node_limit": NODE_LIMIT},
+            options={"mip_rel_gap": gap, "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)},
         )
         if result.x is None:
             return None

@@ -49,6 +49,12 @@ def used_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
     return tuple(component for component in problem.components if component.name in names)
 
 
+def needed_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
+    """Components of which some phase runs a block; the home of any other is not needed, and freed before the first slot."""
+    names = {use.component for phase in problem.phases for use in phase.uses if any(use.class_calls) or problem.runs > 1}
+    return tuple(component for component in problem.components if component.name in names)
+
+
 def streamable_classes(component: ComponentNumbers, number: int = 0) -> tuple[bool, ...]:
     """Which classes may be streamed in variant ``number``. What cannot be moved cannot be streamed either."""
     variant = component.variants[number]

@@ -65,6 +65,7 @@ class Cell:
     streamable: bool
     movable: bool
     demanded: frozenset[Placement] = frozenset()
+    excluded: bool = False  # by a directive: blocks that another variant could stream, if not this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,11 @@ class Program:
         return sum(i.weight * seconds for i, seconds in zip(self.intervals, self.slot_seconds(choice, factors), strict=True))
 
     def moved_bytes(self, choice: Choice) -> int:
-        """Bytes copied to the device, streamed ones each time, in all runs."""
-        return sum(
+        """Bytes copied to the device in all runs: blocks, streamed ones each time, and values that come back."""
+        restored = sum(
+            int(self.intervals[g.back].weight) * g.nbytes for g, out in zip(self.gaps, choice.spills, strict=False) if out
+        )
+        return restored + sum(
             int(interval.weight) * cell.block_bytes * self.moved(t, j, choice.present[t][j], choice.loaded[t][j])
             for t, interval in enumerate(self.intervals)
             for j, cell in enumerate(self.cells)
@@ -209,7 +213,7 @@ class Program:
             for way, fill, free in zip(self.ways, choice.fills, choice.frees, strict=True):
                 if not way.used:
                     continue
-                if (way.fill_seconds is None or fill <= t) and not 0 <= free <= t:
+                if (way.fill_seconds is None or 0 <= fill <= t) and not 0 <= free <= t:
                     ram, locked = ram + way.of.host_bytes, locked + way.of.locked_bytes
                 ram += way.of.transient_bytes if fill == t else 0
             ram += sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=True) if out and g.out <= t <= g.back)
@@ -271,11 +275,7 @@ def usable(problem: Problem, number: int) -> tuple[int, ...]:
 
 
 def _obeys(variant: Variant, demanded: frozenset[Placement]) -> bool:
-    if variant.device == "cpu":
-        return variant.home != "disk" and not demanded & {"keep", "whole"}
-    if "exclude" in demanded and not (variant.streamable and variant.movable):
-        return False
-    return variant.movable or "drop" not in demanded
+    return variant.device != "cpu" or (variant.home != "disk" and not demanded & {"keep", "whole"})
 
 
 def _cells(problem: Problem, number: int, way: Way) -> Iterator[Cell]:
@@ -294,6 +294,7 @@ def _cells(problem: Problem, number: int, way: Way) -> Iterator[Cell]:
             streamable=streamable,
             movable=variant.movable,
             demanded=problem.demanded(component.name),
+            excluded=component.classes[index].streamable and "exclude" in problem.demanded(component.name),
         )
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.matrix import Matrix, Spare
-from graphrun.planner.model import Found, Sum
+from graphrun.planner.model import GAP, Found, Sum
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
 
 ROUNDS = 3
+FURTHER = 256  # times as much is kept free when keeping a slot's excess did not help: HiGHS takes 8 bytes too many for 8 GiB
+LARGE = 3000  # columns: above, variants, order and options are those of the first fastest plan found, whatever others tie with it
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
 
@@ -30,34 +32,35 @@ class Answer:
     proven: bool
 
 
-def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = ()) -> Answer | None:
+def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: int = 3) -> Answer | None:
     """The best integers, with the bound in seconds; copy times of interval t are multiplied by ``factors[t]``. None: nothing fits.
 
+    ``goals``: how many of seconds, bytes moved and memory count.
     Sums are checked in integers: where rounding let a slot exceed a budget, that much is kept free, and the programs solved again.
     """
     programs = [programs] if isinstance(programs, Program) else programs
     spares = [Spare() for _ in programs]
-    for _ in range(ROUNDS):
+    for trial in range(ROUNDS):
         matrices = [
             Matrix(program, factors or (1.0,) * len(program.intervals), spare)
             for program, spare in zip(programs, spares, strict=True)
         ]
-        found = _least(matrices)
+        found = _least(matrices, _GOALS[:goals])
         if found is None:
             return None
         number, answer, bound, proven = found
         variants, choice = matrices[number].choice(answer.values)
-        program = programs[number].taking(variants)
+        program = matrices[number].program.taking(variants)
         excess = over(program, choice)
         if not excess:
             return Answer(number, program, choice, bound, proven)
-        spares[number] = _more(spares[number], excess)
+        spares[number] = _more(spares[number], excess, FURTHER**trial)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
 
 
-def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]]) -> Spare:
+def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:
     def added(kept: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-        return {t: kept.get(t, 0) + more.get(t, 0) for t in {*kept, *more}}
+        return {t: kept.get(t, 0) + times * more.get(t, 0) for t in {*kept, *more}}
 
     of = [added(getattr(spare, tier), excess.get(tier, {})) for tier in ("device", "ram", "pinned")]
     return Spare(*of)
@@ -72,26 +75,36 @@ _GOALS: tuple[Goal, ...] = (
 )
 
 
-def _least(matrices: Sequence[Matrix]) -> tuple[int, Found, float, bool] | None:
+def _least(matrices: list[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, float, bool] | None:
     """Seconds first, then bytes moved, then memory: each goal bounds the search for the next."""
     alive: dict[int, Found | None] = dict.fromkeys(range(len(matrices)))
     limits = list[tuple[Goal, float]]()
     bound, proven = 0.0, False
-    for goal in _GOALS:
-        finer, best, least = _pass(matrices, list(alive), goal, limits)
+    for goal in goals:
+        finer, best, least = passed(matrices, list(alive), goal, limits)
         if not finer:
             break
+        alive = dict(finer)
         if not limits:
             bound, proven = least, all(found.proven for found in finer.values())
-        alive = dict(finer)
+            if sum(matrices[n].model.size for n in alive) > LARGE:
+                number = min(alive)
+                matrices[number] = _settled(matrices[number], finer[number])
+                alive = {number: matrices[number].model.minimise(matrices[number].seconds)}
         limits.append((goal, best))
     number = min(alive, default=0)
     answer = alive.get(number)
     return (number, answer, bound, proven) if answer is not None else None
 
 
-def _pass(
-    matrices: Sequence[Matrix], alive: Sequence[int], goal: Goal, limits: Sequence[tuple[Goal, float]]
+def _settled(matrix: Matrix, found: Found) -> Matrix:
+    """``matrix`` with the variants of ``found`` alone: a large program is searched for ties among blocks only."""
+    variants, _ = matrix.choice(found.values)
+    return Matrix(matrix.program.taking(variants), matrix.factors, matrix.spare)
+
+
+def passed(
+    matrices: Sequence[Matrix], alive: Sequence[int], goal: Goal, limits: Sequence[tuple[Goal, float]] = (), *, gap: float = GAP
 ) -> tuple[dict[int, Found], float, float]:
     """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes."""
     rows = {n: [(of(matrices[n])[0], most / of(matrices[n])[1] * (1 + SLACK)) for of, most in limits] for n in alive}
@@ -105,7 +118,7 @@ def _pass(
             least = min(least, low)
             continue
         cutoff = [(of, best / unit * (1 + SLACK))] if found else []
-        answer = matrices[n].model.minimise(of, [*rows[n], *cutoff])
+        answer = matrices[n].model.minimise(of, [*rows[n], *cutoff], gap=gap)
         if answer is None:
             continue
         found[n] = answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
-from graphrun.planner.infeasible import require_feasible
+from graphrun.planner.infeasible import refusal, require_feasible
 from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Problem
@@ -34,7 +34,7 @@ def solve(problem: Problem) -> Solution:
     found, every = arrangements(problem)
     first = choose([program_of(of.problem, worthwhile(of.problem)) for of in found])
     if first is None:
-        raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
+        raise refusal(problem)
     chosen = found[first.number]
     program, choice, plan = _settled(problem, chosen, first)
     if broken := check(problem, plan):
@@ -58,9 +58,10 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
         if best is None or _rank(simulation) < _rank(best[0]):
             best = (simulation, choice, plan)
         promised = program.slot_seconds(choice, factors)
-        if trial == ROUNDS or simulation.seconds <= TOLERATED * sum(promised):
+        if trial == ROUNDS or simulation.total_seconds <= TOLERATED * program.seconds(choice, factors):
             break
-        late = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(simulation.slots, promised, strict=False))
+        slots = (*simulation.slots[: program.turn], *simulation.again)
+        late = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, promised, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, late, strict=True))
         answer = choose(program, factors)
         if answer is None:
@@ -71,4 +72,4 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
 
 
 def _rank(simulation: Simulation) -> tuple[float, int, int]:
-    return simulation.seconds, simulation.moved_bytes, simulation.peak_bytes
+    return simulation.total_seconds, simulation.total_moved_bytes, simulation.peak_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphrun.planner.homes import most_host_bytes
-from graphrun.planner.needs import streamable_classes
+from graphrun.planner.needs import streamable_classes, used_components
 from graphrun.planner.problem import ComponentNumbers, Problem, Variant
 from graphrun.planner.program import Choice, Program, program_of, usable
 
@@ -30,7 +30,7 @@ def worthwhile(problem: Problem) -> tuple[tuple[int, ...], ...]:
     binds.append(problem.disk_bytes is not None and sum(stored) > problem.disk_bytes)
     found = []
     for number, component in enumerate(problem.components):
-        left = list(usable(problem, number))
+        left = list(usable(problem, number)) if component in used_components(problem) else list(usable(problem, number)[:1])
         for index in reversed(left.copy()):
             if any(_dominates(component, other, index, binds) for other in left if other != index):
                 left.remove(index)

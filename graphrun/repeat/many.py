@@ -15,7 +15,7 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
-from graphrun.executor.executor import Session, execute, refuse_unfit, stages_of
+from graphrun.executor.executor import Session, refuse_unfit, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
 from graphrun.graph.graph import Graph, Reference
@@ -24,6 +24,7 @@ from graphrun.outputs.reuse import Reuse
 from graphrun.planner.given import shortened
 from graphrun.planner.problem import Problem
 from graphrun.planner.settle import settle
+from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution
 from graphrun.repeat.course import Course, Part, courses, part_of
 from graphrun.repeat.items import Item
@@ -179,26 +180,25 @@ class _Runner:
                 journal.forget(stage.name)
                 continue
             solution = self.means.solve(problem)
-            more = self._arguments(own, item, solution)
-            trace = execute(problem, solution.plan, own, item.inputs, self.device, self.means.modules, **more)
-            self.batch.traces.append(((stage.name,), item.number, trace))
-            self._finish(own, item, trace, (item,))
+            self._session(Part((stage.name,), own, solution, simulate(problem, solution.plan)), [[item]])
 
     def _part(self, part: Part, items: Sequence[Item]) -> None:
         """A session over those of ``items`` that differ; the others get what theirs made."""
-        todo = self._distinct(part.stages, items)
-        if not todo:
-            return
+        if todo := self._distinct(part.stages, items):
+            self._session(part, todo)
+
+    def _session(self, part: Part, todo: Sequence[Sequence[Item]]) -> None:
+        """A run for the first of each of ``todo``, whose outputs are those of all of them."""
         problem, plan = part.solution.problem, part.solution.plan
         refuse_unfit(problem, plan, part.graph)
         self.means.watcher.part(part, len(todo))
         host = Host.of_graph(part.graph, settle(problem, plan), self.device, self.means.modules)
         with Session(problem, plan, host, self.device) as session:
             for first, *others in todo:
-                if problem.runs == 1:
+                if problem.runs == 1:  # what stays is for the runs that were planned
                     session.close()
                 more = self._arguments(part.graph, first, part.solution)
-                stages = stages_of(plan, part.graph, first.inputs, self.device, host, **more)
+                stages = stages_for(plan, part.graph, first.inputs, self.device, host, **more)
                 trace = session.run(stages, self.means.watcher.run(part, first))
                 self.batch.traces.append((part.stages, first.number, trace))
                 self._finish(part.graph, first, trace, (first, *others))

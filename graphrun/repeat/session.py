@@ -22,7 +22,7 @@ import graphrun
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
 from graphrun.executor.executor import Session as Runs
-from graphrun.executor.executor import refuse_unfit, stages_of
+from graphrun.executor.executor import refuse_unfit, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
 from graphrun.graph.graph import Graph
@@ -36,8 +36,8 @@ RUNS = 100  # so many that the first, which loads, weighs little
 class Session:
     """Runs of ``graph`` within budgets, which are `graphrun.estimate`'s arguments. A context manager; else `close` it.
 
-    ``inputs``: those that sizes and times depend on (height, steps); a run may give texts and seeds. ``runs``: how many are expected;
-    the plan's first run, which fills and loads, counts once, the further ones as often. ``modules``, ``random_weights`` and
+    ``inputs``: those that sizes and times depend on (height, steps); a run may give texts and seeds. ``runs`` are expected:
+    the first, which fills and loads, counts once, the further ones all the others. ``modules``, ``random_weights`` and
     ``cache`` are as for `graphrun.run`. Raises what planning raises; weights are read when the first run begins.
     """
 
@@ -114,7 +114,7 @@ class Session:
             if self._host is None or self._runs is None:
                 self._host = Host.of_graph(self.graph, settle(problem, plan), self.device, self._modules)
                 self._runs = Runs(problem, plan, self._host, self.device)
-            return self._runs.run(stages_of(plan, self.graph, values, self.device, self._host), progress)
+            return self._runs.run(stages_for(plan, self.graph, values, self.device, self._host), progress)
 
 
 @functools.cache

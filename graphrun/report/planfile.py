@@ -98,11 +98,11 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
     """The solution as it was saved. Its proof is the file's word; its time and bytes come from `simulate` as always."""
-    seconds = simulate(problem, plan).seconds
-    bound = float(saved.get("bound_seconds", 0.0))
-    return Solution(
-        problem, plan, bool(saved.get("proven_optimal", False)), bound, seconds, max(0.0, seconds - bound) / max(seconds, 1e-12)
-    )
+    simulated = simulate(problem, plan)
+    bound = float(saved.get("bound_seconds") or 0.0)
+    objective = float(saved.get("objective_seconds") or simulated.total_seconds)
+    gap = max(0.0, objective - bound) / max(objective, 1e-12)
+    return Solution(problem, plan, bool(saved.get("proven_optimal")), bound, objective, gap, simulated.again_seconds)
 
 
 def write_json(path: Path, data: Any) -> None:

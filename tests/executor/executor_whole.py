@@ -15,7 +15,7 @@ from graphrun.components.build import build, build_part, resolve_class
 from graphrun.estimator.hardware import simulated
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
-from graphrun.executor.executor import execute
+from graphrun.executor.executor import follow, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
 from graphrun.graph.graph import Graph
@@ -53,7 +53,8 @@ class Whole:
         return self.within(smallest_budget(self.problem))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
-        return execute(problem, plan, self.graph, self.inputs, self.device, host=self.host)
+        stages = stages_for(plan, self.graph, self.inputs, self.device, self.host)
+        return follow(problem, plan, self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:
         """Bytes of the largest component and of what lives beside it when it runs: what a run without streaming needs."""

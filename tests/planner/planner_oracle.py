@@ -18,6 +18,7 @@ from graphrun.planner.problem import PhaseNumbers, Problem, Use, ValueNumbers, V
 SCALE = 16
 SECONDS, NEVER = 2**34, 2**61
 UNFILLED, HELD, FREED = range(3)
+Homes = tuple[int, ...]  # one of these for each component that is used
 
 
 def up(nbytes: int) -> int:
@@ -31,6 +32,7 @@ class Choice:
         self.problem, self.phases = problem, phases
         self.names = [component.name for component in problem.components]
         self.variants = dict(zip(self.names, variants, strict=True))
+        self.classes = {component.name: component.classes for component in problem.components}
         self.used = [name for name in self.names if any(use.component == name for phase in phases for use in phase.uses)]
         self.cells = [
             (c.name, k, len(of.blocks), of.streamable and v.streamable and v.movable)
@@ -121,9 +123,8 @@ class Choice:
         for passing, largest in rings.values():
             held += (np.minimum(2, passing) * largest + 511) // 512 * 512
         for name in self.names:
-            if self.variants[name].device == "cpu" and (use := self.use(number, name)):
-                classes = next(c.classes for c in self.problem.components if c.name == name)
-                for k, of in enumerate(classes[: len(use.seconds)]):
+            if self.variants[name].device == "cpu" and self.use(number, name):
+                for k, of in enumerate(self.classes[name]):
                     n, seconds = self.calls(t, name, k)
                     own += n * len(of.blocks) * seconds
         variants = [self.variants[use.component] for use in phase.uses]
@@ -140,14 +141,14 @@ class Choice:
 
     def obeys(self, t: int, j: int, n: int, here: np.ndarray, there: np.ndarray) -> np.ndarray:
         """Whether ``here`` blocks at a slot's start and ``there`` at its end are as directives demand."""
-        (name, k, nb, may), (number, part) = self.cells[j], self.slots[t]
+        (name, k, nb, _), (number, part) = self.cells[j], self.slots[t]
         demanded = {directive.placement for directive in self.problem.directives if directive.component == name}
         fine = np.ones(len(here), dtype=bool)
         if "keep" in demanded and any(self.calls(earlier, name, k)[0] for earlier in range(t)):
             fine &= here == nb
         if demanded & {"keep", "whole"} and n:
             fine &= there == nb
-        if "exclude" in demanded and may:
+        if "exclude" in demanded and self.classes[name][k].streamable:
             fine &= there == 0
         if "drop" in demanded:
             fine &= (there == 0) if self.use(number, name) is None else (here == 0) if part == "load" else fine
@@ -162,21 +163,17 @@ class Choice:
                 grid = np.flip(np.minimum.accumulate(np.flip(grid, lead + j), lead + j), lead + j)
         return grid.reshape(values.shape)
 
-    def homes(self, held: bool) -> list[tuple[int, ...]]:
-        """What may be of each used component's home in the beginning: one state each."""
-        return [tuple(HELD if held or self.early(name) else UNFILLED for name in self.used)]
-
     def early(self, name: str) -> bool:
         return self.variants[name].home == "disk" or not self.variants[name].fill_seconds
 
-    def steps(self, before: tuple[int, ...], first: bool) -> Iterator[tuple[int, ...]]:
+    def steps(self, before: Homes, first: bool) -> Iterator[Homes]:
         """What may become of the homes in one slot."""
         free = self.problem.runs == 1
         ways = {UNFILLED: (UNFILLED, HELD) if first else (UNFILLED,), HELD: (HELD, FREED) if free else (HELD,), FREED: (FREED,)}
         yield from product(*(ways[state] for state in before))
 
     def weigh(
-        self, t: int, effective: int, spilled: tuple[bool, ...], before: tuple[int, ...], after: tuple[int, ...]
+        self, t: int, effective: int, spilled: tuple[bool, ...], before: Homes, after: Homes
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Begins, ends and costs of slot ``t`` where homes go from ``before`` to ``after``; None: the host has no room."""
         number, part = self.slots[t]
@@ -191,7 +188,7 @@ class Choice:
                 pinned += variant.host_bytes if variant.home in ("pinned", "disk") else 0
             if (old, new) == (UNFILLED, HELD):
                 ram += variant.transient_bytes
-                counts = [len(of.blocks) for of in next(c.classes for c in self.problem.components if c.name == name)]
+                counts = [len(of.blocks) for of in self.classes[name]]
                 fill_seconds += sum(count * each for count, each in zip(counts, variant.fill_seconds, strict=True))
             if new != HELD and variant.device == "cpu" and part != "load" and self.use(number, name):
                 return None
@@ -218,14 +215,15 @@ class Choice:
         assert np.allclose(units / SCALE, seconds, rtol=0, atol=1e-9), "seconds that are no multiples"
         return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored
 
-    def run(self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, first: bool) -> np.ndarray:
-        """Least costs [starts, states] after a run that began with costs ``values`` [starts, states], blocks dropped behind it."""
-        now = {homes: values for homes in self.homes(held=not first)}
+    def run(self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, homes: Homes | None) -> dict[Homes, np.ndarray]:
+        """Least costs [starts, states] after a run that began with costs ``values`` [starts, states], blocks dropped behind it, by
+        what became of the homes. ``homes``: what they were in the beginning; None: it is the first run."""
+        now = {homes or tuple(HELD if self.early(name) else UNFILLED for name in self.used): values}
         for t in range(len(self.slots)):
-            following: dict[tuple[int, ...], np.ndarray] = {}
+            following: dict[Homes, np.ndarray] = {}
             for before, costs in now.items():
                 least = self.drop(costs)
-                for after in self.steps(before, first):
+                for after in self.steps(before, first=homes is None):
                     if (found := self.weigh(t, effective, spilled, before, after)) is None or not len(found[0]):
                         continue
                     begin, end, cost = found
@@ -234,25 +232,34 @@ class Choice:
                     reached[:, ends] = np.minimum.reduceat(np.minimum(least[:, begin] + cost, NEVER), where, axis=1)
                     following[after] = np.minimum(following.get(after, reached), reached)
             now = {homes: costs for homes, costs in following.items() if (costs < NEVER).any()}
-        return self.drop(np.minimum.reduce([*now.values(), np.full(values.shape, NEVER, dtype=np.int64)]))
+        return {homes: self.drop(costs) for homes, costs in now.items()}
+
+    def over_spills(self, effective: int, values: np.ndarray, homes: Homes | None) -> dict[Homes, np.ndarray]:
+        """`run` with every set of gaps spilled."""
+        best: dict[Homes, np.ndarray] = {}
+        for spilled in product((False, True), repeat=len(self.gaps)):
+            for after, costs in self.run(effective, spilled, values, homes).items():
+                best[after] = np.minimum(best.get(after, costs), costs)
+        return best
 
     def best(self, effective: int) -> int:
         """Least cost of the whole, NEVER where nothing fits."""
-        spills = list(product((False, True), repeat=len(self.gaps)))
         empty = np.full((1, self.states), NEVER, dtype=np.int64)
         empty[0, 0] = 0
-        cold = np.minimum.reduce([self.run(effective, spilled, empty, True) for spilled in spills])[0]
+        cold = {homes: costs[0] for homes, costs in self.over_spills(effective, empty, None).items()}
         if self.problem.runs == 1:
-            return int(cold.min())
+            return min((int(costs.min()) for costs in cold.values()), default=NEVER)
+        return min((self.session(effective, homes, costs) for homes, costs in cold.items()), default=NEVER)
+
+    def session(self, effective: int, homes: Homes, cold: np.ndarray) -> int:
+        """Least cost of a session whose first run costs ``cold`` [states] and leaves ``homes``."""
         starts = np.flatnonzero(cold < NEVER)
-        if not len(starts):
-            return NEVER
         begun = np.full((len(starts), self.states), NEVER, dtype=np.int64)
         begun[np.arange(len(starts)), starts] = 0
-        again = np.minimum.reduce([self.run(effective, spilled, begun, False) for spilled in spills])
+        again = self.over_spills(effective, begun, homes).get(homes, np.full(begun.shape, NEVER))
         loop = again[np.arange(len(starts)), starts]
-        total = np.where(loop < NEVER, cold[starts] + (self.problem.runs - 1) * np.minimum(loop, 2**50), NEVER)
-        return int(total.min())
+        fine = loop < NEVER
+        return int(min(cold[starts][fine] + (self.problem.runs - 1) * loop[fine], default=NEVER))
 
 
 class Oracle:

@@ -28,27 +28,25 @@ def random_problem(seed: int) -> Problem:
     """Up to three components of one or two classes of one or two blocks, up to four stages; cold or a session; feasible or not."""
     rng = random.Random(seed)
     components = tuple(_component(rng, name) for name in "abc"[: rng.choice((1, 2, 2, 3))])
-    stages = [f"s{i}" for i in range(rng.choice((1, 2, 2, 3, 3, 4)))]
+    stages = [f"s{i}" for i in range(rng.choice((1, 2, 2, 3, 3, 3, 4)))]
     phases = tuple(_phase(rng, stage, components) for stage in stages)
     if rng.random() < 0.15:
         split = rng.randrange(len(stages))
         extra = replace(_phase(rng, stages[split], components), index=1)
         phases = (*phases[: split + 1], extra, *phases[split + 1 :])
-    links = [pair for pair in combinations(stages, 2) if rng.random() < 0.35]
+    links = [pair for pair in combinations(stages, 2) if rng.random() < (0.6 if pair == (stages[0], stages[-1]) else 0.3)]
     values = tuple(_value(rng, number, stage, [b for a, b in links if a == stage], phases) for number, stage in enumerate(stages))
     free_order = rng.random() < 0.45 and len(links) + 1 >= len(stages) - 1
     options = tuple(
         _option(rng, phase) for phase in phases if rng.random() < 0.15 and phase.index == 0 and len(stages) == len(phases)
     )
     host = sum(max(variant.host_bytes for variant in c.variants) for c in components)
-    of = problem(
-        rng.choice((2000, 4000, 6000, 9000, 12000, 20000)),
-        components,
-        phases,
-        tuple(value for value in values if value is not None),
-        ram_bytes=rng.choice((2**40, 2**40, host + 600, host, host * 3 // 4, host * 2 // 3)),
-        on=_hardware(rng),
-    )
+    of = problem(2**20, components, phases, tuple(value for value in values if value is not None), on=_hardware(rng))
+    squeezed = rng.random() < 0.3  # no room for what only waits
+    most = int(_most(of, squeezed) * (rng.choice((1.0, 1.0, 1.2)) if squeezed else rng.choice((0.6, 0.8, 0.9, 1.0, 1.2, 1.5))))
+    budget = of.budget_bytes - of.effective_bytes + most
+    ram = rng.choice((2**40, 2**40, 2**40, host + 8000, host + 600, host * 3 // 4))
+    of = replace(of, budget_bytes=budget, ram_bytes=ram)
     return replace(
         of,
         pinned_bytes=rng.choice((None, None, host, host * 3 // 4)),
@@ -61,9 +59,25 @@ def random_problem(seed: int) -> Problem:
     )
 
 
+def _most(of: Problem, consumed_only: bool) -> int:
+    """Bytes of the largest phase when all that it uses is on the device; ``consumed_only``: of the values those it consumes."""
+    weights = {component.name: component.weight_bytes() for component in of.components}
+    return max(
+        sum(weights[use.component] for use in phase.uses)
+        + max(phase.first_bytes, phase.rest_bytes)
+        + phase.carry_bytes
+        + sum(
+            value.nbytes
+            for value in of.values
+            if value.first_phase <= number <= value.last_phase and (phase.stage in value.consumers or not consumed_only)
+        )
+        for number, phase in enumerate(of.phases)
+    )
+
+
 def _hardware(rng: random.Random) -> Hardware:
     on = hardware(context_bytes=rng.choice((0, 0, 512)), workspace_bytes=rng.choice((0, 0, 100)))
-    return replace(on, h2d_bytes_per_second=rng.choice((512.0, 2048.0)), d2h_bytes_per_second=rng.choice((256.0, 1024.0)))
+    return replace(on, h2d_bytes_per_second=rng.choice((512.0, 4096.0)), d2h_bytes_per_second=rng.choice((512.0, 4096.0)))
 
 
 def _component(rng: random.Random, name: str) -> ComponentNumbers:
@@ -139,7 +153,7 @@ def _value(
     stages = [phase.stage for phase in phases]
     last = max(n for n, stage in enumerate(stages) if stage in consumers)
     first = max(n for n, stage in enumerate(stages) if stage == producer) + 1
-    return ValueNumbers(f"v{number}", rng.choice((0, 256, 512, 2048, 4096)), producer, tuple(consumers), first, last)
+    return ValueNumbers(f"v{number}", rng.choice((0, 256, 512, 2048, 4096, 8192)), producer, tuple(consumers), first, last)
 
 
 def _option(rng: random.Random, phase: PhaseNumbers) -> StageOption:
