@@ -111,13 +111,8 @@ def estimate(
     limits = Limits(budget_bytes, ram_bytes, pinned_bytes, disk_bytes, runs, graph.allowed(allow))
     problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
     problem = replace(problem, until=until or "")
-    if not (handed := tuple(dict.fromkeys(name.partition(".")[0] for name in given))):
-        return problem
-
-    from graphrun.planner.given import without
-
-    left = graph.with_given(handed)
-    return without(problem, [stage.name for stage in left.stages], handed, left.digest)
+    handed = tuple(dict.fromkeys(name.partition(".")[0] for name in given))
+    return _handed_in(problem, graph, handed) if handed else problem
 
 
 def kept(
@@ -296,6 +291,13 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
         if str(values[name]) != text:
             raise PlanError(f"the plan is for {name}={text}, this run has {name}={values[name]}: plan again, or leave {name} out")
     return values
+
+
+def _handed_in(problem: Problem, graph: Graph, given: tuple[str, ...]) -> Problem:
+    from graphrun.planner.given import without
+
+    left = graph.with_given(given)
+    return without(problem, [stage.name for stage in left.stages], given, left.digest)
 
 
 def _reuse(

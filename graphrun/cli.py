@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -21,16 +21,13 @@ import typer
 
 import graphrun
 from graphrun.errors import GraphrunError, InputError
-from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Sets, shared
+from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Reuse, Sets, shared
 from graphrun.report import planfile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 GraphFile = Annotated[Path, typer.Argument(help="A graph (YAML), or a plan saved with -o (JSON).", show_default=False)]
 OnlyGraph = Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)]
-Reuse = Annotated[
-    str, typer.Option("--reuse", help="Outputs kept from earlier runs: encoded (of encode_prompt), all (latents too), none.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
