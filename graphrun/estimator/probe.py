@@ -158,9 +158,8 @@ class Prober:
             with _disable_current_modes():
                 handed = walk((args, kwargs), _blank_like if on_meta else torch.Tensor.cpu)
                 recorder.ignore(tensors_in(handed))
-                repeats, fused = (
-                    (Repeats(module, recorder), FusedAttention(recorder)) if on_meta else (nullcontext(), nullcontext())
-                )
+                repeats = Repeats(module, recorder) if on_meta else nullcontext()
+                fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with torch.no_grad(), repeats, fused, recorder:
                     out = proceed(*handed[0], **handed[1])
                 template = walk(out, lambda t: torch.empty_like(t, device=META))

@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
     On meta an index hits everything: ``item()`` of what is not `Known` answers True or 1, ``nonzero`` its largest shape.
-    ``mask.all()`` answers False: encoders leave a full mask out, and one that is not full takes memory. A copy to the host is zeros.
+    ``mask.all()`` answers False: encoders leave a full mask out, and one that is not full takes memory. A copy to the host: zeros.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = torch.device("meta")) -> None:

@@ -35,11 +35,18 @@ from graphrun.trace import Trace
 from graphrun.units import show_size
 
 
-def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host) -> Stages:
-    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``."""
-    options = dict(plan.options)
+def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
+    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``; ``more`` as for `Stages`."""
     return Stages(
-        graph, host.modules, device.torch_device, inputs, parts=host.parts, ghosts=host.ghosts, order=plan.order, options=options
+        graph,
+        host.modules,
+        device.torch_device,
+        inputs,
+        parts=host.parts,
+        ghosts=host.ghosts,
+        order=plan.order,
+        options=dict(plan.options),
+        **more,
     )
 
 

@@ -17,17 +17,19 @@ import torch
 
 from graphrun.errors import GraphError
 from graphrun.ops.pipeline import accepted, finished
+from graphrun.ops.steps import Journal, journaled
 
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline put together for its stage, and the device it computes on. While ``planning``, nobody
-    wants its pictures."""
+    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps states of loops. While
+    ``planning``, nobody wants its pictures."""
 
     stage: str
     pipeline: Any
     device: torch.device
     planning: bool = False
+    journal: Journal | None = None
 
 
 def encode_prompt(
@@ -99,15 +101,17 @@ def denoise(
     """``latents``: what the pipeline's `__call__` returns as latents after ``steps`` steps, packed as that pipeline packs them.
 
     The noise comes from a CPU generator seeded with ``seed``, so that it is the same on every device. The embeddings already hold
-    one row for each of ``num_images``.
+    one row for each of ``num_images``. The loop begins where the context's journal says, which hears of each step.
     """
+    generator = torch.Generator("cpu").manual_seed(seed)
     arguments = {
         **embeds,
         "num_inference_steps": steps,
-        "generator": torch.Generator("cpu").manual_seed(seed),
+        "generator": generator,
         "output_type": "latent",
         "return_dict": False,
         **settings,
+        **journaled(context.pipeline, context.stage, generator, context.journal),
     }
     return {"latents": _call(context.pipeline, arguments)}
 
