@@ -5,7 +5,7 @@ python benchmarks/peers.py --device cuda           the same at full size, with r
 python benchmarks/peers.py --models flux --tools graphrun,"diffusers model offload" --steps 2
 python benchmarks/peers_report.py results/peers-sim.json      tables (Markdown) and plots (SVG) from the results
 
-The peers that are not diffusers' own are installed beside graphrun, in an environment of one's own; one that is missing is reported:
+Peers that are not diffusers' own are installed beside graphrun, in an environment of one's own; one that is missing is reported:
 
     python -m venv peers && peers/bin/pip install -e . diffusers-mm mmgp
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import multiprocessing
 import os
@@ -45,7 +46,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 TIGHT = 0.6
 """The tight RAM budget, as a share of all weights."""
 
-REFERENCE = "diffusers resident"
+REFERENCES = ("diffusers resident", "diffusers model offload", "diffusers sequential offload")
+"""The first of these that finishes without a cap says what the output is; on sim that is always the first."""
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -72,7 +74,7 @@ class Bench:
         self.tools = [name for name in known if any(part == name or (part not in known and part in name) for part in wanted)]
         self.path = asked.out or HERE / "results" / f"peers-{asked.device}.json"
         self.results: dict[str, Any] = {"about": about(asked), "models": {}, "cells": []}
-        self._context = multiprocessing.get_context("fork" if asked.device == "sim" else "spawn")
+        self._context: Any = multiprocessing.get_context("fork" if asked.device == "sim" else "spawn")
 
     def cell(self, model: str, tool: str, kind: str = "run", **more: Any) -> dict[str, Any]:
         """One cell in a process of its own. A process that dies or hangs is a result too."""
@@ -99,29 +101,37 @@ class Bench:
         shown = {key: asked[key] for key in ("model", "tool", "kind", "cap_bytes", "ram_bytes")}
         if (outputs := found.pop("outputs", None)) and "outputs" in known:
             reference = known["outputs"] if kind == "run" else known.get("embeds")
-            found["equal"] = all(output == reference for output in outputs) if reference else None
+            found["equal"] = all(_same(output, reference, kind) for output in outputs) if reference else None
         return {**shown, **found, **({"raw": outputs} if not known else {}), "took_seconds": round(time.perf_counter() - start, 2)}
 
     def facts(self, model: str) -> dict[str, Any]:
-        """What the grid is made from: the resident run without a cap, its outputs, and graphrun's smallest budget."""
+        """What the grid is made from: a run without a cap, its outputs, and graphrun's smallest budget."""
         import graphrun
         from graphrun.planner.infeasible import smallest_budget
 
         of = subject(model, self.asked.device, self.asked.steps)
         if self.asked.device == "sim":
-            _ = of.modules  # forked cells share them
-        plain, embeds = self.cell(model, REFERENCE), self.cell(model, REFERENCE, "encode")
+            of.pipeline()  # forked cells share its modules, and the libraries that it imports
+            gc.freeze()  # nor need their collectors look at all that
+        plain: dict[str, Any] = {"status": "", "message": "", "runs": []}
+        for tool in REFERENCES:
+            if plain["status"] != "finished":
+                plain = self.cell(model, tool)
         if plain["status"] != "finished":
             return {"failed": plain["message"]}
+        embeds = self.cell(model, plain["tool"], "encode")
         hardware = "sim" if self.asked.device == "sim" else None
         ample = graphrun.estimate(of.graph, vram=1 << 50, ram=1 << 50, hardware=hardware, inputs=of.given, cache=Path(self.cache))
-        weights = sum(c.weight_bytes() for c in ample.components)
-        peak = max(run["peak_bytes"] for run in plain["runs"])
+        sizes = [c.weight_bytes() for c in ample.components]
+        resident = plain["tool"] == REFERENCES[0]
+        peak = _peak(plain)
+        activation = max(0, peak - (plain["runs"][0]["left_bytes"] if resident else max(sizes)))
         return {
             "graph": graph_file(model, self.asked.device).stem,
-            "weight_bytes": weights,
-            "resident_peak_bytes": peak,
-            "activation_bytes": max(0, peak - plain["runs"][0]["left_bytes"]),
+            "reference": plain["tool"],
+            "weight_bytes": sum(sizes),
+            "resident_peak_bytes": peak if resident else sum(sizes) + activation,
+            "activation_bytes": activation,
             "graphrun_smallest_bytes": smallest_budget(ample) - ample.hardware.context_bytes,
             "outputs": plain["raw"][0],
             "embeds": embeds["raw"][0],
@@ -137,18 +147,16 @@ class Bench:
         self.results["models"][name] = facts
         if "failed" in facts:
             return
-        uncapped = self.many([(name, tool, "run", {}) for tool in self.tools])
-        steady = {c["tool"]: c for c in uncapped if not (TOOLS[c["tool"]].adapts if c["tool"] in TOOLS else True)}
-        peaks = [max(r["peak_bytes"] for r in c["runs"]) for c in steady.values() if c["status"] == "finished"]
-        facts["caps"] = caps = self.caps(facts, peaks)
-        runnable = [c["tool"] for c in uncapped if c["status"] not in ("unavailable", "failed")]
-        self.many([(name, tool, "run", {"cap_bytes": cap}) for cap in caps for tool in runnable])
-        self.many([(name, tool, "encode", {}) for tool in runnable])
-        if GRAPHRUN in self.tools:
-            ram = int(TIGHT * facts["weight_bytes"])
-            facts["tight_ram_bytes"] = ram
-            tight = [tool for tool in runnable if "disk" in tool or tool == GRAPHRUN]
-            self.many([(name, tool, "run", {"cap_bytes": cap, "ram_bytes": ram}) for cap in (caps[-3], caps[-1]) for tool in tight])
+        tools = [tool for tool in self.tools if tool == GRAPHRUN or not TOOLS[tool].for_ram]
+        uncapped = self.many([(name, tool, "run", {}) for tool in tools])
+        facts["caps"] = caps = self.caps(facts, [_peak(c) for c in uncapped if c["status"] == "finished"])
+        runnable = [c for c in uncapped if c["status"] not in ("unavailable", "failed")]
+        self.many([(name, c["tool"], "run", {"cap_bytes": cap}) for c in runnable for cap in self.caps_of(c, caps)])
+        self.many([(name, c["tool"], "encode", {}) for c in runnable])
+        facts["tight_ram_bytes"] = ram = int(TIGHT * facts["weight_bytes"])
+        tight = [tool for tool in self.tools if tool == GRAPHRUN or TOOLS[tool].for_ram]
+        at = [caps[len(caps) // 2], caps[-1]]
+        self.many([(name, tool, "run", {"cap_bytes": cap, "ram_bytes": ram}) for cap in at for tool in tight])
 
     def caps(self, facts: dict[str, Any], peaks: list[int]) -> list[int]:
         """From the least that any tool needs to what everything resident needs, in multiples of 512 bytes."""
@@ -159,6 +167,17 @@ class Bench:
         low, high = facts["graphrun_smallest_bytes"], facts["resident_peak_bytes"]
         found = {low + int(share * (high - low)) // 512 * 512 for share in SHARES} | {high, *sorted(peaks)[:1]}
         return sorted(found)
+
+    def caps_of(self, uncapped: dict[str, Any], caps: list[int]) -> list[int]:
+        """Those of ``caps`` at which a tool has to be run: all, but for one that does not look at the cap the two around its peak.
+
+        Above its peak such a tool does the same as without a cap, below it it does not finish; the two show that this is so.
+        """
+        tool = uncapped["tool"]
+        if tool == GRAPHRUN or self.asked.device in TOOLS[tool].adapts or uncapped["status"] != "finished":
+            return caps
+        peak = _peak(uncapped)
+        return [cap for cap in caps if cap < peak][-1:] + [cap for cap in caps if cap >= peak][:1]
 
     def many(self, cells: list[tuple[str, str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
         """Results of ``cells``, in order; kept and written as they come."""
@@ -180,11 +199,22 @@ class Bench:
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
 
 
+def _same(output: list[str], reference: list[str], kind: str) -> bool:
+    """Bit for bit. Of the embeddings a graph keeps those that the pipeline's call takes back, so not all need be there."""
+    return output == reference if kind == "run" else bool(output) and set(output) <= set(reference)
+
+
+def _peak(cell: dict[str, Any]) -> int:
+    return max(int(run.get("reserved_peak_bytes", run["peak_bytes"])) for run in cell["runs"])
+
+
 def _line(cell: dict[str, Any]) -> str:
     cap = "no cap" if cell["cap_bytes"] is None else f"{cell['cap_bytes'] / 2**20:.2f} MiB"
     runs = "  ".join(f"{run['seconds']:.4f} s {run['peak_bytes'] / 2**20:.2f} MiB" for run in cell["runs"])
     equal = {True: "", False: "  OUTPUT DIFFERS", None: ""}[cell.get("equal")]
-    return f"{cell['model']:9} {cell['kind']:6} {cap:>12}  {cell['tool']:40} {cell['status']:11} {runs}{equal}  {cell['message'][:90]}"
+    return (
+        f"{cell['model']:9} {cell['kind']:6} {cap:>12}  {cell['tool']:40} {cell['status']:11} {runs}{equal}  {cell['message'][:80]}"
+    )
 
 
 def about(asked: argparse.Namespace) -> dict[str, Any]:

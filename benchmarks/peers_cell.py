@@ -132,12 +132,17 @@ def fingerprint(value: Any) -> list[str]:
     return [hashlib.sha256(array.tobytes()).hexdigest()[:16]]
 
 
-def host_bytes() -> dict[str, int]:
-    """Bytes of tensors in host memory now, and of those what is pinned. What stands for a simulated device's memory is not counted."""
+def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is pinned.
+
+    What stands for a simulated device's memory is not counted.
+    """
+    made = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    owned = [tensor for module in modules.values() for group in (module.parameters(), module.buffers()) for tensor in group]
     found: dict[int, tuple[int, bool]] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
-            storage: Any = thing.untyped_storage()
+    for tensor in (*made, *owned):
+        if tensor.device.type == "cpu":
+            storage: Any = tensor.untyped_storage()
             if getattr(storage, "graphrun_allocation", None) is None:
                 found[storage.data_ptr()] = (storage.nbytes(), getattr(storage, "peers_pinned", False))
     return {"held": sum(n for n, _ in found.values()), "pinned": sum(n for n, pinned in found.values() if pinned)}
@@ -148,6 +153,7 @@ class Books:
 
     def __init__(self, on: Instrument) -> None:
         self.on = on
+        self.modules: Mapping[str, Any] = {}
         self.runs: list[dict[str, Any]] = []
         self.host: dict[str, int] = {}
         self.outputs: list[list[str]] = []
@@ -168,7 +174,7 @@ class Books:
         if reserved is not None:
             entry["reserved_peak_bytes"] = reserved
         self.runs.append(entry)
-        held = host_bytes()
+        held = host_bytes(self.modules)
         self.host = {key: max(n, self.host.get(key, 0)) for key, n in held.items()}
 
 
@@ -235,7 +241,7 @@ def _context_bytes() -> int:
 
 
 def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What came of the cell ``asked``: model, tool, kind ("run" or "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes.
+    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes.
 
     ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs`` has one entry per complete run.
     """
@@ -249,6 +255,7 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with redirect_stdout(told), redirect_stderr(told):
             of = subject(asked["model"], asked["device"], asked["steps"])
+            books.modules = of.modules
             found |= work(books, of, asked, asked["kind"] == "encode")
     except Exception as error:  # noqa: BLE001 - what a tool raises is a result
         found["status"], found["message"] = _status(error), _first_lines(error)

@@ -1,7 +1,7 @@
 """The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same for graphrun and for its peers.
 
-    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap refused, copies and FLOPs charged to a
-           virtual clock with a compute and a copy timeline
+    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap refused, copies and FLOPs charged to
+           a virtual clock with a compute and a copy timeline
     cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a device that was waited for
 
 It knows neither tools nor models. What each cannot show is in benchmarks/README.md.
@@ -61,6 +61,7 @@ class Sim:
         of = simulated()
         self.machine = Machine(cap_bytes, of.h2d_bytes_per_second, of.d2h_bytes_per_second, of.flops_per_second)
         self.device = torch.device("sim:0")
+        self._highest_bytes = 0
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -68,16 +69,23 @@ class Sim:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            with self.machine, data_moves(), pinning():
+            with self.machine, data_moves(), pinning(), reading_files():
                 yield
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     def executor(self) -> Any:
-        """The machine behind the executor's protocol."""
+        """The machine behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
         from graphrun.executor.simulated import SimulatedDevice
 
-        return SimulatedDevice(self.machine)
+        noting = self
+
+        class Noted(SimulatedDevice):
+            def reset_peak(self) -> None:
+                noting._highest_bytes = noting.peak_bytes()
+                super().reset_peak()
+
+        return Noted(self.machine)
 
     def seconds(self) -> float:
         """The later of the two timelines."""
@@ -90,7 +98,7 @@ class Sim:
 
     def peak_bytes(self) -> int:
         """Since `reset_peak`."""
-        return self.machine.peak_bytes
+        return max(self._highest_bytes, self.machine.peak_bytes)
 
     def reserved_peak_bytes(self) -> int | None:
         """None: nothing is cached."""
@@ -98,6 +106,7 @@ class Sim:
 
     def reset_peak(self) -> None:
         """Starts again."""
+        self._highest_bytes = 0
         self.machine.reset_peak()
 
     def moved(self) -> dict[str, int]:
@@ -113,6 +122,7 @@ class Cuda:
     def __init__(self, cap_bytes: int | None) -> None:
         self.device = torch.device("cuda:0")
         self._cap_bytes = cap_bytes
+        self._highest = (0, 0)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -125,10 +135,18 @@ class Cuda:
             torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
     def executor(self) -> Any:
-        """The device behind the executor's protocol."""
+        """The device behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
+        from graphrun.estimator.hardware import found
         from graphrun.executor.cuda import CudaDevice
 
-        return CudaDevice()
+        noting, of = self, found()
+
+        class Noted(CudaDevice):
+            def reset_peak(self) -> None:
+                noting._highest = noting._peaks()
+                super().reset_peak()
+
+        return Noted(workspace_bytes=0 if of is None else of.workspace_bytes)
 
     def seconds(self) -> float:
         """Wall seconds, once the device has done what was issued."""
@@ -141,14 +159,19 @@ class Cuda:
 
     def peak_bytes(self) -> int:
         """Most allocated."""
-        return torch.cuda.max_memory_allocated(0)
+        return self._peaks()[0]
 
     def reserved_peak_bytes(self) -> int | None:
         """Most reserved: what the card had to hold, without the context."""
-        return torch.cuda.max_memory_reserved(0)
+        return self._peaks()[1]
+
+    def _peaks(self) -> tuple[int, int]:
+        allocated, reserved = self._highest
+        return max(allocated, torch.cuda.max_memory_allocated(0)), max(reserved, torch.cuda.max_memory_reserved(0))
 
     def reset_peak(self) -> None:
         """Starts again, with nothing cached."""
+        self._highest = (0, 0)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(0)
@@ -167,10 +190,10 @@ def data_moves() -> Iterator[None]:
     """
     from graphrun.sim.tensor import SimTensor
 
-    plain: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+    plain: Any = torch._C.TensorBase.data
     own: Any = SimTensor.__dict__["data"]
 
-    def read(tensor: torch.Tensor) -> torch.Tensor:
+    def read(tensor: torch.Tensor) -> Any:
         return own.__get__(tensor) if type(tensor) is SimTensor else plain.__get__(tensor)
 
     def write(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -180,7 +203,7 @@ def data_moves() -> Iterator[None]:
         twin = other.detach()
         if isinstance(tensor, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, twin)
+        torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
 
     moves = property(read, write)
     torch.Tensor.data, SimTensor.data = moves, moves  # type: ignore[assignment]
@@ -193,7 +216,7 @@ def data_moves() -> Iterator[None]:
 
 @contextmanager
 def pinning() -> Iterator[None]:
-    """``tensor.pin_memory()`` is a copy in host memory that says it is pinned: where no card is, PyTorch has nothing to pin with."""
+    """``tensor.pin_memory()`` is a copy in host memory that says it is pinned: without a card PyTorch has nothing to pin with."""
     pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -211,6 +234,26 @@ def pinning() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin, pinned  # type: ignore[method-assign]
+
+
+@contextmanager
+def reading_files() -> Iterator[None]:
+    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors has its own list of devices."""
+    import safetensors.torch
+
+    files: Any = safetensors.torch
+    plain = files.load_file
+
+    def load_file(path: Any, device: Any = "cpu", **more: Any) -> dict[str, torch.Tensor]:
+        if torch.device(device).type != "sim":
+            return dict(plain(path, device=device, **more))
+        return {name: tensor.to(device) for name, tensor in plain(path, device="cpu", **more).items()}
+
+    files.load_file = load_file
+    try:
+        yield
+    finally:
+        files.load_file = plain
 
 
 def instrument(name: str, cap_bytes: int | None) -> Instrument:

@@ -1,13 +1,14 @@
 """What people use today to run a pipeline on a card too small for it, each put on a pipeline the way its users do.
 
-A tool gets a pipeline whose weights are in host memory, a device, and what is known of the cell. Where a tool has a figure to tune, it
-gets one from the reference run (how much activations take), which its users would have to find by trial. No tool may quantize.
+A tool gets a pipeline whose weights are in host memory, a device, and what is known of the cell. Where a tool has a figure to tune,
+it gets one from the reference run (how much activations take), which its users would have to find by trial. No tool may quantize.
 
 It measures nothing, and knows neither graphs nor graphrun.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,12 +43,17 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """``put`` prepares a pipeline. ``packages``: whose versions count. ``adapts``: it behaves differently under another cap."""
+    """``put`` prepares a pipeline. ``packages``: whose versions count.
+
+    ``adapts``: devices on which it behaves differently under another cap. ``for_ram``: it is there for the sake of RAM, and is run
+    where RAM is tight.
+    """
 
     name: str
     packages: tuple[str, ...]
     put: Callable[[Any, Cell], None]
-    adapts: bool = False
+    adapts: tuple[str, ...] = ()
+    for_ram: bool = False
 
     def versions(self) -> dict[str, str]:
         """Of its packages; raises Unavailable where one is not installed."""
@@ -112,7 +118,7 @@ def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
     """One map per component, each allowed what those before have left of the cap without activations."""
 
     def put(pipeline: Any, cell: Cell) -> None:
-        from accelerate import dispatch_model, infer_auto_device_map
+        from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 
         left, host = cell.cap - cell.activation_bytes, UNLIMITED if cell.ram_bytes is None or not disk else cell.ram_bytes
         folder = tempfile.mkdtemp(prefix="peers-dispatch-") if disk else None
@@ -124,16 +130,18 @@ def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
             left -= sum(sizes[path] for path, place in places.items() if place == 0)
             host -= sum(sizes[path] for path, place in places.items() if place == "cpu")
             own = f"{folder}/{name}" if folder else None
-            dispatch_model(module, places, main_device=cell.device, offload_dir=own, force_hooks=True)
+            if set(places.values()) == {"cpu"}:  # a map of {"": "cpu"} fails in dispatch_model; this is the same
+                cpu_offload(module, cell.device, offload_buffers=True)
+            else:
+                keys = getattr(module, "_skip_keys", None)  # without them a video VAE's cache is copied, and its output wrong
+                dispatch_model(module, places, main_device=cell.device, offload_dir=own, skip_keys=keys, force_hooks=True)
 
     return put
 
 
 def _bytes_under(module: nn.Module, path: str) -> int:
-    part: Any = module
-    for key in filter(None, path.split(".")):
-        part = getattr(part, key)
-    tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+    part: Any = functools.reduce(getattr, filter(None, path.split(".")), module)  # type: ignore[arg-type]
+    tensors: list[torch.Tensor] = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
@@ -167,6 +175,7 @@ def _mmgp(pipeline: Any, cell: Cell) -> None:
 
 
 DIFFUSERS, ACCELERATE = ("diffusers", "accelerate"), ("accelerate",)
+BOTH = ("sim", "cuda")
 TOOLS: Mapping[str, Tool] = {
     tool.name: tool
     for tool in (
@@ -177,14 +186,19 @@ TOOLS: Mapping[str, Tool] = {
         Tool("diffusers group offload, leaf", DIFFUSERS, _group_offload("leaf_level")),
         Tool("diffusers group offload, block, stream", DIFFUSERS, _group_offload("block_level", stream=True)),
         Tool("diffusers group offload, leaf, stream", DIFFUSERS, _group_offload("leaf_level", stream=True)),
-        Tool("diffusers group offload, leaf, stream, disk", DIFFUSERS, _group_offload("leaf_level", stream=True, disk=True)),
-        Tool("diffusers ComponentsManager", DIFFUSERS, _auto_offload, adapts=True),
-        Tool("accelerate dispatch", ACCELERATE, _dispatch(), adapts=True),
-        Tool("accelerate dispatch, disk", ACCELERATE, _dispatch(disk=True), adapts=True),
-        Tool("diffusers-mm auto", ("diffusers-mm", "diffusers"), _managed("auto"), adapts=True),
-        Tool("diffusers-mm model_offload", ("diffusers-mm", "diffusers"), _managed("model_offload"), adapts=True),
-        Tool("diffusers-mm block_pin", ("diffusers-mm", "diffusers"), _managed("block_pin"), adapts=True),
-        Tool("mmgp", ("mmgp",), _mmgp, adapts=True),
+        Tool(
+            "diffusers group offload, leaf, stream, disk",
+            DIFFUSERS,
+            _group_offload("leaf_level", stream=True, disk=True),
+            for_ram=True,
+        ),
+        Tool("diffusers ComponentsManager", DIFFUSERS, _auto_offload, BOTH),
+        Tool("accelerate dispatch", ACCELERATE, _dispatch(), BOTH),
+        Tool("accelerate dispatch, disk", ACCELERATE, _dispatch(disk=True), BOTH, for_ram=True),
+        Tool("diffusers-mm auto", ("diffusers-mm", "diffusers"), _managed("auto"), ("cuda",)),
+        Tool("diffusers-mm model_offload", ("diffusers-mm", "diffusers"), _managed("model_offload")),
+        Tool("diffusers-mm block_pin", ("diffusers-mm", "diffusers"), _managed("block_pin"), BOTH),
+        Tool("mmgp", ("mmgp",), _mmgp, BOTH),
     )
 }
 GRAPHRUN = "graphrun"
