@@ -41,7 +41,8 @@ from peers_tools import GRAPHRUN, TOOLS  # noqa: E402
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "scipy")
 SHARES = (0.0, 0.25, 0.5, 0.75)
-"""Caps between graphrun's smallest and what everything resident needs; that and the tools' own smallest are added."""
+"""Caps between graphrun's smallest and what everything resident needs. That is added, and so are the least that any tool takes, and
+the middle between that and graphrun's smallest."""
 
 TIGHT = 0.6
 """The tight RAM budget, as a share of all weights."""
@@ -60,6 +61,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--caps", help="comma-separated sizes in place of the grid, such as 8G,16G")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; on cuda always one")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one cell")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that the results have, run the others")
     parser.add_argument("--out", type=Path, help="the results; default benchmarks/results/peers-<device>.json")
     return parser.parse_args(arguments)
 
@@ -74,14 +76,16 @@ class Bench:
         self.tools = [name for name in known if any(part == name or (part not in known and part in name) for part in wanted)]
         self.path = asked.out or HERE / "results" / f"peers-{asked.device}.json"
         self.results: dict[str, Any] = {"about": about(asked), "models": {}, "cells": []}
+        if asked.resume and self.path.exists():
+            before = json.loads(self.path.read_text())
+            self.results |= {"models": before["models"], "cells": before["cells"]}
         self._context: Any = multiprocessing.get_context("fork" if asked.device == "sim" else "spawn")
 
     def cell(self, model: str, tool: str, kind: str = "run", **more: Any) -> dict[str, Any]:
         """One cell in a process of its own. A process that dies or hangs is a result too."""
         known = self.results["models"].get(model, {})
-        asked = {"model": model, "tool": tool, "kind": kind, "device": self.asked.device, "steps": self.asked.steps}
-        asked |= {"cap_bytes": None, "ram_bytes": None, "activation_bytes": known.get("activation_bytes", 0), "cache": self.cache}
-        asked |= more
+        asked = _asked(model, tool, kind, more) | {"device": self.asked.device, "steps": self.asked.steps, "cache": self.cache}
+        asked["activation_bytes"] = known.get("activation_bytes", 0)
         receiver, sender = self._context.Pipe(duplex=False)
         start = time.perf_counter()
         worker = self._context.Process(target=process, args=(asked, sender))
@@ -110,16 +114,13 @@ class Bench:
         from graphrun.planner.infeasible import smallest_budget
 
         of = subject(model, self.asked.device, self.asked.steps)
-        if self.asked.device == "sim":
-            of.pipeline()  # forked cells share its modules, and the libraries that it imports
-            gc.freeze()  # nor need their collectors look at all that
         plain: dict[str, Any] = {"status": "", "message": "", "runs": []}
         for tool in REFERENCES:
             if plain["status"] != "finished":
                 plain = self.cell(model, tool)
         if plain["status"] != "finished":
             return {"failed": plain["message"]}
-        embeds = self.cell(model, plain["tool"], "encode")
+        embeds = plain if of.encodes_only else self.cell(model, plain["tool"], "encode")
         hardware = "sim" if self.asked.device == "sim" else None
         ample = graphrun.estimate(of.graph, vram=1 << 50, ram=1 << 50, hardware=hardware, inputs=of.given, cache=Path(self.cache))
         sizes = [c.weight_bytes() for c in ample.components]
@@ -143,7 +144,11 @@ class Bench:
         if not path.exists():
             self.results["models"][name] = {"failed": f"there is no {path.name}"}
             return
-        facts = self.facts(name)
+        if self.asked.device == "sim":
+            subject(name, self.asked.device, self.asked.steps).pipeline()  # forked cells share its modules and what it imports
+            gc.freeze()  # nor need their collectors look at all that
+        known = self.results["models"].get(name, {})
+        facts = known if "outputs" in known else self.facts(name)
         self.results["models"][name] = facts
         if "failed" in facts:
             return
@@ -152,11 +157,13 @@ class Bench:
         facts["caps"] = caps = self.caps(facts, [_peak(c) for c in uncapped if c["status"] == "finished"])
         runnable = [c for c in uncapped if c["status"] not in ("unavailable", "failed")]
         self.many([(name, c["tool"], "run", {"cap_bytes": cap}) for c in runnable for cap in self.caps_of(c, caps)])
-        self.many([(name, c["tool"], "encode", {}) for c in runnable])
+        if not subject(name, self.asked.device, self.asked.steps).encodes_only:
+            self.many([(name, c["tool"], "encode", {}) for c in runnable])
         facts["tight_ram_bytes"] = ram = int(TIGHT * facts["weight_bytes"])
         tight = [tool for tool in self.tools if tool == GRAPHRUN or TOOLS[tool].for_ram]
         at = [caps[len(caps) // 2], caps[-1]]
         self.many([(name, tool, "run", {"cap_bytes": cap, "ram_bytes": ram}) for cap in at for tool in tight])
+        gc.unfreeze()
 
     def caps(self, facts: dict[str, Any], peaks: list[int]) -> list[int]:
         """From the least that any tool needs to what everything resident needs, in multiples of 512 bytes."""
@@ -165,8 +172,9 @@ class Bench:
 
             return [parse_size(text, name="cap") for text in self.asked.caps.split(",")]
         low, high = facts["graphrun_smallest_bytes"], facts["resident_peak_bytes"]
-        found = {low + int(share * (high - low)) // 512 * 512 for share in SHARES} | {high, *sorted(peaks)[:1]}
-        return sorted(found)
+        found = {low + int(share * (high - low)) // 512 * 512 for share in SHARES} | {high}
+        least = min(peaks, default=low)
+        return sorted(found | {least, (least + low) // 1024 * 512})
 
     def caps_of(self, uncapped: dict[str, Any], caps: list[int]) -> list[int]:
         """Those of ``caps`` at which a tool has to be run: all, but for one that does not look at the cap the two around its peak.
@@ -180,8 +188,10 @@ class Bench:
         return [cap for cap in caps if cap < peak][-1:] + [cap for cap in caps if cap >= peak][:1]
 
     def many(self, cells: list[tuple[str, str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Results of ``cells``, in order; kept and written as they come."""
-        done = []
+        """Results of ``cells``, in order; kept and written as they come. Those of an earlier command are not run again."""
+        kept = {_key(c): c for c in self.results["cells"]}
+        done = [kept[key] for key in (_key(_asked(*cell)) for cell in cells) if key in kept]
+        cells = [cell for cell in cells if _key(_asked(*cell)) not in kept]
         jobs = self.asked.jobs if self.asked.device == "sim" else 1
         with ThreadPoolExecutor(jobs) as pool:
             waiting = deque(pool.submit(self.cell, model, tool, kind, **more) for model, tool, kind, more in cells)
@@ -197,6 +207,14 @@ class Bench:
         """What there is so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+
+
+def _asked(model: str, tool: str, kind: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"model": model, "tool": tool, "kind": kind, "cap_bytes": None, "ram_bytes": None} | more
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in ("model", "tool", "kind", "cap_bytes", "ram_bytes"))
 
 
 def _same(output: list[str], reference: list[str], kind: str) -> bool:

@@ -95,8 +95,9 @@ def _group_offload(level: str, *, stream: bool = False, disk: bool = False) -> C
             options = {"onload_device": cell.device, "offload_type": level, "use_stream": stream, **more}
             if level == "block_level":
                 options["num_blocks_per_group"] = 1
+            own: Any = module
             if hasattr(module, "enable_group_offload"):
-                module.enable_group_offload(**options)
+                own.enable_group_offload(**options)
             else:
                 apply_group_offloading(module, **options)
 
@@ -140,7 +141,7 @@ def _dispatch(*, disk: bool = False) -> Callable[[Any, Cell], None]:
 
 
 def _bytes_under(module: nn.Module, path: str) -> int:
-    part: Any = functools.reduce(getattr, filter(None, path.split(".")), module)  # type: ignore[arg-type]
+    part: Any = functools.reduce(getattr, (key for key in path.split(".") if key), module)
     tensors: list[torch.Tensor] = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
