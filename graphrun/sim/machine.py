@@ -149,12 +149,12 @@ class Machine:
             positive("fail_copy", count)
         self._fail_copy_in = count
 
-    def copy_in(self, nbytes: int) -> None:
+    def copy_in(self, nbytes: int, non_blocking: bool = False) -> None:
         """Counts and charges a copy of ``nbytes`` to the device that is about to happen; raises SimulatedCopyError on a fault."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
-        self.clock.copy(nbytes / (self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second))
+        self.clock.copy(nbytes / (self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second), non_blocking)
 
     def read(self, nbytes: int) -> None:
         """Counts and charges ``nbytes`` that are read from disk."""
@@ -162,12 +162,12 @@ class Machine:
         with self.clock.on("disk"):
             self.clock.work(nbytes / self.disk_bytes_per_second)
 
-    def copy_out(self, nbytes: int) -> None:
+    def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
         """The same for a copy of ``nbytes`` from the device."""
         self._maybe_fail(nbytes, "from")
         self.copies_out += 1
         self.bytes_out += nbytes
-        self.clock.copy(nbytes / self.d2h_bytes_per_second)
+        self.clock.copy(nbytes / self.d2h_bytes_per_second, non_blocking)
 
     def _maybe_fail(self, nbytes: int, direction: str) -> None:
         if self._fail_copy_in is None:
