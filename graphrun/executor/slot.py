@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphrun.executor.device import Device, Mark
+from graphrun.executor.homes import Arena
 from graphrun.executor.residency import Residency, blocks_of
 from graphrun.executor.stream import Streamer, Streaming
 from graphrun.executor.values import Values
@@ -177,13 +178,14 @@ class OpenSlot:
         kind, move = ("spill", self._values.spill) if isinstance(action, Spill) else ("restore", self._values.restore)
         start = self._device.mark("copy")
         nbytes = move(action.value, self._device)
-        self._recorder.note(kind, action.value, "value", nbytes, (start, self._device.mark("copy")))
+        self._recorder.note(kind, "", action.value, nbytes, (start, self._device.mark("copy")))
 
     def _note_reads(self) -> None:
         """Waits for what is being read from disk, and notes it."""
         for name, residency in self._residencies.items():
+            kind = "fill" if isinstance(residency.home, Arena) else "read"
             for path, marks in residency.home.settle():
-                self._recorder.note("read", name, path, residency.nbytes(path), marks)
+                self._recorder.note(kind, name, path, residency.nbytes(path), marks)
 
     def _evict(self, action: Evict) -> None:
         residency = self._residencies[action.component]

@@ -108,7 +108,7 @@ def test_homes_are_filled_and_freed_as_planned_with_the_same_bits(make: Make, ho
         assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in case.planned().slots]
         assert [slot.locked_bytes for slot in trace.slots] == [slot.pinned_bytes for slot in case.planned().slots]
         assert trace.host_bytes == 2 * case.problem.components[0].variants[0].host_bytes
-        assert {e.component for e in trace.events if e.kind == "read"} == {"a", "b"}
+        assert {e.component for e in trace.events if e.kind == "fill"} == {"a", "b"}
         assert sum(e.nbytes for e in trace.events if e.kind == "free") == trace.host_bytes
     assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
 
@@ -122,7 +122,7 @@ def test_copies_wait_for_their_own_blocks_fill_in_the_planned_seconds(make: Make
     copies = trace.moved_bytes / (ON.h2d_bytes_per_second if home == "pinned" else ON.pageable_bytes_per_second)
     assert fill < trace.seconds < fill + 0.75 * copies, "copies and compute lie beside the reads"
     loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
-    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
+    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "fill" and e.component == "a"}
     assert all(loads[path] >= reads[path] - 1e-9 for path in reads)
 
 
