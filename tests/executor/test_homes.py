@@ -190,3 +190,41 @@ def test_a_plan_that_frees_what_was_handed_in_is_refused(make: Make) -> None:
     assert torch.equal(plain(modules, case.calls), case.expected)
     del host
     gc.collect()
+
+
+MIXED = """
+    slot s0/0:a load
+      load a rest[0] from disk
+    slot s0/0:a first
+      fill b
+      stream a keep rest[0] ring {ring} B
+      run
+    slot s0/0:a rest x2
+      stream a keep rest[0] ring {ring} B
+      run
+    slot s1/0:b load
+      free a
+      evict a rest[0]
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+def test_a_fill_keeps_step_with_reads_for_copies_as_simulated(tmp_path: Path) -> None:
+    case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
+    a = case.problem.components[0]
+    case.problem = replace(case.problem, components=(a, at_home("pinned", "b", ON)))
+    case.plan = plan_of(case.problem, MIXED.format(ring=2 * WIDE))
+    case.host = hosted(case.problem, case.folders, case.device)
+    trace, planned = case.run(), case.planned()
+    assert torch.equal(trace.outputs["x"], case.expected)
+    measured, simulated = (
+        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in ("fill", "read"))
+        for of in (trace.events, planned.events)
+    )
+    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
+    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
+    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
