@@ -53,6 +53,9 @@ class Arena:
             self.nbytes += layout.nbytes
         self.memory: torch.Tensor | None = None
         self._fillings: dict[str, _Filling] = {}
+        self._jobs: dict[str, _Filling] = {}  # to be begun
+        self._writer: Blocks | None = None
+        self.wanted: Callable[[str], None] | None = None  # called for a block that is needed before its fill was begun
         self._dropped = False
 
     def hold(self) -> None:
@@ -70,16 +73,26 @@ class Arena:
         return self.memory[self._starts[path] : self._starts[path] + self._layouts[path].nbytes]
 
     def fill(self, writer: Blocks) -> list[tuple[str, int]]:
-        """Begins to read all blocks, in order, beside what else happens: paths and bytes."""
+        """Blocks that `begin` is to read from ``writer``, in order: paths and bytes."""
         for path, layout in self._layouts.items():
             marks: list[Mark] = []
             job = _job(self._device, writer, layout, self.block(path), marks, lambda: self._dropped)
-            self._fillings[path] = _Filling(self._device.background(job), marks)
-        self._device.background(writer.close)
+            self._jobs[path] = _Filling(job, marks)
+        self._writer = writer
         return [(path, layout.nbytes) for path, layout in self._layouts.items()]
+
+    def begin(self, path: str) -> None:
+        """Begins to read block ``path``, beside what else happens; one block after another."""
+        if (filling := self._jobs.pop(path, None)) is None:
+            return
+        self._fillings[path] = _Filling(self._device.background(filling.join), filling.marks)
+        if not self._jobs and self._writer is not None:
+            self._device.background(self._writer.close)
 
     def filled(self, path: str) -> Marks | None:
         """Waits for the fill of block ``path``: from when to when it was read; None if it was there before the run."""
+        if path in self._jobs:
+            (self.wanted or self.begin)(path)
         if path not in self._fillings:
             return None
         filling = self._fillings[path]
@@ -88,12 +101,17 @@ class Arena:
 
     def ready(self, path: str) -> bool:
         """Whether a copy of block ``path`` would wait for nothing but copies."""
+        if path in self._jobs:
+            return False
         return path not in self._fillings or self._device.reached(self._fillings[path].marks)
 
     def settle(self) -> list[tuple[str, Marks]]:
-        """Waits for all fills: blocks that were read since the last call, with their marks."""
+        """Begins and awaits what is to be filled: blocks that were read since the last call, with their marks."""
+        for path in list(self._jobs):
+            self.begin(path)
         found = [(path, marks) for path in self._fillings if (marks := self.filled(path)) is not None]
         self._fillings.clear()
+        self.wanted = None
         return found
 
     def copy(self, path: str, target: torch.Tensor) -> Marks:
@@ -111,6 +129,8 @@ class Arena:
             with contextlib.suppress(GraphrunError, OSError, RuntimeError):  # whoever waited for it was told
                 filling.join()
         self._fillings.clear()
+        self._jobs.clear()
+        self.wanted = None
         self.memory = None
 
 
@@ -122,6 +142,7 @@ class Disk:
         self.nbytes = bounce_bytes
         self.memory: torch.Tensor | None = None
         self._ring = Ring(bounce_bytes)
+        self.before_read: Callable[[int, bool], None] = _nothing  # told of each read: its bytes, and whether the buffer was full
         self._copied: dict[int, Mark] = {}
         self._placements = 0
         self.reads: list[tuple[str, int, Marks]] = []
@@ -138,6 +159,7 @@ class Disk:
             return device.mark("copy"), device.mark("copy")
         assert self.memory is not None, f"the bounce buffer of block {path!r} is not held"
         place = self._ring.place(layout.nbytes)
+        self.before_read(layout.nbytes, bool(place.released))
         for number in place.released:
             device.wait("disk", self._copied.pop(number))
         buffer = self.memory[place.offset : place.offset + layout.nbytes]
@@ -159,6 +181,7 @@ class Disk:
         return found
 
     def _restart(self) -> None:
+        self.before_read = _nothing
         self._ring, self._placements = Ring(self.nbytes), 0
         self._copied.clear()
 
@@ -167,6 +190,10 @@ class Disk:
         self.memory = None
         self._restart()
         self._writer.close()
+
+
+def _nothing(nbytes: int, full: bool) -> None:
+    pass
 
 
 def _job(
