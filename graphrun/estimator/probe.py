@@ -23,7 +23,7 @@ from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
-from graphrun.estimator.quantized import PRECISIONS, block_bytes, quantized_shapes
+from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import classify, unit_paths
 from graphrun.graph.graph import Graph
@@ -85,7 +85,7 @@ class _Prober:
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
             dtype = self.dtypes[name]
-            precisions = {precision: block_bytes(module, classes, dtype, precision) for precision in PRECISIONS}
+            precisions = block_bytes_by_precision(module, classes, dtype)
             found[name] = Facts(
                 sum(p.numel() for p in module.parameters()), classes, nbytes, precisions, quantized_shapes(module, dtype)
             )
