@@ -27,7 +27,7 @@ from graphrun.components.memos import forget
 from graphrun.components.quantize import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
-from graphrun.estimator.quantized import PRECISIONS, block_bytes, quantized_shapes
+from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
 from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.repeats import Repeats
 from graphrun.estimator.weights import choices_among, classify, unit_paths
@@ -117,17 +117,19 @@ class Prober:
                 parameters=sum(p.numel() for p in module.parameters()),
                 classes=classes,
                 block_bytes=nbytes,
-                precisions={p: self._block_bytes(graph, name, classes, p) for p in PRECISIONS} if graph else {},
+                precisions=self._precisions(graph, name, classes) if graph else {},
                 layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
             )
         return found
 
-    def _block_bytes(self, graph: Graph, name: str, classes: Sequence[BlockClass], precision: str) -> tuple[int, ...]:
-        """Bytes of the blocks in ``precision``. What a class keeps in fp32 depends on the dtype it is made in."""
+    def _precisions(self, graph: Graph, name: str, classes: Sequence[BlockClass]) -> dict[str, tuple[int, ...]]:
+        """Bytes of the blocks in every precision. What a class keeps in fp32 depends on the dtype it is made in."""
         component = graph.components[name]
-        if precision in component.precision and precision not in QUANTIZED and precision != component.dtype:
-            return block_bytes(ghost(replace(component, dtype=precision), graph.allow), classes, precision, precision)
-        return block_bytes(self.ghosts[name], classes, component.dtype, precision)
+        found = block_bytes_by_precision(self.ghosts[name], classes, component.dtype)
+        for dtype in set(component.precision) - {component.dtype, *QUANTIZED}:
+            module = ghost(replace(component, dtype=dtype), graph.allow)
+            found[dtype] = block_bytes_by_precision(module, classes, dtype)[dtype]
+        return found
 
     def _trace(
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META

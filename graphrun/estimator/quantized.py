@@ -13,12 +13,12 @@ Which layers are quantized says `components.quantize`: linear ones, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from graphrun.components.blocks import ALIGNMENT, lay_out
+from graphrun.components.blocks import ALIGNMENT, BlockLayout, lay_out
 from graphrun.components.quantize import QUANTIZED, quantizable_layers
 from graphrun.estimator.allocator import ROUND_BYTES
 from graphrun.planner.problem import BlockClass
@@ -87,8 +87,19 @@ def block_bytes(
 ) -> tuple[int, ...]:
     """Per class the bytes of its largest block in ``precision``, laid out as `components.blocks` does: every tensor, statistics
     included, at a multiple of `ALIGNMENT`, the block rounded to what an allocation takes."""
-    held = held_in(module, dtype, precision, nested=nested)
     layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    return _block_bytes(layouts, classes, held_in(module, dtype, precision, nested=nested))
+
+
+def block_bytes_by_precision(module: nn.Module, classes: Sequence[BlockClass], dtype: str) -> dict[str, tuple[int, ...]]:
+    """`block_bytes` in each of `PRECISIONS`."""
+    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    return {precision: _block_bytes(layouts, classes, held_in(module, dtype, precision)) for precision in PRECISIONS}
+
+
+def _block_bytes(
+    layouts: Mapping[str, BlockLayout], classes: Sequence[BlockClass], held: Mapping[int, tuple[int, ...]]
+) -> tuple[int, ...]:
     sizes = {
         path: sum(round_up(nbytes, ALIGNMENT) for entry in layout.entries for nbytes in held[id(entry.tensor)])
         for path, layout in layouts.items()
