@@ -56,7 +56,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
-        self._whole: set[int] = set()  # results of ``tensor.all()``
+        self._whole: set[int] = set()  # results of ``mask.all()``, or of ``mask.sum() == mask.numel()``
+        self._sums: set[int] = set()  # results of ``mask.sum()``
 
     @property
     def live_bytes(self) -> int:
@@ -106,8 +107,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.touched.add(name)
         for tensor in _tensors((out,)):
             self._keep(tensor)
-            if func is aten.all.default:
+            if func is aten.all.default or (func is aten.eq.Scalar and args[0].untyped_storage()._cdata in self._sums):
                 self._whole.add(tensor.untyped_storage()._cdata)
+            elif func is aten.sum.default and args[0].dtype == torch.bool:
+                self._sums.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
             source, made, weight = (t.numel() * t.element_size() for t in (args[0], out, args[1]))
             self.scratch(*convolution_scratch(source, made, weight, out.element_size()))
@@ -140,6 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _release(self, cdata: int) -> None:
         self._whole.discard(cdata)
+        self._sums.discard(cdata)
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]
