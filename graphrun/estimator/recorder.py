@@ -88,7 +88,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
-        self._whole: set[int] = set()  # results of ``tensor.all()``
+        self._whole: set[int] = set()  # results of ``mask.all()``, or of ``mask.sum() == mask.numel()``
+        self._sums: set[int] = set()  # results of ``mask.sum()``
 
     @property
     def live_bytes(self) -> int:
@@ -183,8 +184,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors((out,)):
             if self._keep(tensor) and func in MATRIX_PRODUCTS:
                 self._note_product(args, tensor)
-            if func is aten.all.default:
+            if func is aten.all.default or (func is aten.eq.Scalar and args[0].untyped_storage()._cdata in self._sums):
                 self._whole.add(tensor.untyped_storage()._cdata)
+            elif func is aten.sum.default and args[0].dtype == torch.bool:
+                self._sums.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
             self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
@@ -243,6 +246,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _release(self, cdata: int) -> None:
         self._whole.discard(cdata)
         self.known.gone(cdata)
+        self._sums.discard(cdata)
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]

@@ -64,8 +64,8 @@ class Planned:
 class Attachment:
     """What `graphrun.attach` returns. A context manager: leaving it detaches.
 
-    ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was measured, and the entries that the plan did not
-    have (each was planned for when it came).
+    ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was measured (bytes beyond those that the caller had
+    on the device), and the entries that the plan did not have (each was planned for when it came).
     """
 
     def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:
@@ -180,7 +180,7 @@ class Attachment:
     def _run(self, call: Call) -> Any:
         device, place = self._device, self._device.torch_device
         self._notice_changes()
-        reserve_bytes = max(0, device.allocated_bytes - device_bytes((call.args, call.kwargs), place))
+        reserve_bytes = device.allocated_bytes  # what the caller has there, of which arguments may be a part
         key = self._key(call, reserve_bytes)
         planned = self._planned(call, key, reserve_bytes)
         detour = _Detour(self, planned.expected, reserve_bytes)
@@ -199,7 +199,8 @@ class Attachment:
         solution = planned.solution
         self._host.settle_in(solution.problem)
         trace = follow(solution.problem, solution.plan, self._host, device, work, detour=detour, handed_out=handed_out)
-        self.solution, self.detours, self.trace = solution, tuple(detour.taken), replace(trace, outputs={})
+        self.solution, self.detours = solution, tuple(detour.taken)
+        self.trace = _beyond(trace, reserve_bytes, handed_out(trace.outputs))
         if detour.taken and key[:2] not in self._by_text:
             self._by_text.add(key[:2])
             del self._plans[key]
@@ -277,6 +278,16 @@ class _Detour:
         rehearsal = self._attachment._rehearsal
         assert rehearsal is not None
         return rehearsal.prober.signature(component, entry, args, kwargs)
+
+
+def _beyond(trace: Trace, held_bytes: int, handed_bytes: int) -> Trace:
+    """``trace`` without its results, its peaks counted from the ``held_bytes`` that the caller had on the device.
+
+    In the end slot the ``handed_bytes`` of results are the caller's, too.
+    """
+    own = {"end": held_bytes + handed_bytes}
+    slots = tuple(replace(slot, peak_bytes=max(0, slot.peak_bytes - own.get(slot.part, held_bytes))) for slot in trace.slots)
+    return replace(trace, slots=slots, outputs={})
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:

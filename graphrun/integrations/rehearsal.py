@@ -64,8 +64,8 @@ class Rehearsal:
         entered: list[Any] = []
         try:
             with _same_randomness(), torch.no_grad(), sim.Machine() as machine, self.prober.boundary:
-                machine.listener = tape
                 args, kwargs = rehearsed(call.args, sim.device, self._twins), rehearsed(call.kwargs, sim.device, self._twins)
+                machine.listener = tape  # what the caller has on the device is no part of the call
                 call.find(self)(*args, **kwargs)
                 tape.items.append(Mark("stage", call.name))
         except GraphrunError:

@@ -11,6 +11,7 @@ from tiny_pipelines import Case, cases
 
 import graphrun
 from graphrun.executor.simulated import SimulatedDevice
+from graphrun.report.summary import broken_caps
 from graphrun.sim import Machine
 
 CASES = cases()
@@ -63,10 +64,11 @@ def test_output_peak_and_baseline(name: str) -> None:
             assert equal(got, want)
             del got
             assert device.allocated_bytes == 0
-            measured = attached.summary()["measured"]
-            assert measured["kept_plan"]
+            assert attached.solution is not None
+            assert attached.trace is not None
+            assert broken_caps(attached.solution, attached.trace) == []
             assert attached.detours == ()
-            peaks.append(measured["peak_bytes"])
+            peaks.append(attached.trace.peak_bytes)
         assert peaks == [peaks[0]] * 3
         assert 0 < peaks[0] <= cap_bytes
     assert type(pipe) is case.kind
