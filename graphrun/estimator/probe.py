@@ -23,14 +23,12 @@ from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
-from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
+from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.weights import classify, unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import round_up
-
-META = torch.device("meta")
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any]) -> Probed:

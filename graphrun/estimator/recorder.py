@@ -26,6 +26,7 @@ from graphrun.estimator.corrections import attention_scratch, convolution_scratc
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
+META = torch.device("meta")
 aten = torch.ops.aten
 
 
@@ -36,7 +37,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     encoders leave a full mask out, and one that is not full takes memory. A copy to the host is zeros.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = torch.device("meta")) -> None:
+    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = META) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.peak_bytes = 0

@@ -36,7 +36,10 @@ class LiveHost(Host):
         self._device = device
         self._numbers: dict[str, ComponentNumbers] = {}
         self._trained = {
-            (id(child), key) for child in self._children() for key, p in child._parameters.items() if p is not None and p.requires_grad
+            (id(child), key)
+            for child in self._children()
+            for key, p in child._parameters.items()
+            if p is not None and p.requires_grad
         }
 
     def prepare(self, problem: Problem) -> None:
@@ -56,7 +59,8 @@ class LiveHost(Host):
             del self.residencies[name]
             made: dict[int, torch.Tensor] = {}
             for child in self.modules[name].modules():
-                for tensors in (child._parameters, child._buffers):
+                held: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+                for tensors in held:
                     for key, tensor in tensors.items():
                         if tensor is not None:
                             trained = (id(child), key) in self._trained
