@@ -6,8 +6,8 @@ everything. While it stands, ``module.device`` answers the boundary's device: wh
 its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move or cast
 is refused.
 
-    pipeline's code     vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
-    entry               decode           text_model.final_layer_norm                    post_process_latents             a read
+    pipeline's code   vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
+    entry             decode           text_model.final_layer_norm                    post_process_latents             a read
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from graphrun.components.quantize import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
-from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
+from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.repeats import Repeats
 from graphrun.estimator.weights import choices_among, classify, unit_paths
 from graphrun.graph.graph import Graph
@@ -39,8 +39,6 @@ from graphrun.units import MIB, round_up
 
 # What is larger is a picture or a video on its way out, whose values decide nothing.
 HOLLOW_BYTES = 64 * MIB
-
-META = torch.device("meta")
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:

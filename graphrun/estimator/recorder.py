@@ -29,6 +29,7 @@ from graphrun.estimator.known import Known
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
+META = torch.device("meta")
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
@@ -66,7 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``mask.all()`` answers False: encoders leave a full mask out, and one that is not full takes memory. A copy to the host: zeros.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device | None = None) -> None:
+    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = META) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.peak_bytes = 0
@@ -74,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
         self.products: list[Product] = []
-        self._place = place.type if place is not None else "meta"
+        self._place = place.type
         self.known = Known()
         self._now = 0
         self._next = 0

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Component, Directives, Graph
+from graphrun.graph.graph import Component, Graph
 
 # Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a ghost shares them.
 SHARED = ("transformers", "tokenizers", "sentencepiece")
@@ -122,7 +122,7 @@ def own_class(owner: Any) -> type[Any]:
     return getattr(type(owner), "_graphrun_places", type(owner))
 
 
-def graph_of(pipe: Any, modules: Mapping[str, nn.Module], directives: Directives = Directives()) -> Graph:
+def graph_of(pipe: Any, modules: Mapping[str, nn.Module]) -> Graph:
     """What a problem names of a live pipeline: its class, its components with class, configuration and dtype. No stages."""
     return Graph(
         name=type(pipe).__name__,
@@ -136,7 +136,6 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], directives: Directives
         parts={},
         stages=(),
         outputs={},
-        directives=directives,
     )
 
 

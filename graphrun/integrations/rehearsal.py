@@ -23,7 +23,8 @@ from graphrun import sim
 from graphrun.errors import GraphrunError, InputError
 from graphrun.estimator.events import Call as Traced
 from graphrun.estimator.events import Facts, Mark, Probed, Tape
-from graphrun.estimator.probe import META, Prober
+from graphrun.estimator.probe import Prober
+from graphrun.estimator.recorder import META
 from graphrun.integrations.call import described, rehearsed
 from graphrun.integrations.live import components_of, ghost_of
 
@@ -122,16 +123,16 @@ class LiveProber(Prober):
             return traced
         except GraphrunError:
             raise
-        except Exception as error:
-            first = error
+        except Exception as error:  # noqa: BLE001  (whatever the component's code raises where there are no numbers)
+            first = f"{type(error).__name__}: {error}"
         try:
             with _lent(self._live[component], self.ghosts[component]):
                 return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
         except Exception as error:
             raise ProbeError(
-                f"{component}.{entry}({described(args, kwargs)}) cannot be traced, neither without numbers "
-                f"({type(first).__name__}: {first}) nor on the CPU ({type(error).__name__}: {error}): write the pipeline's stages as "
-                f"a graph file and declare there what {component} takes"
+                f"{component}.{entry}({described(args, kwargs)}) cannot be traced, neither without numbers ({first}) nor on the "
+                f"CPU ({type(error).__name__}: {error}): write the pipeline's stages as a graph file, or call it with {component} "
+                "replaced by what can be traced"
             ) from error
 
 
@@ -146,7 +147,7 @@ def _lent(live: nn.Module, ghost: nn.Module) -> Iterator[None]:
         ]
         for tensors, lent in pairs:
             kept += [(tensors, key, tensors[key]) for key in lent if key in tensors]
-            tensors.update({key: tensor for key, tensor in lent.items() if key in tensors})
+            tensors.update(lent)
     try:
         yield
     finally:

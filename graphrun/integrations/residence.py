@@ -61,7 +61,7 @@ class LiveHost(Host):
             del self.residencies[name]
             made: dict[int, torch.Tensor] = {}
             for child in self.modules[name].modules():
-                held: list[dict[str, Any]] = [child._parameters, child._buffers]
+                held: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
                 for tensors in held:
                     for key, tensor in tensors.items():
                         if tensor is not None:

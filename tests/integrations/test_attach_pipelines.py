@@ -1,4 +1,4 @@
-"""`attach` on pipelines of many classes, each under a cap below the sum of its weights: the same numbers, within the cap, thrice."""
+"""`attach` on pipelines of many classes, each under a cap below the sum of its weights: the same numbers, by its plan, thrice."""
 
 from __future__ import annotations
 
