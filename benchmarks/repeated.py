@@ -237,7 +237,7 @@ def kills(count: int, seed: int) -> dict[str, Any]:
     try:
         start = time.monotonic()
         batch("warm", 2)
-        items = 24
+        items = 8
         start = time.monotonic()
         batch("whole", items)
         whole_seconds = time.monotonic() - start
