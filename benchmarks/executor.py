@@ -106,8 +106,8 @@ def paired(plain: Callable[[], object], ours: Callable[[], object]) -> dict[str,
 def overhead(name: str) -> dict[str, Any]:
     """Resident runs of graph ``name`` on sim and on the CPU."""
     from graphrun.components.entry import Boundary
-    from graphrun.executor.executor import execute
     from graphrun.executor.host import Host
+    from graphrun.executor.recover import execute
     from graphrun.executor.simulated import SimulatedDevice
     from graphrun.sim import Machine
 
@@ -138,8 +138,8 @@ def overhead(name: str) -> dict[str, Any]:
 def overlap(name: str) -> list[dict[str, Any]]:
     """The slot that streams the largest component, at several rates, with the least budget."""
     import graphrun
-    from graphrun.executor.executor import execute
     from graphrun.executor.host import Host
+    from graphrun.executor.recover import execute
     from graphrun.executor.simulated import SimulatedDevice
     from graphrun.planner.infeasible import smallest_budget
     from graphrun.planner.simulate import simulate

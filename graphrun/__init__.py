@@ -19,7 +19,9 @@ from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, O
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
+    from graphrun.executor.device import Device
     from graphrun.graph.graph import Graph
+    from graphrun.integrations.attach import Attachment
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
     from graphrun.trace import Trace
@@ -33,6 +35,7 @@ __all__ = [
     "OutOfMemory",
     "PlanError",
     "TransferFailed",
+    "attach",
     "estimate",
     "load",
     "plan",
@@ -110,7 +113,8 @@ def survey(
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
-    FLOPs and seconds, each with its basis. Arguments as for `estimate`.
+    FLOPs and seconds, each with its basis: what earlier runs measured, as ``cache`` knows it, before what was traced. Arguments as
+    for `estimate`.
     """
 
     hardware = _hardware(hardware, cache)
@@ -120,18 +124,20 @@ def survey(
     from graphrun.estimator.store import Store
     from graphrun.estimator.survey import survey as look
 
-    return look(graph, dry_run(graph, values, Store(cache) if cache is not None else None), hardware, values)
+    store = Store(cache) if cache is not None else None
+    return look(graph, dry_run(graph, values, store), hardware, values, store)
 
 
-def plan(problem: Problem, *, cache: Path | None = None) -> Solution:
+def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
     """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would.
 
-    ``cache`` is a folder where plans are kept; one found there is checked before it counts.
+    ``cache`` is a folder where plans are kept; one found there is checked before it counts. ``solved`` is called with the seconds
+    that solving took, where it was solved.
     """
     from graphrun.estimator.cache import solution_for
     from graphrun.estimator.store import Store
 
-    return solution_for(problem, Store(cache) if cache is not None else None)
+    return solution_for(problem, Store(cache) if cache is not None else None, solved)
 
 
 def run(
@@ -142,30 +148,68 @@ def run(
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
+    tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
 ) -> Trace:
     """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
 
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
-    for the next `estimate` with it. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
-    rule; OutOfMemory, TransferFailed or BrokenPlan when reality differs, with the device back at its baseline.
+    for the next `estimate` with it. Where the device has less memory than planned, or a stage takes more, the rest is planned again
+    and the run goes on; ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this
+    graph or breaks a rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named;
+    TransferFailed or BrokenPlan when reality differs otherwise. The device is back at its baseline then.
     """
-    from graphrun.executor.executor import execute, refuse_unfit
+    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
+    from graphrun.executor.recover import execute
 
     graph = graph.until(solution.problem.until) if solution.problem.until else graph
     values = planned_inputs(solution.problem, graph, inputs or {})
     refuse_unfit(solution.problem, solution.plan, graph)
     device = open_device(solution.problem)
     graph = graph.without_sources() if random_weights else graph
-    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress)
+    has = host_ram_bytes()
+    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress, tell=tell, ram_bytes=has)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store
 
         remember(solution.problem, solution.plan, trace, Store(cache))
     return trace
+
+
+def attach(
+    pipe: Any,
+    *,
+    vram: str | int,
+    ram: str | int = "auto",
+    hardware: str | Hardware | None = None,
+    device: str | Device | None = None,
+    keep: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reserve: str | int | None = None,
+) -> Attachment:
+    """Takes over where the weights of ``pipe``, a diffusers pipeline on the CPU, are: in place of ``enable_model_cpu_offload()``.
+
+    Each call of it (and of its methods and components) is planned within the budgets from a dry run of that very call, then runs by
+    the plan, with the results of a pipeline that is wholly on the device. ``attached.report()`` shows planned beside measured,
+    ``attached.detach()`` undoes it; so does leaving it as a context manager. ``device`` is ``cuda``, ``sim`` or a device of
+    `graphrun.executor`; budgets, ``hardware`` and directives are as for `estimate`. Raises InputError where something else moves
+    the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    """
+    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.executor.open import open_hardware
+    from graphrun.integrations.attach import Attachment, demands_of, hardware_of, refuse_placed
+
+    refuse_placed(pipe)
+    place = hardware_of(device, hardware)
+    opened = open_hardware(place) if device is None or isinstance(device, str) else device
+    budget_bytes = parse_size(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None, name="vram")
+    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
+    return Attachment(pipe, opened, place, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import json
 import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -102,13 +101,20 @@ def run(
         typer.echo(_plan_screen(made))
     with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
         trace = graphrun.run(
-            made.solution, made.graph, made.inputs, random_weights=random_weights, progress=progress, cache=_cache(asked.no_cache)
+            made.solution,
+            made.graph,
+            made.inputs,
+            random_weights=random_weights,
+            progress=progress,
+            tell=_say,
+            cache=_cache(asked.no_cache),
         )
     summary = _summary(made, trace)
     if plan_file is not None:
         planfile.save(plan_file, made.source, made.solution, summary)
     if trace_file is not None:
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace))
+        whole = planfile.content(trace_file, made.source, made.solution, summary)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, whole))
     written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
     _show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
     if broken_caps(made.solution, trace):
@@ -231,11 +237,20 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
     place = _hardware(asked.hardware, asked.device, to_run, cache)
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    problem = graphrun.estimate(graph, vram=asked.vram, hardware=place, inputs=inputs, cache=cache, **asked.demands)
-    start = time.perf_counter()
-    with _stdout_kept_clean():
-        solution = graphrun.plan(problem, cache=cache)
-    return Planned(graph, path, solution, inputs, time.perf_counter() - start)
+
+    def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
+        demands = {**asked.demands, "allow": allow}
+        return graphrun.estimate(graph, vram=asked.vram or "", hardware=place, inputs=inputs, cache=cache, **demands)
+
+    problem, took = estimate(inputs, asked.demands["allow"]), list[float]()
+    with _stdout_kept_clean(), _more_repairs(functools.partial(_remedies, graph, inputs, asked, estimate)):
+        solution = graphrun.plan(problem, cache=cache, solved=took.append)
+    return Planned(graph, path, solution, inputs, took[0] if took else None)
+
+
+def _say(line: str) -> None:
+    """What a user should know while a run goes on."""
+    typer.echo(line, err=True)
 
 
 def _cache(off: bool) -> Path | None:
@@ -300,6 +315,26 @@ def _plan_screen(made: Planned) -> str:
 
 def _show(summary: dict[str, Any], as_json: bool, screen: str) -> None:
     typer.echo(json.dumps(summary, indent=1) if as_json else screen)
+
+
+def _remedies(graph: Any, inputs: Mapping[str, Any], asked: Asked, estimate: Any) -> tuple[Any, ...]:
+    from graphrun.remedies import remedies
+
+    typer.echo("nothing fits; looking for what would help", err=True)
+    return remedies(graph, inputs, asked.demands["allow"], estimate)
+
+
+@contextlib.contextmanager
+def _more_repairs(found: Callable[[], tuple[Any, ...]]) -> Iterator[None]:
+    """An infeasible budget leaves with what other dry runs say would help, too."""
+    try:
+        yield
+    except GraphrunError as error:
+        repairs = getattr(error, "repairs", None)
+        if repairs is not None:
+            ranked = sorted((*repairs, *found()), key=lambda repair: (repair.changes_output, repair.seconds))
+            error.repairs = tuple(ranked)  # type: ignore[attr-defined]
+        raise
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import typer
 import graphrun
 from graphrun import cli
 from graphrun.cli import AsJson
-from graphrun.errors import InputError
+from graphrun.errors import InputError, PlanError
 from graphrun.options import Asked, NoCache, shared
 from graphrun.report import planfile
 
@@ -44,6 +44,31 @@ def frontier(
     typer.echo(json.dumps(frontier_json(problem, rows, name), indent=1) if as_json else frontier_screen(problem, rows, name))
     if not any(point.fits for _, points in rows for point in points):
         raise typer.Exit(3)
+
+
+@cli.app.command()
+def report(
+    trace: Annotated[Path, typer.Argument(help="A trace saved with run --trace, or a plan saved with -o.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", help="Where the page goes.")] = Path("report.html"),
+) -> None:
+    """Make one page (HTML, no network) of a run: its timeline, its plan, planned against measured, time against budget."""
+    from graphrun.planner.frontier import budgets_around
+    from graphrun.planner.frontier import frontier as solve_all
+    from graphrun.report.page import Measured, report_page
+
+    data = planfile.read_json(trace)
+    traced = isinstance(data, dict) and "events" in data
+    problem, plan, saved = planfile.plan_in(data.get("plan") if traced else data, trace)
+    planfile.refuse_violations(trace, problem, plan)
+    planfile.require_writable(out)
+    try:
+        measured = Measured.of(data) if traced else None
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
+    with cli._stdout_kept_clean():
+        points = solve_all(problem, budgets_around(problem))
+    planfile.write_text(out, report_page(planfile.solution_of(problem, plan, saved), measured, points))
+    typer.echo(f"wrote {out}")
 
 
 @cli.app.command()

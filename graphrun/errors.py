@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GraphrunError(Exception):
     """Base of all errors that graphrun raises on purpose; ``exit_code`` is what the command line returns."""
@@ -32,7 +34,13 @@ class BrokenPlan(GraphrunError):
 
 
 class OutOfMemory(BrokenPlan):
-    """The device refused an allocation within the planned budget."""
+    """The device refused an allocation within the planned budget: in slot number ``slot`` (-1: none), when it had held at most
+    ``peak_bytes`` in it, and this process might have ``available_bytes``."""
+
+    slot = -1
+    peak_bytes = 0
+    available_bytes = 0
+    partial: Any = None  # the trace of what was finished before
 
 
 class TransferFailed(BrokenPlan):

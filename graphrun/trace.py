@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
-    what it waited), ``run`` (one call), ``free``."""
+    what it waited), ``run`` (one call), ``read`` (one block, from disk), ``free`` (a home), ``spill``, ``restore`` (a value, which
+    stands where else a component does), ``size`` (what a quantized component holds on the device behind its first call)."""
 
     kind: str
     component: str
@@ -22,7 +24,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SlotTrace:
-    """What was measured in one slot of the plan."""
+    """What was measured in one slot of the plan. ``host_bytes``: the most that homes and spilled values took in RAM, of which
+    ``locked_bytes`` had locked pages."""
 
     phase: str
     part: str
@@ -31,6 +34,8 @@ class SlotTrace:
     moved_bytes: int
     start_seconds: float
     end_seconds: float
+    host_bytes: int = 0
+    locked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,22 @@ class Trace:
     left_bytes: int
     outputs: dict[str, Any] = field(default_factory=dict, compare=False)
     tiers: tuple[Tier, ...] = ()
+    notes: tuple[str, ...] = ()  # one line for each time that the rest was planned again
+
+    def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
+        """Planned slots, each with the measured one of its phase and part; where the rest was planned again, those there are."""
+        measured = {(slot.phase, slot.part): slot for slot in self.slots}
+        return [(slot, measured[slot.phase, slot.part]) for slot in planned if (slot.phase, slot.part) in measured]
 
     @property
     def peak_bytes(self) -> int:
         """The most that was on the device at any time."""
         return max((slot.peak_bytes for slot in self.slots), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that homes and spilled values took in RAM at any time."""
+        return max((slot.host_bytes for slot in self.slots), default=0)
 
     @property
     def moved_bytes(self) -> int:
@@ -82,6 +98,7 @@ class Trace:
             "device": self.device,
             "baseline_bytes": self.baseline_bytes,
             "left_bytes": self.left_bytes,
+            "notes": list(self.notes),
             "tiers": [{**asdict(tier), "left_bytes": tier.left_bytes} for tier in self.tiers],
             "slots": [asdict(slot) for slot in self.slots],
             "events": [asdict(event) for event in self.events],

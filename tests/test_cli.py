@@ -57,6 +57,16 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
     assert [stage["name"] for stage in data["stages"]] == ["encode", "denoise", "decode"]
 
 
+def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
+    command = ("plan", TINY, "--device", "sim", "--vram", "6543K")
+    solved, kept, anew = graphrun(*command)[1], graphrun(*command)[1], graphrun(*command, "--no-cache")[1]
+    assert " to solve)" in solved
+    assert " to solve)" in anew
+    assert "to solve" not in kept
+    assert solved.splitlines()[4:] == kept.splitlines()[4:]
+    assert json.loads(graphrun(*command, "--json")[1])["solve_seconds"] is None
+
+
 def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(graphrun: Cli, tmp_path: Path) -> None:
     files = ("--output", "o/a.png", "--plan", "o/plan.json", "--trace", "o/trace.json")
     code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=2", *files)
@@ -197,7 +207,7 @@ def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(grap
     code, out, _ = graphrun("estimate", TINY, "--device", "sim")
     assert code == 0
     assert out.startswith("estimate flux-tiny")
-    code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--json")
+    code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--no-cache", "--json")
     found = json.loads(out)
     assert found["settings"]["height"] == "192"
     assert {phase["basis"] for phase in found["phases"]} == {"traced"}

@@ -11,8 +11,8 @@ import torch
 
 import graphrun
 from graphrun.components.build import build, build_part, resolve_class
-from graphrun.executor.executor import execute
 from graphrun.executor.host import Host
+from graphrun.executor.recover import execute
 from graphrun.executor.simulated import SimulatedDevice
 from graphrun.sim import Machine
 

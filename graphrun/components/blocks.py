@@ -8,8 +8,9 @@ Decides the layout alone: the estimator multiplies it out on meta, the executor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,21 +24,30 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One entry of ``module._parameters`` or ``module._buffers`` that holds a tensor."""
+    """One entry of ``owner._parameters``, ``owner._buffers`` or, where a quantized layer holds more, ``owner.__dict__``."""
 
-    module: nn.Module
-    kind: str  # "_parameters" or "_buffers"
+    owner: Any
+    kind: str  # "_parameters", "_buffers" or "__dict__"
     key: str
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is what stands here from now on."""
+        getattr(self.owner, self.kind)[self.key] = tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One distinct tensor of a block: its bytes at ``offset``, and every place that shares it (ties are one entry)."""
+    """One distinct tensor of a block: its bytes at ``offset``, and every place that shares it (ties are one entry).
+
+    ``names``: those under which the module knows it. ``field``: which of a quantized weight's tensors it is; "": a plain tensor.
+    """
 
     offset: int
     nbytes: int
     tensor: torch.Tensor
     places: tuple[Place, ...]
+    names: tuple[str, ...] = ()
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +59,66 @@ class BlockLayout:
     entries: tuple[TensorEntry, ...]
 
 
+@dataclass(slots=True)
+class _Found:
+    tensor: torch.Tensor
+    field: str
+    places: list[Place]
+    names: list[str]
+    owners: set[str]
+
+
 def lay_out(module: nn.Module, paths: Sequence[str]) -> dict[str, BlockLayout]:
     """The layout of every block in ``paths`` (the root ``""`` included, it takes what no other block does).
 
-    Parameters and buffers count alike, persistent or not. A tensor tied across blocks belongs to the root, which is never
-    streamed. Works on meta modules too.
+    Parameters and buffers count alike, persistent or not, and so do the statistics that quantized layers hold beside them. A tensor
+    tied across blocks belongs to the root, which is never streamed. Works on meta modules too.
     """
-    found: dict[int, tuple[torch.Tensor, list[Place], set[str]]] = {}
-    known = {path for path in paths if path}
+    found: dict[int, _Found] = {}
+    known = dict.fromkeys(path for path in paths if path)
     for prefix, child in module.named_modules(remove_duplicate=False):
         parts = prefix.split(".") if prefix else []
         owner = next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in known), "")
-        for kind in ("_parameters", "_buffers"):
-            for key, tensor in getattr(child, kind).items():
-                if tensor is None:
-                    continue
-                _, places, owners = found.setdefault(id(tensor), (tensor, [], set()))
-                owners.add(owner)
-                place = Place(child, kind, key)
-                if not any(p.module is child and p.kind == kind and p.key == key for p in places):
-                    places.append(place)
+        for tensor, field, place, key in _held(child):
+            item = found.setdefault(id(tensor), _Found(tensor, field, [], [], set()))
+            item.owners.add(owner)
+            item.names.append(f"{prefix}.{key}" if prefix else key)
+            if not any(p.owner is place.owner and (p.kind, p.key) == (place.kind, place.key) for p in item.places):
+                item.places.append(place)
     offsets = dict.fromkeys(("", *known), 0)
     entries: dict[str, list[TensorEntry]] = {path: [] for path in offsets}
-    for tensor, places, owners in found.values():
-        path = owners.pop() if len(owners) == 1 else ""
-        nbytes = tensor.numel() * tensor.element_size()
-        entries[path].append(TensorEntry(offsets[path], nbytes, tensor, tuple(places)))
+    for item in found.values():
+        path = item.owners.pop() if len(item.owners) == 1 else ""
+        nbytes = item.tensor.numel() * item.tensor.element_size()
+        names = tuple(dict.fromkeys(item.names))
+        entries[path].append(TensorEntry(offsets[path], nbytes, item.tensor, tuple(item.places), names, item.field))
         offsets[path] = round_up(offsets[path] + nbytes, ALIGNMENT)
     return {path: BlockLayout(path, offsets[path], tuple(entries[path])) for path in offsets}
+
+
+def _held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, Place, str]]:
+    """The tensors that ``child`` itself holds: (tensor, field, place, the name of the parameter or buffer they make up).
+
+    bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (and those of the statistics in ``state2``), and an 8-bit
+    weight again as ``state.CB``, with its scales in ``state.SCB``.
+    """
+    for kind in ("_parameters", "_buffers"):
+        for key, tensor in getattr(child, kind).items():
+            if tensor is None:
+                continue
+            nf4, int8 = getattr(tensor, "quant_state", None), _int8_state(child) if key == "weight" else None
+            yield tensor, "data" if nf4 is not None else "CB" if int8 is not None else "", Place(child, kind, key), key
+            if nf4 is not None:
+                for owner, label in ((nf4, ""), (getattr(nf4, "state2", None), "nested_")):
+                    for name in ("absmax", "code", "offset"):
+                        if isinstance(held := getattr(owner, name, None), torch.Tensor):
+                            yield held, label + name, Place(owner, "__dict__", name), key
+            if int8 is not None:
+                yield tensor, "CB", Place(int8, "__dict__", "CB"), key
+                yield int8.SCB, "SCB", Place(int8, "__dict__", "SCB"), key
+
+
+def _int8_state(child: nn.Module) -> Any:
+    """The state of an 8-bit layer that is quantized already."""
+    state = child.__dict__.get("state")
+    return state if isinstance(getattr(state, "SCB", None), torch.Tensor) else None

@@ -4,7 +4,8 @@ Decides how a class and a config become a module. Must not know plans, devices o
 
     ghost    class + config                        on meta, no weights: for sizes
     build    class + config + source (or seed)     on the CPU, real weights
-    both     the same tensors, shapes and dtypes; frozen; in eval mode
+    draft    class + config + precision            parameters on meta, and a writer that gives any block its bytes
+    all      the same tensors, shapes and dtypes (but for the precision); frozen; in eval mode
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,18 @@ import torch
 from torch import nn
 
 from graphrun.components.classes import resolve_class
+from graphrun.components.lora import LoraSource, deltas_of, fuse
+from graphrun.components.quantize import QUANTIZED, convert, quantizable_layers
 from graphrun.components.random_weights import fill
-from graphrun.components.weights import find_folder, weight_files
+from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
+from graphrun.components.stored import saved_as
+from graphrun.components.weights import Stored, config_file, find_folder, local_folder, stored_tensors, weight_files
 from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph, Part
 from graphrun.graph.values import did_you_mean
 
-__all__ = ["build", "build_part", "ghost", "resolve_class"]
+__all__ = ["build", "build_part", "draft", "ghost", "resolve_class"]
 
 # A configuration that a library saved holds keys of other versions and of its own; one written by hand does not.
 _SAVED = frozenset({"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"})
@@ -50,7 +57,8 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
 
 
 def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
-    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone.
+    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone;
+    with its LoRAs fused.
 
     ``random`` gives the latter, from the module and a text to seed it with.
     Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
@@ -58,14 +66,67 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     """
     kind = _module_class(component, graph.allow)
     if component.source is not None:
-        return _from_source(kind, component, graph.allow)
+        module = _from_source(kind, component, graph.allow)
+        fuse(component, module)
+        return module
     with _empty_parameters():
         module = _construct(kind, component)
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
     random(module, f"{component.seed}/{component.name}")
+    fuse(component, module)
     return module
+
+
+def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module, Writer]:
+    """``component`` in ``precision`` with parameters on meta, buffers on the CPU, and the writer of its blocks.
+
+    A precision that is a dtype takes the place of the component's own; int8 and nf4 replace its linear layers. Weights are read,
+    or made, when the writer is asked: no checkpoint is ever in memory whole. Where its files name tensors in another way than the
+    module, the library's own loader has to be asked, which holds it for as long as blocks are written. Raises what `build` raises.
+    """
+    if precision not in QUANTIZED:
+        component = replace(component, dtype=precision)
+    kind, own = _module_class(component, graph.allow), getattr(torch, component.dtype)
+    with _empty_parameters():
+        module = _construct(kind, component)
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()
+    module = _freeze(module, component)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    saved = module.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    source: Source = RandomSource(module, f"{component.seed}/{component.name}")
+    names = list(parameters)
+    if component.source is not None:
+        folder = find_folder(component.source, ("*.json", "*.safetensors"), component.where)
+        stored = _by_module_names(module, stored_tensors(folder, component.where), component)
+        names = list(dict.fromkeys((*parameters, *saved)))
+        whole = set(saved) <= stored.keys()
+        source = FileSource(stored) if whole else LoadedSource(partial(_from_source, kind, component, graph.allow))
+    if component.loras:
+        source = LoraSource(source, deltas_of(component, module))
+    shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    if precision in QUANTIZED:
+        weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}
+        shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+        convert(module, precision, own)
+    return module, Writer(Composed(source, buffers, names), precision, shapes)
+
+
+def _by_module_names(module: nn.Module, stored: Sequence[Stored], component: Component) -> dict[str, Stored]:
+    """``stored`` by the module's names; a tied tensor under all of them. Raises GraphError for a tensor of another shape."""
+    by_name = {tensor.name: tensor for tensor in stored}
+    found: dict[int, Stored] = {}
+    state = module.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if (there := by_name.get(saved_as(name, module, by_name))) is not None:
+            if there.shape != tuple(tensor.shape):
+                text = f"{component.source} is not what its config says: {name} is {list(there.shape)}, not {list(tensor.shape)}"
+                raise GraphError(f"components.{component.name}: {text}", component.where)
+            found.setdefault(id(tensor), there)
+    return {name: found[id(tensor)] for name, tensor in state.items() if id(tensor) in found}
 
 
 def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
@@ -77,25 +138,38 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     kind = resolve_class(part.class_path, graph.allow, part.where)
     with _explained(f"parts.{part.name}", part.class_path, part.where):
         if part.file is not None and (planning or part.source is None):
-            return _tokenizer(part, part.file)
+            return _tokenizer(part, part.file, planning)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
-                _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
+                if not _SAVED & part.config.keys():
+                    _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
                 return kind.from_config(part.config)
             return kind(**part.config)
         if part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
-        folder = find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
+        here = local_folder(part.source) if planning else None
+        folder = here or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
         return kind.from_pretrained(folder, local_files_only=True)
 
 
-def _tokenizer(part: Part, file: Path) -> Any:
+def _tokenizer(part: Part, file: Path, planning: bool) -> Any:
+    """The tokenizer in ``file``. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must
+    hold for every prompt.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    class Longest(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __call__(self, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
+            length = settings.get("max_length") if settings.get("truncation") else None
+            if length and padding in (True, "longest"):
+                text = [one + "." * length for one in text] if isinstance(text, list) else text + "." * length
+            return super().__call__(text, *args, padding=padding, **settings)
+
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
     with _explained(f"parts.{part.name}", str(file), part.where):
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+        kind = Longest if planning else PreTrainedTokenizerFast
+        return kind(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
 def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:
@@ -110,8 +184,10 @@ def _construct(kind: type[Any], component: Component) -> Any:
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     config = copy.deepcopy(component.config)
     if not component.has_config:
-        folder = find_folder(component.source or "", ("config.json",), component.where)
-        config = read_json(folder / "config.json")
+        found = config_file(component.source)
+        if found is None:
+            found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
+        config = read_json(found)
     if not _SAVED & config.keys():
         _check_keys(config, _parameters_of(kind), place, component.where)
     with _explained(place, component.class_path, component.where), _default_dtype(dtype):

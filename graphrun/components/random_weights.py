@@ -24,12 +24,13 @@ def fill(module: nn.Module, seed: str) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                values = _values(child, key, parameter, f"{seed}/{prefix}.{key}")
+                values = values_of(child, key, parameter, f"{seed}/{prefix}.{key}")
                 made[id(parameter)] = nn.Parameter(values, requires_grad=False)
             child._parameters[key] = made[id(parameter)]
 
 
-def _values(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
+def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
+    """The values of ``owner``'s parameter ``key``, which looks like ``like``, from ``seed``: a tensor on the CPU."""
     if like.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))

@@ -3,7 +3,7 @@
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
     problem    dry run + hardware + budgets                                            no torch is imported to read it
     plan       the problem's digest + graphrun's own source                            nor scipy
-    measured   device, versions, graph, settings (`estimator.feedback`)                put into a problem when it is read
+    measured   device, versions, component, shapes (`estimator.feedback`)              put into a problem when it is read
 
 Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +24,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from graphrun.components.weights import config_file, file_stamps, local_folder
 from graphrun.errors import PlanError
-from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.events import Call, Facts, Mark, Probed, Product, Tape
 from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import Limits, problem_of, ways_of
+from graphrun.estimator.shapes import keep_shapes
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.planner.check import check
@@ -52,13 +55,17 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
 def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     chosen = ways_of(graph, limits.allow)
 
-    def made() -> Problem:
+    def made() -> tuple[Problem, Probed]:
         ways = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
-        return problem_of(graph, dry_run(graph, inputs, store), hardware, limits, inputs, ways)
+        plain = dry_run(graph, inputs, store)
+        return problem_of(graph, plain, hardware, limits, inputs, ways), plain
 
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
-        return made()
+        problem, probed = made()
+        if store is not None:
+            keep_shapes(graph, probed, problem, store)
+        return problem
     sources = sorted(name for name, component in graph.components.items() if component.source is not None)
     settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
     key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
@@ -67,8 +74,9 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
             return TypeAdapter(Problem).validate_python(found)
         except UNREADABLE:
             pass
-    problem = made()
+    problem, probed = made()
     store.put("problem", key, problem.to_json())
+    keep_shapes(graph, probed, problem, store)
     return problem
 
 
@@ -89,8 +97,11 @@ def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, option
     return probed
 
 
-def solution_for(problem: Problem, store: Store | None) -> Solution:
-    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible."""
+def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
+    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible.
+
+    ``solved`` is told the seconds that solving took, and nothing where the plan was kept.
+    """
     key = digest_of([problem.digest, own_source()])
     found = store.get("plan", key) if store is not None else None
     if found is not None:
@@ -102,9 +113,12 @@ def solution_for(problem: Problem, store: Store | None) -> Solution:
             pass
     from graphrun.planner.solve import solve  # imports scipy
 
+    start = time.perf_counter()
     solution = solve(problem)
+    if solved is not None:
+        solved(time.perf_counter() - start)
     if store is not None:
-        proof = [solution.proven_optimal, solution.bound_seconds, solution.objective_seconds, solution.gap]
+        proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
         store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
     return solution
 
@@ -112,14 +126,36 @@ def solution_for(problem: Problem, store: Store | None) -> Solution:
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
     """What a dry run depends on, as a key; None where it depends on something that has no version.
 
-    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed.
+    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed. Weights on
+    this machine count by name, size and when they were written.
     """
-    whole = all(c.has_config for c in graph.components.values()) and all(p.has_config or p.file for p in graph.parts.values())
+    sources = _sources(graph)
     stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.allow)}
-    if not whole or any(stamps[name] is None for name in graph.allow):
+    if sources is None or any(stamps[name] is None for name in graph.allow):
         return None
     code = [stamps, list(sys.version_info[:3]), own_source()]
-    return digest_of([graph.digest, list(graph.allow), _settings(graph, inputs), code])
+    return digest_of([graph.digest, list(graph.allow), _settings(graph, inputs), code, sources])
+
+
+def _sources(graph: Graph) -> list[Any] | None:
+    """What the sources on this machine say of a graph: configurations that it has from there, when weights were written. None where
+    something that it needs is not here."""
+    found: list[Any] = []
+    for c in graph.components.values():
+        folder = local_folder(c.source) if c.source is not None else None
+        config = None if c.has_config else config_file(c.source)
+        if not c.has_config and config is None:
+            return None
+        text = config.read_text(encoding="utf-8") if config is not None else ""
+        found.append([c.name, text, file_stamps(folder, c.where) if folder is not None else []])
+    for p in graph.parts.values():
+        if not (p.has_config or p.file):
+            folder = local_folder(p.source) if p.source is not None else None
+            if folder is None:
+                return None
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            found.append([p.name, [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]])
+    return found
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
@@ -212,6 +248,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
                 "events": tuple((key, nbytes) for key, nbytes in call["events"]),
                 "touched": frozenset(call["touched"]),
                 "flops": tuple((path, flops) for path, flops in call["flops"]),
+                "products": tuple(Product(**product) for product in call["products"]),
             }
         )
         for call in data["calls"]
@@ -225,6 +262,8 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             found["parameters"],
             tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"]),
             tuple(found["block_bytes"]),
+            {precision: tuple(sizes) for precision, sizes in found["precisions"].items()},
+            {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
         )
         for name, found in data["facts"].items()
     }

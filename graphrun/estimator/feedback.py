@@ -1,10 +1,11 @@
 """What runs measured, kept for the next plan: activations per phase and part, seconds per call and component.
 
     planned peak    | weights | ring | values, carry | activation       |
-    measured peak   | weights | ring | values, carry | activation' |          all but the activation is known to the byte,
-                                                                              so the difference of the peaks is the activation's
+    measured peak   | weights | ring | values, carry | activation' |          all but the activation is known (but for blocks
+                                                                              below their class's largest), so the difference
+                                                                              of the peaks is the activation's
 
-Kept per device, versions of the libraries, graph, and settings, which say every shape. Of several runs the largest activation
+Kept per device, versions of the libraries, component and shapes (`estimator.shapes`). Of several runs the largest activation
 counts. Seconds are those of streamed blocks, class by class, and of calls of which no block was copied in the slot (a call that is
 streamed also waits); a call's are shared among its blocks as its FLOPs are. A figure is replaced when it moved by more than
 `TOLERATED`, so that plans do not change with every run's noise.
@@ -17,13 +18,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from graphrun.estimator.store import Store, digest_of
+from graphrun.estimator.shapes import known_shapes
+from graphrun.estimator.store import Store
 from graphrun.planner.plan import Load, Plan, Stream
-from graphrun.planner.problem import PhaseNumbers, Problem, Use
+from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Problem, Use
+from graphrun.planner.settle import settle
 from graphrun.planner.simulate import simulate
 from graphrun.trace import Trace
+from graphrun.units import round_up
 
 TOLERATED = 0.02
+PARTS = ("first_bytes", "rest_bytes")
 
 # A call that took this many times more or less than its FLOPs say was not of these numbers; such a figure is not used.
 PLAUSIBLE = 100.0
@@ -31,30 +36,69 @@ PLAUSIBLE = 100.0
 
 def remember(problem: Problem, plan: Plan, trace: Trace, store: Store) -> None:
     """Keep what ``trace``, a run of ``plan``, measured, together with what earlier runs did."""
-    known = _read(problem, store)
-    fresh = measured_in(problem, plan, trace)
-    merged = {name: _merge(known.get(name, {}), found) for name, found in fresh.items()}
-    if {**known, **merged} != known:
-        store.put("measured", _key(problem), {"phases": {**known, **merged}})
+    keys, known = known_shapes(problem, store), measurements(problem, store)
+    for name, fresh in measured_in(problem, plan, trace).items():
+        before = known.get(name, {})
+        merged = _merge(before, fresh)
+        sizes = {part: merged[part] for part in PARTS if part in merged}
+        if sizes != {part: before[part] for part in PARTS if part in before}:
+            store.put("activation", keys[name]["activation"], sizes)
+        for component in {of.partition("/")[0] for of in fresh["seconds"]}:
+            found, old = _of(merged, component), _of(before, component)
+            if found != old:
+                store.put("seconds", keys[name]["seconds"][component], found)
 
 
 def informed(problem: Problem, store: Store | None) -> Problem:
     """``problem`` with measured figures, where there are some, in place of traced ones; those phases have basis ``measured``."""
-    known = _read(problem, store) if store is not None else {}
+    known = measurements(problem, store) if store is not None else {}
     if not known:
         return problem
     phases = tuple(_phase(problem, phase, known[phase.name]) if phase.name in known else phase for phase in problem.phases)
     return replace(problem, phases=phases)
 
 
+def measurements(problem: Problem, store: Store) -> dict[str, dict[str, Any]]:
+    """What is kept for ``problem``'s phases, in the form of `measured_in`: from any graph with the same components at the same
+    shapes, on the same device with the same versions. What does not look like a measurement is left out."""
+    keys = known_shapes(problem, store)
+    found: dict[str, dict[str, Any]] = {}
+    for phase in problem.phases:
+        sizes = store.get("activation", keys[phase.name]["activation"])
+        kept = sizes.items() if isinstance(sizes, dict) else ()
+        row: dict[str, Any] = {part: n for part, n in kept if part in PARTS and _is_size(n)}
+        row["seconds"] = {}
+        for use in phase.uses:
+            times = store.get("seconds", keys[phase.name]["seconds"][use.component])
+            for part, seconds in times.items() if isinstance(times, dict) else ():
+                if part[:1] in ("", "/") and type(seconds) is float and seconds > 0:
+                    row["seconds"][f"{use.component}{part}"] = seconds
+        if row["seconds"] or len(row) > 1:
+            found[phase.name] = row
+    return found
+
+
+def _of(row: Mapping[str, Any], component: str) -> dict[str, float]:
+    """The seconds of one component in ``row``: ``""`` is a call's, ``"/class"`` a block's."""
+    parts = ((name.partition("/"), seconds) for name, seconds in row.get("seconds", {}).items())
+    return {f"{slash}{k}": seconds for (owner, slash, k), seconds in parts if owner == component}
+
+
+def _is_size(n: Any) -> bool:
+    return type(n) is int and n >= 0
+
+
 def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[str, Any]]:
     """Per phase, where a run shows them: ``first_bytes`` and ``rest_bytes`` of activation; ``seconds``, by component those of one
     call, and by ``component/class`` those of one block."""
     found: dict[str, dict[str, Any]] = {}
-    for planned, slot in zip(simulate(problem, plan).slots, trace.slots, strict=True):
-        if slot.part in ("first", "rest"):
-            activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
-            found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = activation
+    settled, plain = settle(problem, plan), {phase.name for phase in problem.phases if phase.stage not in dict(plan.options)}
+    overcounted = _overcounted_bytes(settled, trace)
+    for planned, slot in trace.beside(simulate(problem, plan).slots):
+        if slot.part in ("first", "rest") and slot.phase in plain:
+            less = planned.peak_bytes - slot.peak_bytes
+            activation = planned.activation_bytes - (max(0, less - overcounted) if less > 0 else less)
+            found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = max(0, activation)
     durations: dict[tuple[str, str], list[float]] = {}
     classes = {(c.name, path): k.name for c in problem.components for k in c.classes for path in k.blocks}
     for event in trace.events:
@@ -72,9 +116,22 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
     return found
 
 
+def _overcounted_bytes(settled: Problem, trace: Trace) -> int:
+    """By how much weights may be less than planned: a class counts each of its blocks as the largest. What a peak is lower for that
+    reason is no activation's."""
+    planned = {
+        (component.name, path): round_up(nbytes, ALLOCATION_BYTES)
+        for component in settled.components
+        for k, nbytes in zip(component.classes, component.variants[0].block_bytes, strict=True)
+        for path in k.blocks
+    }
+    copied = {(event.component, event.detail): event.nbytes for event in trace.events if event.kind in ("load", "stream")}
+    return sum(planned[key] - round_up(nbytes, ALLOCATION_BYTES) for key, nbytes in copied.items() if key in planned)
+
+
 def _merge(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {"seconds": dict(known.get("seconds", {}))}
-    for part in ("first_bytes", "rest_bytes"):
+    for part in PARTS:
         if part in known or part in found:
             merged[part] = max(known.get(part, 0), found.get(part, 0))
     for component, seconds in found["seconds"].items():
@@ -116,23 +173,3 @@ def _ratio(measured: float | None, expected: float) -> float:
         return 1.0
     by = measured / expected
     return by if abs(by - 1) > 1e-6 else 1.0
-
-
-def _key(problem: Problem) -> str:
-    place = [problem.hardware.device, problem.hardware.name]
-    return digest_of([place, problem.versions, problem.graph_digest, problem.settings])
-
-
-def _read(problem: Problem, store: Store) -> dict[str, dict[str, Any]]:
-    """What is kept for ``problem``'s device, versions, graph and settings; what does not look like it is left out."""
-    data = store.get("measured", _key(problem))
-    phases = data.get("phases") if isinstance(data, dict) else None
-    return {name: found for name, found in phases.items() if _sound(found)} if isinstance(phases, dict) else {}
-
-
-def _sound(found: Any) -> bool:
-    if not isinstance(found, dict) or not isinstance(found.get("seconds"), dict):
-        return False
-    sizes = [found[part] for part in ("first_bytes", "rest_bytes") if part in found]
-    times = list(found["seconds"].values())
-    return all(type(n) is int and n >= 0 for n in sizes) and all(type(t) is float and t > 0 for t in times)

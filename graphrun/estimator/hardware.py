@@ -1,10 +1,12 @@
 """The devices that graphrun knows without measuring them, and the one it finds on this machine.
 
-bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24,
-RTX 4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55.
-Pageable copies reach a third to a half of pinned ones (0.4 here). Host-to-device falls to 11 to 16 GB/s on PCIe 4 while the
-other direction runs (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy
-loading) to 667 MB (eager); the larger is used. cuBLAS workspace: 8.125 MiB, 32 MiB from compute capability 9.0.
+bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24, RTX
+4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55. Pageable
+copies reach a third to a half of pinned ones (0.4 here). Host-to-device falls to 11 to 16 GB/s on PCIe 4 while the other
+direction runs (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading)
+to 667 MB (eager); the larger is used. Device memory, from NVIDIA's data sheets (GB/s): 360, 272, 1008, 1792, 2039 (A100 80 GB),
+3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (eight cores with AVX2 in fp32 come to about that). cuBLAS workspace: 8.125
+MiB, 32 MiB from compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ HOPPER = ("h100", "h200")  # compute capability 9.0
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
-def _card(name: str, gib: int, tflops: float, h2d_gb: float, workspace_bytes: int = 8 * MIB + 128 * KIB) -> Hardware:
+def _card(
+    name: str, gib: int, tflops: float, h2d_gb: float, memory_gb: float, workspace_bytes: int = 8 * MIB + 128 * KIB
+) -> Hardware:
     return Hardware(
         name=name,
         device="cuda",
@@ -41,6 +45,7 @@ def _card(name: str, gib: int, tflops: float, h2d_gb: float, workspace_bytes: in
         bidirectional=0.5,
         disk_bytes_per_second=1.2e9,
         flops_per_second=tflops * 1e12,
+        memory_bytes_per_second=memory_gb * 1e9,
         spares_large_copies=name in HOPPER,
     )
 
@@ -49,13 +54,13 @@ def priors() -> dict[str, Hardware]:
     """Every device that is known by name. ``sim`` is the simulated accelerator: no context, no scratch, no caching allocator."""
     hopper = 32 * MIB
     cards = (
-        _card("rtx3060", 12, 21.7, 24),
-        _card("rtx4060", 8, 25.7, 12),
-        _card("rtx4090", 24, 140, 25),
-        _card("rtx5090", 32, 200, 50),
-        _card("a100", 80, 250, 25),
-        _card("h100", 80, 780, 55, hopper),
-        _card("h200", 141, 780, 55, hopper),
+        _card("rtx3060", 12, 21.7, 24, 360),
+        _card("rtx4060", 8, 25.7, 12, 272),
+        _card("rtx4090", 24, 140, 25, 1008),
+        _card("rtx5090", 32, 200, 50, 1792),
+        _card("a100", 80, 250, 25, 2039),
+        _card("h100", 80, 780, 55, 3350, hopper),
+        _card("h200", 141, 780, 55, 4800, hopper),
     )
     return {card.name: card for card in cards} | {"sim": simulated()}
 
@@ -75,6 +80,7 @@ def simulated() -> Hardware:
         disk_bytes_per_second=1e9,
         flops_per_second=1e11,
         cpu_flops_per_second=1e10,
+        memory_bytes_per_second=1e10,
         convolution_scratch=False,
         caching_allocator=False,
         basis="declared",

@@ -7,28 +7,39 @@ is shown is not known here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from graphrun.components.build import ghost
+from graphrun.components.stored import holding
 from graphrun.estimator.allocator import Counting, Native
 from graphrun.estimator.corrections import CORRECTIONS
 from graphrun.estimator.events import Call, Probed
+from graphrun.estimator.feedback import informed, measurements
 from graphrun.estimator.numbers import Limits, phase_spans, problem_of
 from graphrun.estimator.quantized import PRECISIONS, weights_by_precision
+from graphrun.estimator.shapes import keep_shapes
+from graphrun.estimator.store import Store
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph
 from graphrun.planner.problem import Hardware, PhaseNumbers, Problem
 
 
-def survey(graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def survey(
+    graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str, Any], store: Store | None = None
+) -> dict[str, Any]:
     """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds) and the total of keeping all.
 
     ``allocated_bytes`` of a phase is the most allocated beside weights; ``reserved_bytes`` the same with expandable segments,
-    ``reserved_native_bytes`` with native ones: what lived at its entry is in all three.
+    ``reserved_native_bytes`` with native ones: what lived at its entry is in all three. What runs measured, as ``store``
+    has it, takes the place of reserved bytes and seconds; ``traced`` has these as they were.
     """
     problem = problem_of(graph, probed, hardware, Limits(hardware.capacity_bytes, 1), inputs)
     phases = _phases(problem, probed, hardware)
+    if store is not None:
+        keep_shapes(graph, probed, problem, store)
+        known, better = measurements(problem, store), informed(problem, store)
+        phases = [_measured(row, better, n, known.get(row["phase"])) for n, row in enumerate(phases)]
     components = [_component(graph, name, probed, problem) for name in probed.facts]
     weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)
     outside = hardware.context_bytes + hardware.workspace_bytes
@@ -60,6 +71,8 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
     module = probed.ghosts[name] if name in probed.ghosts else ghost(declared, graph.allow)
     sizes = weights_by_precision(module, declared.dtype, allocated=True)
     allowed = {declared.dtype, *declared.precision}
+    held = holding(declared, module)
+    known = "files" if held is not None and not held.missing else "declared"
     numbers = next((c for c in problem.components if c.name == name), None)
     return {
         "name": name,
@@ -70,10 +83,11 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
             precision: {
                 "bytes": sizes[precision],
                 "allowed": precision in allowed,
-                "basis": "formula" if precision in ("int8", "nf4") else "declared",
+                "basis": "formula" if precision in ("fp8", "int8", "nf4") else known if precision == declared.dtype else "declared",
             }
             for precision in PRECISIONS
         },
+        "source": {**asdict(held), "dtypes": dict(held.dtypes), "read_as": declared.dtype} if held is not None else None,
         "host_bytes": numbers.variants[0].host_bytes if numbers else 0,
         "blocks": [{"class": k.name, "count": len(k.blocks), "streamable": k.streamable} for k in probed.facts[name].classes],
         "basis": numbers.basis if numbers else "declared",
@@ -95,10 +109,6 @@ def _phases(problem: Problem, probed: Probed, hardware: Hardware) -> list[dict[s
 def _phase(
     problem: Problem, phase: PhaseNumbers, calls: Sequence[Call], counted: Window, expandable: Window, native: Window, number: int
 ) -> dict[str, Any]:
-    seconds = 0.0
-    for use in phase.uses:
-        classes = problem.component(use.component).classes
-        seconds += sum(n * len(k.blocks) * s for n, k, s in zip(use.class_calls, classes, use.seconds, strict=True))
     return {
         "stage": phase.stage,
         "phase": phase.name,
@@ -110,10 +120,32 @@ def _phase(
         "values_bytes": problem.value_bytes(number),
         "carry_bytes": phase.carry_bytes,
         "flops": sum(flops for call in calls for _, flops in call.flops),
-        "seconds": seconds,
+        "seconds": _seconds(problem, phase),
         "basis": phase.basis,
         "seconds_basis": problem.hardware.basis,
     }
+
+
+def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
+    found = 0.0
+    for use in phase.uses:
+        classes = problem.component(use.component).classes
+        found += sum(n * len(k.blocks) * s for n, k, s in zip(use.class_calls, classes, use.seconds, strict=True))
+    return found
+
+
+def _measured(row: dict[str, Any], problem: Problem, number: int, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``row`` with what runs measured of its phase (``known``), which ``problem`` holds."""
+    if known is None:
+        return row
+    phase, found = problem.phases[number], dict(row)
+    if len(known) > 1:
+        found["reserved_bytes"] = problem.value_bytes(number) + phase.carry_bytes + max(phase.first_bytes, phase.rest_bytes)
+        found["basis"] = "measured"
+    if {name.partition("/")[0] for name in known["seconds"]} >= set(row["components"]):
+        found["seconds"] = _seconds(problem, phase)
+        found["seconds_basis"] = "measured"
+    return {**found, "traced": {name: row[name] for name in ("reserved_bytes", "seconds")}}
 
 
 def _most(window: Window) -> int:

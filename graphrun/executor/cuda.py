@@ -17,10 +17,13 @@ as asynchronous as from memory that torch pinned: CUDA looks at the pages, not a
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from mmap import PAGESIZE
+from typing import Any
 
 import torch
 
@@ -47,7 +50,9 @@ class CudaDevice:
         self.arenas = Arenas()
         self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
-        self._origin = self.mark("compute")
+        self._origin: Any = self.mark("compute")
+        self._begun_seconds = time.perf_counter()
+        self._reader = ThreadPoolExecutor(1, "graphrun-reader")
 
     @property
     def name(self) -> str:
@@ -70,8 +75,8 @@ class CudaDevice:
         share = (cap_bytes + self._workspace_bytes) / torch.cuda.get_device_properties(self._index).total_memory
         with torch.cuda.device(self._index):
             self._compute = torch.cuda.current_stream(self._index)
-            self._origin = self.mark("compute")
             torch.cuda.empty_cache()
+            self._origin, self._begun_seconds = self.mark("compute"), time.perf_counter()
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
             try:
                 yield
@@ -109,39 +114,77 @@ class CudaDevice:
         weakref.finalize(arena.untyped_storage(), runtime.cudaHostUnregister, arena.data_ptr())
         self.arenas.count("pinned", arena)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
         """``cudaMemcpyAsync`` on the copy stream; from pageable memory the driver makes the host wait."""
+        self._copy_async(target, source)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Likewise; to pageable memory, so that the host waits."""
+        self._copy_async(target, source)
+
+    def read(self, nbytes: int) -> None:
+        """Nothing: the time has passed."""
+
+    def background(self, job: Callable[[], None]) -> Callable[[], None]:
+        """On one thread of its own, that holds no lock of Python's while it reads."""
+        return self._reader.submit(job).result
+
+    def reached(self, marks: Sequence[float]) -> bool:
+        """Whether it was read."""
+        return len(marks) == 2
+
+    @contextmanager
+    def on_host(self, slowdown: float) -> Iterator[None]:
+        """Nothing: the time passes."""
+        yield
+
+    def _copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         try:
             with torch.cuda.stream(self._copy):
                 target.copy_(source, non_blocking=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise TransferFailed(f"copying {show_size(source.numel())} to {self.torch_device} failed: {error}") from None
+            raise TransferFailed(f"copying {show_size(source.nbytes)} to {target.device} failed: {error}") from None
 
-    def mark(self, stream: Stream) -> torch.cuda.Event:
-        """A timing event recorded on ``stream``."""
+    def mark(self, stream: Stream) -> torch.cuda.Event | float:
+        """A timing event recorded on ``stream``; of the disk, the host's time."""
+        if stream == "disk":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream(stream))
         return event
 
-    def wait(self, stream: Stream, mark: torch.cuda.Event) -> None:
-        """``cudaStreamWaitEvent``."""
-        self._stream(stream).wait_event(mark)
+    def wait(self, stream: Stream, mark: torch.cuda.Event | float) -> None:
+        """``cudaStreamWaitEvent``; the disk is the host's, which waits itself. A time of the host's has passed."""
+        if isinstance(mark, float):
+            return
+        if stream == "disk":
+            mark.synchronize()
+        else:
+            self._stream(stream).wait_event(mark)
 
     def barrier(self) -> None:
         """Both streams are drained. Errors of kernels and copies that ran asynchronously surface here."""
         self._copy.synchronize()
         self._compute.synchronize()
 
-    def seconds_at(self, mark: torch.cuda.Event) -> float:
+    def seconds_at(self, mark: torch.cuda.Event | float) -> float:
         """Seconds from the session's begin, to about half a microsecond (cudaEventElapsedTime)."""
+        if isinstance(mark, float):
+            return mark - self._begun_seconds
         return float(self._origin.elapsed_time(mark)) / 1e3
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of live blocks of the caching allocator."""
         return torch.cuda.memory_allocated(self._index)
+
+    @property
+    def available_bytes(self) -> int:
+        """What the allocator has reserved and what the driver calls free (cudaMemGetInfo), less the workspace."""
+        free_bytes, _ = torch.cuda.mem_get_info(self._index)
+        return torch.cuda.memory_reserved(self._index) + int(free_bytes) - self._workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -162,6 +205,11 @@ class CudaDevice:
         blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]  # type: ignore[no-untyped-call]
         sizes = sorted((int(block["size"]) for block in blocks if block["state"] == "active_allocated"), reverse=True)
         return tuple(show_size(size) for size in sizes)
+
+    def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Address and bytes."""
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
     def explain(self, error: BaseException) -> GraphrunError | None:
         """Out of memory by its type. A CUDA error is sticky and asynchronous, so where it came from is not known."""

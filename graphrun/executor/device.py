@@ -2,6 +2,7 @@
 
     compute  |--block 0--|--block 1--|--block 2--|
     copy     |--in 1--|--in 2--|     ^  in 4 waits for the mark after block 2, whose bytes it overwrites
+    disk   |--read 1--|--read 2--|   |                   reads are done by the host, or by a thread of it
                                mark -+
 
 Memory is allocated on the compute stream and written on the copy stream, so order comes from marks alone: the copy stream waits for
@@ -10,6 +11,7 @@ a compute mark made after the allocation, compute waits for a mark after the cop
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -18,8 +20,8 @@ import torch
 from graphrun.errors import GraphrunError
 from graphrun.executor.arenas import Arenas
 
-Stream = Literal["compute", "copy"]
-Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA
+Stream = Literal["compute", "copy", "disk"]
+Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on its disk stream)
 
 
 class Device(Protocol):
@@ -49,8 +51,23 @@ class Device(Protocol):
     def arenas(self) -> Arenas:
         """The host memory that `arena` handed out and that still lives, and what of it is pinned."""
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
         """Queues a copy from the host on the copy stream. Raises TransferFailed where it is known to have failed."""
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy to the host on the copy stream. Raises as `copy_in`."""
+
+    def read(self, nbytes: int) -> None:
+        """``nbytes`` were read from disk just now: a clock that is not the host's is charged."""
+
+    def background(self, job: Callable[[], None]) -> Callable[[], None]:
+        """Does ``job`` beside what the host does, one job after another: a function that waits for it and raises what it raised."""
+
+    def reached(self, marks: Sequence[Mark]) -> bool:
+        """Whether a read that left ``marks`` (none yet: it is under way) lies behind the copy stream already."""
+
+    def on_host(self, slowdown: float) -> AbstractContextManager[None]:
+        """What computes inside does so on the host, ``slowdown`` times as long as here: its clock is charged."""
 
     def mark(self, stream: Stream) -> Mark:
         """A point behind everything queued on ``stream`` so far."""
@@ -69,6 +86,10 @@ class Device(Protocol):
         """Bytes of tensors on the device now."""
 
     @property
+    def available_bytes(self) -> int:
+        """What this process may have allocated in all: what it has, and what is free now."""
+
+    @property
     def peak_bytes(self) -> int:
         """The most the device had to hold since `reset_peak`."""
 
@@ -80,6 +101,9 @@ class Device(Protocol):
 
     def holders(self) -> tuple[str, ...]:
         """What lies on the device, largest first, as text for an error."""
+
+    def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """What identifies the storage of ``tensor``, which is on the device, and its bytes."""
 
     def explain(self, error: BaseException) -> GraphrunError | None:
         """The typed error that ``error`` amounts to, or None when it says nothing of this device's memory or copies."""

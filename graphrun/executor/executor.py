@@ -14,83 +14,136 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
-from graphrun.components.entry import Boundary
-from graphrun.errors import BrokenPlan, PlanError
-from graphrun.executor.device import Device, Mark
+from graphrun.errors import OutOfMemory, PlanError
+from graphrun.executor.device import Device
 from graphrun.executor.failure import settled
+from graphrun.executor.holders import leftovers
 from graphrun.executor.host import Host
-from graphrun.executor.slot import OpenSlot, Recorder
-from graphrun.executor.turns import Turns
+from graphrun.executor.running import Detour, HandedOut, Progress, Running, Work
 from graphrun.graph.graph import Graph
-from graphrun.ops import run_stages
+from graphrun.ops import Stages
 from graphrun.planner.check import check
-from graphrun.planner.plan import Free, Plan, Restore, Spill, action_text, slot_text
+from graphrun.planner.plan import Free, Plan
 from graphrun.planner.problem import Problem
-from graphrun.trace import SlotTrace, Tier, Trace
+from graphrun.planner.settle import settle
+from graphrun.planner.simulate import simulate
+from graphrun.trace import Trace
 from graphrun.units import show_size
 
-Progress = Callable[[int, int, int], None]
-"""Told of each call: index of the slot, number of the call in it (0 when the slot opens), planned calls of the slot."""
 
-Work = Callable[[], dict[str, Any]]
-"""What computes: the stages of a graph, or anything that calls the components. Returns the run's outputs, on the host."""
-
-LEFTOVERS_SHOWN = 5
-
-
-def execute(
-    problem: Problem,
-    plan: Plan,
-    graph: Graph,
-    inputs: Mapping[str, Any],
-    device: Device,
-    modules: Mapping[str, nn.Module] | None = None,
-    progress: Progress | None = None,
-    *,
-    host: Host | None = None,
-) -> Trace:
-    """Runs ``graph`` on resolved ``inputs`` by ``plan`` and returns what was measured, with the graph's outputs on the host.
-
-    ``modules``: components built before. ``host``: arenas of an earlier run, in place of ``modules``; without it they are built for
-    this run and dropped with it. Raises PlanError before anything is loaded when the plan is not to be run; OutOfMemory or
-    TransferFailed when the device refuses, BrokenPlan when reality leaves the plan. After any error the device is back at its
-    baseline and the next run starts as if there had been none.
-    """
-    refuse_unfit(problem, plan, graph)
-    if host is None:
-        host = Host.of_graph(graph, problem, device, modules)
-    modules, parts, ghosts, place = host.modules, host.parts, host.ghosts, device.torch_device
-    return follow(
-        problem, plan, host, device, lambda: run_stages(graph, modules, place, inputs, parts=parts, ghosts=ghosts), progress
+def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host) -> Stages:
+    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``."""
+    options = dict(plan.options)
+    return Stages(
+        graph, host.modules, device.torch_device, inputs, parts=host.parts, ghosts=host.ghosts, order=plan.order, options=options
     )
 
 
-def follow(problem: Problem, plan: Plan, host: Host, device: Device, work: Work, progress: Progress | None = None) -> Trace:
+def follow(
+    problem: Problem,
+    plan: Plan,
+    host: Host,
+    device: Device,
+    work: Work | Stages,
+    progress: Progress | None = None,
+    *,
+    detour: Detour | None = None,
+    handed_out: HandedOut | None = None,
+) -> Trace:
     """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
 
-    Errors as for `execute`; an error of ``work``'s own code is raised as it is.
+    Where reality leaves the plan, ``detour`` makes the next one; without it that is an error, as it is when the run ends before
+    the plan does. ``handed_out``: bytes of the outputs that stay on the device because the caller gets them there. Errors as for
+    `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
     """
-    _refuse_plan(problem, plan)
-    host.refuse_other(problem)
-    run = _Run(problem, plan, device, host, progress)
-    try:
-        return run.perform(work)
-    except BaseException as error:  # an interrupt too must leave the device empty
-        failure = settled(error, device, run.where)
-        gc.collect()
+    with Session(problem, plan, host, device, detour=detour, handed_out=handed_out) as session:
+        trace = session.run(work, progress)
+    return trace
+
+
+class Session:
+    """Runs of one plan, one after another: the first by its slots, each further one by those behind ``again``.
+
+    What the plan keeps on the device, and the homes that it filled, stay from run to run. Leaving the context returns the device
+    and the host to their baselines; so does a run that fails, behind which the next one is a first one.
+
+        with Session(problem, plan, host, device) as session:
+            for prompt in prompts:
+                trace = session.run(work(prompt))
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        host: Host,
+        device: Device,
+        *,
+        detour: Detour | None = None,
+        handed_out: HandedOut | None = None,
+    ) -> None:
+        _refuse_plan(problem, plan)
+        self._detour, self._handed_out = detour, handed_out
+        self._problem, self._plan, self._simulation = settle(problem, plan), plan, simulate(problem, plan)
+        self._slowdowns = slowdowns(problem, plan)
+        host.refuse_other(self._problem)
+        _refuse_free(plan, host)
+        self._host, self._device = host, device
+        self._begun = False
+        self._baseline_bytes = device.allocated_bytes
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
+        """One run. Raises PlanError where the plan is for one run, and this is another."""
+        if self._begun and not self._plan.again:
+            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this one and begin again")
+        if not self._begun:
+            self._baseline_bytes = self._device.allocated_bytes
+            self._host.prepare(_used(self._problem))
+        slots = self._plan.again if self._begun else self._plan.slots
+        slots_planned = self._simulation.again if self._begun else self._simulation.slots
+        peaks = [slot.peak_bytes for slot in slots_planned]
+        plan = replace(self._plan, slots=slots)
+        run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
+        run.detour, run.handed_out = self._detour, self._handed_out
+        self._begun = True
+        try:
+            trace = run.perform(work, kept=bool(self._plan.again))
+        except BaseException as error:  # an interrupt too must leave the device empty
+            if isinstance(work, Stages):
+                work.leave()
+            self.close()
+            failure = settled(error, self._device, run.where)
+            gc.collect()
+            with contextlib.suppress(RuntimeError):
+                self._device.release_cached()
+            if (left_bytes := self._device.allocated_bytes - self._baseline_bytes) > 0:
+                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
+            if isinstance(failure, OutOfMemory):
+                failure.slot, failure.peak_bytes, failure.available_bytes = run.seen
+                failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
+            if failure is error:
+                raise
+            raise failure from None
+        return replace(trace, plan_digest=self._plan.digest)
+
+    def close(self) -> None:
+        """Nothing of the session is on the device any more, and what it filled is gone from the host."""
+        for residency in self._host.residencies.values():
+            residency.release()
+        self._host.finish()
+        self._begun = False
         with contextlib.suppress(RuntimeError):
-            device.release_cached()
-        if (left_bytes := device.allocated_bytes - run.baseline_bytes) > 0:
-            failure.add_note(f"{show_size(left_bytes)} stayed on the device: {_leftovers(device)}")
-        if failure is error:
-            raise
-        raise failure from None
+            self._device.release_cached()
 
 
 def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
@@ -105,122 +158,23 @@ def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
 def _refuse_plan(problem: Problem, plan: Plan) -> None:
     if plan.problem != problem.digest:
         raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
-    for component in problem.components:
-        variant = component.variants[0]
-        if variant.home == "disk" or variant.device != "device":
-            raise PlanError(
-                f"{component.name}: home {variant.home}, computing on {variant.device}, is not supported by this version"
-            )
-    for slot in plan.slots:
-        for action in slot.actions:
-            if isinstance(action, (Spill, Restore, Free)):
-                raise PlanError(f"{slot_text(slot)}: {action_text(action)!r} is not supported by this version")
     if violations := check(problem, plan):
         lines = [f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}" for v in violations]
         raise PlanError("\n".join(["the plan may not be run:", *lines]))
 
 
-class _Run:
-    """One execution. Holds no tensor itself, so that an error's frames in it may live."""
-
-    def __init__(self, problem: Problem, plan: Plan, device: Device, host: Host, progress: Progress | None) -> None:
-        self._problem, self._plan = problem, plan
-        self._device, self._host, self._progress = device, host, progress
-        self._turns = Turns(problem, plan)
-        self._slots: list[SlotTrace] = []
-        self._open: OpenSlot | None = None
-        self._recorder: Recorder | None = None
-        self._call: tuple[str, Mark] = ("", None)
-        self.baseline_bytes = device.allocated_bytes
-        self._before = _tiers(device)
-
-    @property
-    def where(self) -> str:
-        """The slot that is open, for an error's text."""
-        return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
-
-    def perform(self, work: Work) -> Trace:
-        """The whole run. Leaves no weights on the device and no hook on a module, also by an exception."""
-        device = self._device
-        with device.session(self._problem.effective_bytes), torch.no_grad():
-            try:
-                device.barrier()
-                self._recorder = Recorder(device, device.mark("compute"))
-                with Boundary(self._host.modules, device.torch_device, self._enter, self._exit):
-                    outputs = work()
-                for index in self._turns.finish():
-                    self._turn_to(index)
-                self._close()
-            finally:
-                self._release()
-            gc.collect()
-            device.release_cached()
-        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in _tiers(device).items())
-        _refuse_leftovers(tiers, device)
-        return Trace(
-            plan_digest=self._plan.digest,
-            device=device.name,
-            slots=tuple(self._slots),
-            events=tuple(self._recorder.events),
-            baseline_bytes=self.baseline_bytes,
-            left_bytes=0,
-            outputs=outputs,
-            tiers=tiers,
-        )
-
-    def _enter(self, component: str, entry: str) -> None:
-        for index in self._turns.enter(component):
-            self._turn_to(index)
-        assert self._open is not None
-        self._call = (component, self._open.enter(component))
-        self._tell(self._open.calls)
-
-    def _exit(self, component: str, entry: str) -> None:
-        assert self._recorder is not None
-        self._recorder.note("run", component, entry, 0, (self._call[1], self._device.mark("compute")))
-
-    def _turn_to(self, index: int) -> None:
-        """Closes the slot that is open and opens slot number ``index``."""
-        self._close()
-        assert self._recorder is not None
-        slot = self._plan.slots[index]
-        self._open = OpenSlot(index, slot, self._problem, self._host.residencies, self._device, self._recorder)
-        self._tell(0)
-        self._open.open()
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._slots.append(self._open.close())
-
-    def _tell(self, call: int) -> None:
-        if self._progress is not None and self._open is not None:
-            self._progress(self._open.index, call, self._open.slot.calls)
-
-    def _release(self) -> None:
-        """Everything that a failure may have left: a copy under way, hooks, staged views, loaded blocks."""
-        with contextlib.suppress(RuntimeError):  # a device in error cannot be waited for; the error that matters is on its way
-            self._device.barrier()
-        if self._open is not None:
-            self._open.release()
-        for residency in self._host.residencies.values():
-            residency.release()
+def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
+    """How many times longer components compute that do so on the CPU, by name."""
+    names = dict(plan.variants)
+    chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
+    return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
 
 
-def _tiers(device: Device) -> dict[str, int]:
-    return {"device": device.allocated_bytes, **{name: device.arenas.nbytes(name) for name in ("arenas", "pinned")}}
+def _refuse_free(plan: Plan, host: Host) -> None:
+    for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Free)):
+        if name in host.residencies and host.residencies[name].given:
+            raise PlanError(f"the plan frees {name}, which was handed in and stays its owner's: leave it out of modules=")
 
 
-def _refuse_leftovers(tiers: tuple[Tier, ...], device: Device) -> None:
-    """Raises BrokenPlan when a tier holds more than before the run."""
-    for tier in tiers:
-        if tier.left_bytes:
-            holders = (
-                f"on the device after the run: {_leftovers(device)}" if tier.name == "device" else f"in {tier.name} on the host"
-            )
-            raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {holders}")
-
-
-def _leftovers(device: Device) -> str:
-    holders = device.holders()
-    more = f" and {len(holders) - LEFTOVERS_SHOWN} more" if len(holders) > LEFTOVERS_SHOWN else ""
-    return ", ".join(holders[:LEFTOVERS_SHOWN]) + more
+def _used(problem: Problem) -> set[str]:
+    return {use.component for phase in problem.phases for use in phase.uses}

@@ -1,63 +1,130 @@
-"""The weights of components in host memory, ready to run. Built once; good for any number of runs with equal numbers."""
+"""The components of a problem in host memory, ready to run. Built once; good for any number of runs with equal numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from graphrun.components.build import build, build_part, ghost
+from graphrun.components.build import build_part, draft, ghost
+from graphrun.components.quantize import QUANTIZED
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
+from graphrun.executor.homes import Blocks
 from graphrun.executor.movers import refuse_movers
 from graphrun.executor.residency import Residency
+from graphrun.executor.spool import Spool
 from graphrun.graph.graph import Graph
-from graphrun.planner.problem import ComponentNumbers, Problem
+from graphrun.planner.problem import ComponentNumbers, Problem, Variant
 
 
 class Host:
-    """``modules`` in arenas, pinned for ``device`` where their home is pinned memory.
+    """``modules`` in their homes, for ``device``. ``problem`` is settled: every component has one variant.
 
-    A module keeps its values, but its tensors are views of the arena from now on. ``modules`` holds all components of ``problem``.
-    Raises InputError where a module is not what ``problem`` describes, or where something else moves it too.
+    ``writers``: of modules whose weights are on meta, and come when their home is filled. Others have them: they keep their values,
+    but their tensors are views of an arena from now on. ``modules`` holds all components of ``problem``. What ``spool`` gets is
+    written there once: weights for a home on disk that no file holds as they are. Raises InputError where a module is not what
+    ``problem`` describes, or where something else moves it too.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], problem: Problem, device: Device) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        problem: Problem,
+        device: Device,
+        writers: Mapping[str, Blocks] | None = None,
+        spool: Spool | None = None,
+    ) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
         self.parts: dict[str, Any] = {}
         self.ghosts: dict[str, nn.Module] = {}
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # the graph's dtype and the plan's, where they differ
+        self._spool = spool or Spool()
+        self._variants: dict[str, Variant] = {}
         self._shape = _shape(problem)
-        refuse_movers(modules)
+        writers = writers or {}
+        refuse_movers({name: module for name, module in modules.items() if name not in writers})
         for numbers in problem.components:
-            self._add(modules[numbers.name], numbers, device)
+            self._add(modules[numbers.name], numbers, device, writers.get(numbers.name))
+        self.prepare()
 
     @classmethod
-    def of_graph(cls, graph: Graph, problem: Problem, device: Device, modules: Mapping[str, nn.Module] | None = None) -> Host:
-        """The components of ``graph``, those in ``modules`` as they are, the others built one after another; and its parts."""
-        host = cls({}, replace(problem, components=()), device)
+    def of_graph(
+        cls,
+        graph: Graph,
+        problem: Problem,
+        device: Device,
+        modules: Mapping[str, nn.Module] | None = None,
+        spool: Spool | None = None,
+    ) -> Host:
+        """The components of ``graph``: those in ``modules`` as they are, the others drafted and filled one by one; its parts."""
+        host = cls({}, replace(problem, components=()), device, spool=spool)
         host._shape = _shape(problem)
         given = modules or {}
         refuse_movers(given)
-        for numbers in problem.components:
-            module = given[numbers.name] if numbers.name in given else build(graph.component(numbers.name), graph)
-            host._add(module, numbers, device)
+        used = {use.component for phase in problem.phases for use in phase.uses}
         host.ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
-        host.modules = {**host.ghosts, **host.modules}  # a stage may list a component that no call enters
+        host.modules = dict(host.ghosts)  # a stage may list a component that no call enters
+        for numbers in problem.components:
+            if numbers.name in given and graph.component(numbers.name).loras:
+                raise InputError(f"{numbers.name} was handed in, and the graph fuses a LoRA into it: leave it out of modules=")
+            if numbers.name in given:
+                host._add(given[numbers.name], numbers, device, None)
+            elif numbers.name in used:
+                component, precision = graph.component(numbers.name), numbers.variants[0].precision
+                module, writer = draft(component, graph, precision)
+                host._add(module, numbers, device, writer)
+                if precision not in (component.dtype, *QUANTIZED):
+                    host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
+            else:
+                continue
+            host.prepare()
         host.parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
         return host
 
-    def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device) -> None:
-        self.modules[numbers.name] = module
-        self.residencies[numbers.name] = Residency(module, numbers, device)
+    def prepare(self, used: Collection[str] | None = None) -> None:
+        """Homes that a run begins with are held and filled: those that no action fills, and the buffers of those on disk.
+
+        ``used``: the components that the run uses; None: all.
+        """
+        for name, residency in self.residencies.items():
+            if used is not None and name not in used:
+                continue
+            if not residency.held and not self._variants[name].fill_seconds:
+                residency.fill()
+                residency.home.settle()
+
+    def finish(self) -> None:
+        """Homes that the plan filled are dropped: the next run begins as this one did. Behind a barrier."""
+        for name, residency in self.residencies.items():
+            if self._variants[name].fill_seconds and not residency.given:
+                residency.free()
+
+    def close(self) -> None:
+        """Homes and files are gone at once, not when garbage is collected; what was handed in stays its owner's."""
+        for residency in self.residencies.values():
+            if not residency.given:
+                residency.free()
+        self._spool.close()
 
     def refuse_other(self, problem: Problem) -> None:
         """Raises InputError unless ``problem`` has the graph and the blocks that this was built for."""
         if _shape(problem) != self._shape:
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
 
+    def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: Blocks | None) -> None:
+        if writer is not None and numbers.variants[0].home == "disk":
+            writer = self._spool.stored(module, numbers, writer)
+        self.modules[numbers.name] = module
+        self.residencies[numbers.name] = Residency(module, numbers, device, writer)
+        self._variants[numbers.name] = numbers.variants[0]
+
 
 def _shape(problem: Problem) -> tuple[Any, ...]:
-    return problem.graph_digest, tuple((c.name, c.classes, c.variants) for c in problem.components)
+    """What must be equal: what settling a problem makes of a variant's compute does not count."""
+    held = {c.name: replace(c.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="") for c in problem.components}
+    return problem.graph_digest, tuple((c.name, c.classes, held[c.name]) for c in problem.components)

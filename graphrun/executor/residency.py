@@ -1,9 +1,10 @@
-"""Where the weights of one component are: in a host arena always, and block by block on the device when the plan says so.
+"""Where the weights of one component are: in its home, and block by block on the device when the plan says so.
 
 Decides nothing about when. Tensors are placed by replacing entries of ``module._parameters`` and ``module._buffers`` (``module.to``
-and ``param.data = ...`` fail across some devices, and part tied weights); a tied tensor stays one tensor in every place.
+and ``param.data = ...`` fail across some devices, and part tied weights), and what quantized layers hold beside them; a tied tensor
+stays one tensor in every place.
 
-    host arena   | block 0 | block 1 | block 2 |    one flat buffer; the module's own tensors are views of it
+    home         | block 0 | block 1 | block 2 |    in RAM or on disk (homes.py); in RAM, the module's own tensors are views of it
                       |copy     |copy
     device       | block 0 |                        present: a buffer of its own, until evicted
                  | ring: 1 . . . . |                staged: a view of the ring, for as long as the block runs
@@ -12,72 +13,141 @@ and ``param.data = ...`` fail across some devices, and part tied weights); a tie
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from graphrun.components.blocks import BlockLayout, Place, TensorEntry, lay_out
+from graphrun.components.blocks import BlockLayout, Place, lay_out
+from graphrun.components.quantize import settle_layers
 from graphrun.errors import InputError
 from graphrun.executor.device import Device, Mark
+from graphrun.executor.homes import Arena, Blocks, Disk
 from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.units import round_up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
-    """One distinct tensor of a block."""
+    """One distinct tensor of a block. ``host``: what stands in its places off the device (on meta without a home)."""
 
     offset: int
     nbytes: int
+    absent: torch.Tensor
     host: torch.Tensor
     places: tuple[Place, ...]
 
     def put(self, tensor: torch.Tensor) -> None:
         for place in self.places:
-            getattr(place.module, place.kind)[place.key] = tensor
+            place.put(tensor)
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor as it lies in ``buffer`` (flat uint8, the block's own)."""
-        view = buffer[self.offset : self.offset + self.nbytes].view(self.host.dtype).view(self.host.shape)
-        return nn.Parameter(view, requires_grad=False) if isinstance(self.host, nn.Parameter) else view
+        """This tensor as it lies in ``buffer`` (flat uint8, the block's own), with what its library hung on it."""
+        view = buffer[self.offset : self.offset + self.nbytes].view(self.absent.dtype).view(self.absent.shape)
+        if not isinstance(self.absent, nn.Parameter):
+            return view
+        made = nn.Parameter(view, requires_grad=False)
+        made.__dict__.update(self.absent.__dict__)
+        return made
 
 
 @dataclass(slots=True)
 class _Block:
-    host: torch.Tensor  # flat uint8, the block's part of the arena
+    nbytes: int
     entries: tuple[_Entry, ...]
+    states: tuple[Any, ...]  # of 8-bit layers: they keep a tensor of their last call
     buffer: torch.Tensor | None = None
 
 
 class Residency:
-    """The blocks of ``module``, all on the host. The module's tensors become views of one arena, pinned for ``device`` if asked.
+    """The blocks of ``module``, none of them on the device.
 
-    Building it moves block after block, so that at most one block exists twice. Raises InputError when the module is not the one
-    that ``numbers`` describe, or is not on the CPU.
+    Without ``writer`` the module was handed in, with its weights: its tensors become views of one arena, block after block, so that
+    at most one block exists twice. With one, its tensors are on meta, and get their bytes when its home is held. Raises InputError
+    when the module is not the one that ``numbers`` describe, or is not on the CPU.
     """
 
-    def __init__(self, module: nn.Module, numbers: ComponentNumbers, device: Device) -> None:
+    def __init__(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: Blocks | None = None) -> None:
         self.name = numbers.name
         self.module = module
-        paths = [path for k in numbers.classes for path in k.blocks]
-        layouts = lay_out(module, paths)
-        _refuse_other_module(numbers, layouts)
-        self.arena = device.arena(sum(layout.nbytes for layout in layouts.values()))
-        self._blocks: dict[str, _Block] = {}
-        start = 0
-        for path in list(layouts):
-            layout = layouts.pop(path)
-            host = self.arena[start : start + layout.nbytes]
-            self._blocks[path] = _Block(host, tuple(_move(entry, host) for entry in layout.entries))
-            start += layout.nbytes
-        if numbers.variants[0].home == "pinned":
-            device.pin(self.arena)
+        self.given = writer is None
+        self._device, self._writer = device, writer
+        settle_layers(module)
+        order = blocks_of(numbers, None)
+        layouts = lay_out(module, order)
+        layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
+        _refuse_other_module(numbers, layouts, given=self.given)
+        self._variant = variant = numbers.variants[0]
+        if variant.home == "disk":
+            if writer is None:
+                raise InputError(f"{self.name} was handed in, and the plan reads it from disk: leave it out of modules=")
+            self.home: Arena | Disk = Disk(layouts, device, writer, variant.host_bytes)
+        else:
+            kept = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.given else layouts
+            self.home = Arena(kept, device, variant.home == "pinned")
+        self._blocks = {path: _block(layout) for path, layout in layouts.items()}
         self._arrivals: dict[str, Mark] = {}
+        if writer is None and isinstance(self.home, Arena):
+            self._move(self.home, layouts)
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """The home's memory: the arena, or the bounce buffer of a home on disk."""
+        assert self.home.memory is not None
+        return self.home.memory
+
+    @property
+    def held(self) -> bool:
+        """Whether the home is there (it may still be filling)."""
+        return self.home.memory is not None
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What its blocks on the device take there."""
+        return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in self._blocks.values() if block.buffer is not None)
+
+    def held_bytes(self) -> int:
+        """What the module's tensors take on the device now, every storage once: also what quantized layers hang on themselves."""
+        kind, sizes = self._device.torch_device.type, dict[int, int]()
+        for child in self.module.modules():
+            state = child.__dict__.get("state")
+            statistics = getattr(child._parameters.get("weight"), "quant_state", None)
+            more = [getattr(holder, "__dict__", {}) for holder in (state, statistics)]
+            held: list[dict[str, Any]] = [child._parameters, child._buffers, *more]
+            for tensor in (tensor for inner in held for tensor in inner.values()):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == kind:
+                    key, nbytes = self._device.storage_of(tensor)
+                    sizes[key] = nbytes
+        return sum(sizes.values())
 
     def nbytes(self, path: str) -> int:
         """Bytes of block ``path``, alignment included."""
-        return self._blocks[path].host.numel()
+        return self._blocks[path].nbytes
+
+    def fill(self) -> list[tuple[str, int]]:
+        """Makes the home, and begins to read all blocks into it: paths and bytes. A home on disk gets its bounce buffer alone; what
+        was handed in is there already."""
+        if self.held or self._writer is None:
+            return []
+        self.home.hold()
+        if isinstance(self.home, Disk):
+            return []
+        self.home.lock()
+        for path, block in self._blocks.items():
+            for entry in block.entries:
+                entry.host = entry.view_in(self.home.block(path))
+            self.unbind(path)
+        return self.home.fill(self._writer)
+
+    def free(self) -> None:
+        """Drops the home. The module's tensors are on meta, but for those on the device. Behind a barrier."""
+        for path, block in self._blocks.items():
+            for entry in block.entries:
+                entry.host = entry.absent
+            if block.buffer is None:
+                self.unbind(path)
+        self.home.drop()
 
     def allocate(self, path: str, device: Device) -> None:
         """Block ``path`` gets a buffer of its own on the device, still empty."""
@@ -100,21 +170,33 @@ class Residency:
         if path in self._arrivals:
             device.wait("compute", self._arrivals.pop(path))
 
+    def await_home(self) -> None:
+        """The host waits until its home is filled, and compute for when that was: the component computes there."""
+        assert isinstance(self.home, Arena)
+        for path in self._blocks:
+            if (marks := self.home.filled(path)) is not None:
+                self._device.wait("compute", marks[1])
+
+    def ready(self, path: str) -> bool:
+        """Whether a copy of block ``path`` would wait for nothing but other copies."""
+        return not isinstance(self.home, Arena) or self.home.ready(path)
+
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """The tensors of block ``path`` are those that lie in ``buffer``."""
         for entry in self._blocks[path].entries:
             entry.put(entry.view_in(buffer))
 
     def unbind(self, path: str) -> None:
-        """The tensors of block ``path`` are the host's again."""
-        for entry in self._blocks[path].entries:
+        """The tensors of block ``path`` are the host's again, or on meta where no home holds them."""
+        block = self._blocks[path]
+        for entry in block.entries:
             entry.put(entry.host)
+        for state in block.states:
+            state.idx = None  # the columns of the last call's outliers, on the device
 
     def stage(self, path: str, buffer: torch.Tensor, device: Device) -> tuple[Mark, Mark]:
         """Queues the copy of block ``path`` into ``buffer`` without placing its tensors: marks before and after the copy."""
-        start = device.mark("copy")
-        device.copy_in(buffer, self._blocks[path].host)
-        return start, device.mark("copy")
+        return self.home.copy(path, buffer)
 
     def present(self) -> list[str]:
         """Paths of the blocks that have a buffer on the device."""
@@ -131,19 +213,25 @@ class Residency:
         for path in self._blocks:
             self.evict(path)
 
+    def _move(self, home: Arena, layouts: dict[str, BlockLayout]) -> None:
+        home.hold()
+        for path, block in self._blocks.items():
+            layouts.pop(path)
+            for entry in block.entries:
+                view = entry.view_in(home.block(path))
+                view.copy_(entry.host.detach())
+                entry.host = entry.absent = view
+                entry.put(view)
+        home.lock()
 
-def _move(entry: TensorEntry, block: torch.Tensor) -> _Entry:
-    """``entry`` with its tensor copied into ``block`` and replaced there in every place."""
-    tensor = entry.tensor
-    view = block[entry.offset : entry.offset + entry.nbytes].view(tensor.dtype).view(tensor.shape)
-    view.copy_(tensor.detach())
-    host = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
-    moved = _Entry(entry.offset, entry.nbytes, host, entry.places)
-    moved.put(host)
-    return moved
+
+def _block(layout: BlockLayout) -> _Block:
+    entries = tuple(_Entry(entry.offset, entry.nbytes, entry.tensor, entry.tensor, entry.places) for entry in layout.entries)
+    states = tuple(place.owner for entry in entries for place in entry.places if place.key == "SCB")
+    return _Block(layout.nbytes, entries, states)
 
 
-def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayout]) -> None:
+def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayout], *, given: bool) -> None:
     for k, block_bytes in zip(numbers.classes, numbers.variants[0].block_bytes, strict=True):
         for path in k.blocks:
             layout = layouts.get(path)
@@ -154,7 +242,7 @@ def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayo
                     "the module is not the one that was planned for"
                 )
             for entry in layout.entries if layout else ():
-                if entry.tensor.device.type != "cpu":
+                if given and entry.tensor.device.type != "cpu":
                     raise InputError(f"{numbers.name}: block {path or 'rest'!r} is on {entry.tensor.device}; hand it in on the CPU")
 
 

@@ -1,6 +1,6 @@
 """One open slot: its actions are performed at its start, its calls are served while it lasts, and a barrier ends it.
 
-    open     evict | peak restarts | allocate all that the slot loads, and the rings | issue copies | run -->
+    open     free | evict | spill | peak restarts | restore | fill | allocate loads and rings | issue copies | run -->
     serve    an entry waits for what its component needs; blocks wait for their own copies; prefetch is paced behind streamed blocks
     close    issue what prefetch is left | barrier | rings and hooks go | what was measured
 
@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from graphrun.executor.device import Device, Mark
 from graphrun.executor.residency import Residency, blocks_of
 from graphrun.executor.stream import Streamer, Streaming
-from graphrun.planner.plan import Evict, Load, Slot, Stream
+from graphrun.executor.values import Values
+from graphrun.planner.plan import Evict, Fill, Free, Load, Restore, Slot, Spill, Stream
 from graphrun.planner.problem import Problem, Use
 from graphrun.trace import Event, SlotTrace
 
@@ -57,11 +58,19 @@ class OpenSlot:
     """Slot number ``index`` of a plan, being executed."""
 
     def __init__(
-        self, index: int, slot: Slot, problem: Problem, residencies: Mapping[str, Residency], device: Device, recorder: Recorder
+        self,
+        index: int,
+        slot: Slot,
+        problem: Problem,
+        residencies: Mapping[str, Residency],
+        device: Device,
+        recorder: Recorder,
+        values: Values,
     ) -> None:
         self.index, self.slot = index, slot
         self._entries: Counter[str] = Counter()
         self._problem, self._residencies, self._device, self._recorder = problem, residencies, device, recorder
+        self._values = values
         phase = next((phase for phase in problem.phases if phase.name == slot.phase), None)
         self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase and slot.part != "load" else {}
         self._streamers: dict[str, Streamer] = {}
@@ -77,11 +86,19 @@ class OpenSlot:
         recorder.slot, recorder.moved_bytes = self.index, 0
         self._start = device.mark("compute")
         for action in self.slot.actions:
-            if isinstance(action, Evict):
+            if isinstance(action, Free):
+                self._free(action)
+            elif isinstance(action, Evict):
                 self._evict(action)
         if self.slot.part == "load":
             device.release_cached()
         device.reset_peak()
+        device.arenas.reset_peaks()
+        for action in self.slot.actions:
+            if isinstance(action, (Spill, Restore)):
+                self._move_value(action)
+            elif isinstance(action, Fill):
+                self._residencies[action.component].fill()
         loads: dict[str, list[str]] = {}
         for action in self.slot.actions:
             if isinstance(action, Load):
@@ -98,6 +115,10 @@ class OpenSlot:
             if name in self._uses:
                 self._load_for_use(name, loads[name])
         self._pace()
+
+    def begin(self, component: str) -> None:
+        """The component is entered, and computes on the host: its home must be filled."""
+        self._residencies[component].await_home()
 
     @property
     def calls(self) -> int:
@@ -117,10 +138,13 @@ class OpenSlot:
             streamer.finish()
         while self._prefetch:
             self._issue_prefetch()
-        self._device.wait("compute", self._device.mark("copy"))
+        self._note_reads()
+        for stream in ("copy", "disk"):
+            self._device.wait("compute", self._device.mark(stream))
         end = self._device.mark("compute")
         self._device.barrier()
         self.release()
+        self._values.settle()
         self._recorder.settle()
         return SlotTrace(
             phase=self.slot.phase,
@@ -130,6 +154,8 @@ class OpenSlot:
             moved_bytes=self._recorder.moved_bytes,
             start_seconds=self._recorder.seconds(self._start),
             end_seconds=self._recorder.seconds(end),
+            host_bytes=self._device.arenas.peak_bytes("arenas"),
+            locked_bytes=self._device.arenas.peak_bytes("pinned"),
         )
 
     def release(self) -> None:
@@ -140,6 +166,24 @@ class OpenSlot:
         for streamer in self._streamers.values():
             streamer.release()
         self._streamers.clear()
+
+    def _free(self, action: Free) -> None:
+        residency = self._residencies[action.component]
+        nbytes = residency.home.nbytes if residency.held else 0
+        residency.free()
+        self._recorder.note("free", action.component, "home", nbytes, (self._start, self._start))
+
+    def _move_value(self, action: Spill | Restore) -> None:
+        kind, move = ("spill", self._values.spill) if isinstance(action, Spill) else ("restore", self._values.restore)
+        start = self._device.mark("copy")
+        nbytes = move(action.value, self._device)
+        self._recorder.note(kind, action.value, "value", nbytes, (start, self._device.mark("copy")))
+
+    def _note_reads(self) -> None:
+        """Waits for what is being read from disk, and notes it."""
+        for name, residency in self._residencies.items():
+            for path, marks in residency.home.settle():
+                self._recorder.note("read", name, path, residency.nbytes(path), marks)
 
     def _evict(self, action: Evict) -> None:
         residency = self._residencies[action.component]
@@ -178,6 +222,8 @@ class OpenSlot:
     def _pace(self) -> None:
         """Issues prefetch in step with streaming: the share of it that was issued stays at most one block ahead of the other's."""
         while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
+            if not self._prefetch[0][0].ready(self._prefetch[0][1]):
+                break  # it is still being read; streamed blocks do not wait behind it
             self._issue_prefetch()
 
     def _issue_prefetch(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from graphrun.errors import BrokenPlan
-from graphrun.planner.plan import Plan, slot_text
+from graphrun.planner.plan import Plan, Restore, slot_text
 from graphrun.planner.problem import PhaseNumbers, Problem
 
 AGAIN = "plan again with the inputs of this run"
@@ -34,7 +34,9 @@ class Turns:
         same component and this one has had its planned calls of it. Raises BrokenPlan when the plan has no place for the entry.
         """
         phase = self._current()
-        if phase is None or not self._stays(phase, component):
+        if phase is not None and self._slots[self._slot].part == "load":
+            opened = self._first_of(phase, component)
+        elif phase is None or not self._stays(phase, component):
             opened = self._next_phase(component)
         elif self._slots[self._slot].part == "first" and all(self._entered[use.component] for use in phase.uses):
             opened = [self._slot + 1]
@@ -47,6 +49,18 @@ class Turns:
         self._entered[component] += 1
         return opened
 
+    def begin(self, stage: str) -> list[int]:
+        """The slots to open when ``stage`` begins, before its op sees a value: its load slot, where this restores one."""
+        after = self._slot + 1
+        if after >= len(self._slots) or not any(isinstance(action, Restore) for action in self._slots[after].actions):
+            return []
+        phase = self._phases.get(self._slots[after].phase)
+        if phase is None or phase.stage != stage or self._slots[after].part != "load":
+            return []
+        self._slot = after
+        self._entered.clear()
+        return [after]
+
     def finish(self) -> list[int]:
         """The slots to open when all stages are done. Raises BrokenPlan when the plan expects more entries."""
         left = list(range(self._slot + 1, len(self._slots)))
@@ -54,6 +68,13 @@ class Turns:
             raise BrokenPlan(f"the run ended {self._where()}, before the plan did; {AGAIN}")
         self._slot += len(left)
         return left
+
+    def _first_of(self, phase: PhaseNumbers, component: str) -> list[int]:
+        """Behind a load slot that was opened when its stage began."""
+        if component not in self._uses(phase.name):
+            names = " or ".join(self._uses(phase.name))
+            raise BrokenPlan(f"{component} was entered out of turn {self._where()}: the plan expects {names} next; {AGAIN}")
+        return [self._slot + 1]
 
     def _next_phase(self, component: str) -> list[int]:
         following = self._following()

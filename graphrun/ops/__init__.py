@@ -3,6 +3,6 @@
 An op knows its pipeline, its device and its arguments. It knows nothing of memory, plans or weights' whereabouts.
 """
 
-from graphrun.ops.runner import run_stages
+from graphrun.ops.runner import Stages, run_stages
 
-__all__ = ["run_stages"]
+__all__ = ["Stages", "run_stages"]

@@ -13,6 +13,7 @@ from torch import nn
 
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
+from graphrun.components.trees import walk
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
@@ -22,53 +23,98 @@ from graphrun.ops.pipeline import assemble
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {"encode_prompt": encode_prompt, "denoise": denoise, "decode": decode}
 
 Observer = Callable[[str, Mapping[str, Any]], None]
+Before = Callable[[str], None]
+
+
+class Stages:
+    """The stages of a graph, being run: `run` goes on from the first that is not done.
+
+    ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``ghosts`` of all components
+    are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
+    (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
+    outputs)`` sees its values as they are on the device. A value is dropped after its last consumer. While ``planning``, what costs
+    on the host alone is left out.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+        inputs: Mapping[str, Any],
+        *,
+        after_stage: Observer | None = None,
+        before_stage: Before | None = None,
+        parts: Mapping[str, Any] | None = None,
+        ghosts: Mapping[str, nn.Module] | None = None,
+        order: Sequence[str] = (),
+        options: Mapping[str, str] | None = None,
+        planning: bool = False,
+    ) -> None:
+        self.graph, self.modules, self.device = graph, modules, device
+        self.after_stage, self.before_stage = after_stage, before_stage
+        self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
+        self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.allow) for name, c in graph.components.items()}
+        self._inputs, self._planning = dict(inputs), planning
+        self.named: dict[str, Any] = {}  # values of stages that later ones need: ``encode.embeds``
+        self._outputs: dict[str, Any] = {}
+        self.options = dict(options or {})
+        self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
+
+    def run(self) -> dict[str, Any]:
+        """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
+        while self.todo:
+            self._stage(self.todo[0])
+        return self._outputs
+
+    def leave(self) -> None:
+        """Values that wait for their consumers are on the host from now on; those that cannot be copied any more are lost."""
+        for name in list(self.named):
+            try:
+                self.named[name] = to_host(self.named[name])
+            except RuntimeError:
+                self.named.clear()
+                return
+
+    def enter(self) -> None:
+        """They are on the device again."""
+        for name in list(self.named):
+            self.named[name] = walk(self.named[name], lambda tensor: tensor.to(self.device))
+
+    def _stage(self, stage: Stage) -> None:
+        graph, device = self.graph, self.device
+        if self.before_stage is not None:
+            self.before_stage(stage.name)
+        present = {name: self.modules[name] if name in stage.uses else self._ghosts[name] for name in graph.components}
+        absent = {name: module for name, module in present.items() if name not in stage.uses}
+        partial = all(stage.op == "encode_prompt" for stage in graph.stages)
+        with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
+            pipeline = assemble(graph, present, self._parts, device, partial=partial)
+            option = self.options.get(stage.name)
+            used = {name: module for name, module in present.items() if name in stage.uses}
+            with applied(option, pipeline, used, device) if option else nullcontext():
+                arguments = {key: self._value(value) for key, value in stage.arguments.items()}
+                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning), **arguments)
+                del arguments
+        if self.after_stage is not None:
+            self.after_stage(stage.name, made)
+        self.named.update({f"{stage.name}.{output}": value for output, value in made.items()})
+        self._outputs.update({n: to_host(self._value(of)) for n, of in graph.outputs.items() if of.name == stage.name})
+        self.todo.remove(stage)
+        needed = {str(value)[1:] for later in self.todo for value in later.references}
+        self.named = {key: value for key, value in self.named.items() if key in needed}
+
+    def _value(self, value: Any) -> Any:
+        if not isinstance(value, Reference):
+            return value
+        return self._inputs[value.name] if value.kind == "input" else self.named[f"{value.name}.{value.output}"]
 
 
 def run_stages(
-    graph: Graph,
-    modules: Mapping[str, nn.Module],
-    device: torch.device,
-    inputs: Mapping[str, Any],
-    *,
-    after_stage: Observer | None = None,
-    parts: Mapping[str, Any] | None = None,
-    ghosts: Mapping[str, nn.Module] | None = None,
-    options: Mapping[str, str] | None = None,
-    order: Sequence[str] = (),
+    graph: Graph, modules: Mapping[str, nn.Module], device: torch.device, inputs: Mapping[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """The graph's outputs, on the host. ``inputs`` are resolved already; ``modules`` holds every component that a stage uses.
-
-    ``parts`` and ``ghosts`` of all components are made if they are not given. ``options``: stage -> the way to run it, where not
-    the plain one; ``order``: of the stages, if not the graph's. A value is dropped after its last consumer;
-    ``after_stage(stage, outputs)`` sees each stage's values as they are on the device. Raises GraphError when a stage enters a
-    component that it does not list under ``uses``.
-    """
-    parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
-    ghosts = ghosts if ghosts is not None else {name: ghost(component, graph.allow) for name, component in graph.components.items()}
-    partial = all(stage.op == "encode_prompt" for stage in graph.stages)
-    values: dict[Reference, Any] = {Reference("input", name, ""): value for name, value in inputs.items()}
-    outputs: dict[str, Any] = {}
-    stages = tuple(graph.stage(name) for name in order) or graph.stages
-    for number, stage in enumerate(stages):
-        present = {name: modules[name] if name in stage.uses else ghosts[name] for name in graph.components}
-        absent = {name: module for name, module in present.items() if name not in stage.uses}
-        pipeline = assemble(graph, present, parts, device, partial=partial)
-        option = (options or {}).get(stage.name)
-        used = {name: module for name, module in present.items() if name in stage.uses}
-        way = applied(option, pipeline, used, device) if option else nullcontext()
-        with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad(), way:
-            made = OPS[stage.op](
-                StageContext(stage.name, pipeline, device),
-                **{name: values[value] if isinstance(value, Reference) else value for name, value in stage.arguments.items()},
-            )
-        if after_stage is not None:
-            after_stage(stage.name, made)
-        values.update({Reference("stage", stage.name, output): value for output, value in made.items()})
-        outputs.update({name: to_host(values[wanted]) for name, wanted in graph.outputs.items() if wanted.name == stage.name})
-        needed = {value for later in stages[number + 1 :] for value in later.arguments.values() if isinstance(value, Reference)}
-        values = {key: value for key, value in values.items() if key in needed}
-        del made
-    return outputs
+    """The graph's outputs, on the host. Arguments and errors as for `Stages`."""
+    return Stages(graph, modules, device, inputs, **options).run()
 
 
 def to_host(value: Any) -> Any:

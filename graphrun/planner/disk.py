@@ -45,6 +45,8 @@ class Disk:
         self._filled: dict[Key, float] = {}
         self._bounces = {name: Ring(nbytes) for name, nbytes in bounces.items()}
         self._left: dict[str, list[float]] = {name: [] for name in bounces}  # when each read was copied on
+        if not read_bytes:
+            self.finish()
 
     def arrives(self, key: Key) -> float:
         """When the block is in RAM for a copy: its own read's end (one read a copy), its own fill's, or the slot's start."""
@@ -57,6 +59,10 @@ class Disk:
         while key not in self._filled:
             self._fill()
         return self._filled[key]
+
+    def holds(self, key: Key, at_seconds: float) -> bool:
+        """Whether the block need not be waited for then: its home is not filled in this slot, or this block of it is by then."""
+        return key[0] not in self._filling or self._filled.get(key, at_seconds + 1.0) <= at_seconds
 
     def fills(self, component: str) -> bool:
         """Whether the component's home is filled in this slot."""

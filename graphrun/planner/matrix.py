@@ -3,59 +3,64 @@
 Bytes are scaled so that the effective budget is 1000, seconds so that all compute and one copy of everything are 100. HiGHS accepts
 rows that are violated by 1e-6: that is then 1e-9 of the budget, less than one allocation's rounding on any card.
 Byte-sized coefficients made it call 18.25 s optimal where 15.99 s was.
+
+Every way has integers of its own, bounded by whether it is taken: that keeps the relaxation tight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from numpy.typing import NDArray
 
-from graphrun.planner.infeasible import ring_bytes
+from graphrun.planner.homes import NOTHING, ONE, Homes, most_host_bytes
+from graphrun.planner.model import Model, Sum, plus
+from graphrun.planner.needs import ring_bytes
 from graphrun.planner.problem import ALLOCATION_BYTES
 from graphrun.planner.program import Choice, Program
+from graphrun.planner.settle import activation_bytes
 from graphrun.units import round_up
 
 MEMORY_SCALE = 1000.0
 TIME_SCALE = 100.0
-NODE_LIMIT = 20_000  # a bound by nodes, not by seconds: plans must not depend on how fast the machine is
-GAP = 1e-6
 
-Terms = Mapping[int, float]  # column -> coefficient
-Sum = tuple[Terms, float]  # terms and a constant
+Tier = Literal["ram", "pinned", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the solver returned: integers, the scaled goal's value and the solver's bound on it, whether it proved optimality."""
+class Spare:
+    """Bytes that are kept free in each interval, on the device and of both budgets of the host."""
 
-    choice: Choice
-    value: float
-    bound: float
-    proven: bool
+    device: Mapping[int, int] = field(default_factory=dict)
+    ram: Mapping[int, int] = field(default_factory=dict)
+    pinned: Mapping[int, int] = field(default_factory=dict)
 
 
 class Matrix:
-    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t, ``spare_bytes[t]`` is kept free in it.
+    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought.
 
     ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that
-    nothing is loaded earlier than it helps.
+    nothing is loaded earlier than it helps. ``peak`` alone; ``tier``: the most, in bytes, that is taken of the tier to be weighed.
     """
 
-    def __init__(self, program: Program, factors: Sequence[float], spare_bytes: Sequence[int]) -> None:
-        self.program = program
-        self.bytes_unit = max(1, program.problem.effective_bytes) / MEMORY_SCALE
+    def __init__(self, program: Program, factors: Sequence[float], spare: Spare | None = None, weigh: Tier | None = None) -> None:
+        self.program, problem = program, program.problem
+        self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
+        self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
-        self._columns: list[tuple[float, float, bool]] = []
-        self._rows: list[tuple[Terms, float, float]] = []
+        self.model = Model()
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
-        uses = [[t for t, interval in enumerate(program.intervals) if interval.calls[j]] for j in range(len(program.cells))]
-        self._first, self._last = [min(of, default=-1) for of in uses], [max(of, default=-1) for of in uses]
-        peak = self._column(0.0, np.inf)
+        self._activations: list[tuple[Sum, Sum]] = []  # per interval: on the device, on the host
+        self._uses = [[t for t, interval in enumerate(program.intervals) if interval.calls[j]] for j in range(len(program.cells))]
+        self._starts = (0, program.turn) if program.session else (0,)
+        peak = self.model.column(0.0, np.inf)
+        self._ram, self._pinned = self._binds("ram"), self._binds("pinned")
+        self.homes = Homes(self.model, program, self._ram or self._pinned)
+        self._spills = [self.model.column(0.0, 1.0, True) for _ in program.gaps]
         seconds: dict[int, float] = {}
         moved: dict[int, float] = {}
         occupied: dict[int, float] = {}
@@ -64,61 +69,101 @@ class Matrix:
             self.present.append([])
             self.loaded.append([])
             copies, rings = self._cells(t)
-            seconds[self._time(t, copies, factors[t])] = 1.0
-            used = self._memory(t, rings)
-            fixed = interval.fixed_bytes / self.bytes_unit
-            self._row(used, -np.inf, MEMORY_SCALE - fixed - spare_bytes[t] / self.bytes_unit)
-            self._row({**used, peak: -1.0}, -np.inf, -fixed)
-            occupied |= {column: 1e-3 * value / len(program.intervals) for column, value in used.items()}
+            seconds[self._time(t, copies, factors[t])] = interval.weight
+            used, fixed = self._memory(t, rings)
+            kept = self.spare.device.get(t, 0) / self.bytes_unit
+            self.model.row(used, -np.inf, MEMORY_SCALE - fixed - kept)
+            self.model.row({**used, peak: -1.0}, -np.inf, -fixed)
+            for column, value in used.items():
+                occupied[column] = occupied.get(column, 0.0) + 1e-3 * value / len(program.intervals)
             for cell, (terms, constant) in zip(program.cells, copies, strict=True):
-                size = cell.block_bytes / self.bytes_unit
-                moved |= {column: size * value for column, value in terms.items()}
+                size = interval.weight * cell.block_bytes / self.bytes_unit
+                for column, value in terms.items():
+                    moved[column] = moved.get(column, 0.0) + size * value
                 always += size * constant
+        for gap, column in zip(program.gaps, self._spills, strict=True):
+            moved[column] = program.intervals[gap.back].weight * gap.nbytes / self.bytes_unit
+        self._returns()
         self.seconds: Sum = (seconds, 0.0)
         self.moved: Sum = (moved, always)
-        self.memory: Sum = ({**occupied, peak: 1.0}, 0.0)
+        self.memory: Sum = ({**occupied, peak: 1.0 + occupied.get(peak, 0.0)}, 0.0)
+        self.peak: Sum = ({peak: 1.0}, 0.0)
+        self.tier: Sum = self._hosts()
 
-    def _column(self, lower: float, upper: float, integer: bool = False) -> int:
-        self._columns.append((lower, upper, integer))
-        return len(self._columns) - 1
-
-    def _row(self, terms: Terms, lower: float, upper: float) -> None:
-        self._rows.append((terms, lower, upper))
+    def _binds(self, tier: Tier) -> bool:
+        problem, most = self.program.problem, most_host_bytes(self.program, tier == "pinned")
+        limit = problem.ram_bytes if tier == "ram" else problem.pinned_bytes
+        return self.weigh == tier or (limit is not None and most > limit)
 
     def _cells(self, t: int) -> tuple[list[Sum], dict[int, list[tuple[int, int]]]]:
-        """K, d and s of interval ``t``. Returns blocks moved per cell, and per streaming component its (s column, cell)s."""
-        interval = self.program.intervals[t]
+        """K, d and s of interval ``t``. Returns blocks moved per cell, and per streaming way its (s column, cell)s."""
+        interval, model = self.program.intervals[t], self.model
         copies: list[Sum] = []
         streams: dict[int, list[tuple[int, int]]] = {}
         for j, cell in enumerate(self.program.cells):
             calls, count = interval.calls[j], float(cell.count)
-            whole, needed = bool(calls) and not cell.streamable, t <= self._last[j]
+            whole, stays = bool(calls) and not cell.streamable, "keep" in cell.demanded and self._used_before(t, j)
+            needed = t <= max(self._uses[j], default=-1) or (self.program.session and bool(self._uses[j]))
             beside = interval.part == "rest" and cell.component in interval.used
-            stays = "keep" in cell.demanded and 0 <= self._first[j] < t
             may_be, may_load = self._allowed(t, j)
             may_be = may_be and (needed or stays or not cell.movable)
-            present = self._column(count if whole or stays else 0.0, count if may_be else 0.0, True)
-            loaded = self._column(0.0, count if may_load and needed and not whole and not beside else 0.0, True)
+            all_of: Sum = plus((count, self.homes.taken[cell.way]))
+            fixed = count if (whole or stays) and not all_of[0] else 0.0
+            present = model.column(fixed, count if may_be else 0.0, True)
+            loaded = model.column(0.0, count if may_load and needed and not whole and not beside else 0.0, True)
             self.present[t].append(present)
             self.loaded[t].append(loaded)
-            self._row({present: 1.0, loaded: 1.0}, 0.0, count)
-            before = {self.present[t - 1][j]: -1.0, self.loaded[t - 1][j]: -1.0} if t else {}
-            self._row({present: 1.0, **before}, -np.inf if cell.movable else 0.0, 0.0)
+            here: Sum = ({present: 1.0}, 0.0)
+            after: Sum = ({present: 1.0, loaded: 1.0}, 0.0)
+            model.row(*_least(plus((1.0, after), (-1.0, all_of)), most=True))
+            if (whole or stays) and all_of[0]:
+                model.row(*_least(plus((1.0, here), (-1.0, all_of))))
+            self._follows(t, j)
             if not calls:
                 copies.append(({loaded: 1.0}, 0.0))
+                self._ready(t, cell.way, ({loaded: 1.0}, 0.0), count)
             elif whole:
                 copies.append(({}, 0.0))
             else:
-                copies.append(({present: -float(calls)}, calls * count))
-                streamed = self._column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
-                self._row({present: 1.0, loaded: 1.0, streamed: count}, count, np.inf)
-                streams.setdefault(cell.component, []).append((streamed, j))
+                copies.append(plus((float(calls), all_of), (-float(calls), here)))
+                self._ready(t, cell.way, plus((1.0, all_of), (-1.0, here)), count)
+                streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
+                model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
+                streams.setdefault(cell.way, []).append((streamed, j))
         return copies, streams
+
+    def _follows(self, t: int, j: int) -> None:
+        """K in interval ``t`` against what the interval before left; nothing at the very first."""
+        cell, present = self.program.cells[j], self.present[t][j]
+        before = {self.present[t - 1][j]: -1.0, self.loaded[t - 1][j]: -1.0} if t else {}
+        self.model.row({present: 1.0, **before}, -np.inf if cell.movable else 0.0, 0.0)
+
+    def _returns(self) -> None:
+        """A session's further run begins with what the run before it left, be that the first or one of its own kind."""
+        if not self.program.session:
+            return
+        start, end = self.program.turn, len(self.program.intervals) - 1
+        for j, cell in enumerate(self.program.cells):
+            terms = {self.present[start][j]: 1.0, self.present[end][j]: -1.0}
+            terms[self.loaded[end][j]] = -1.0
+            if start != end:
+                self.model.row(terms, -np.inf if cell.movable else 0.0, 0.0)
+
+    def _ready(self, t: int, way: int, copied: Sum, most: float) -> None:
+        """Nothing is copied while the home is not held. ``copied``: blocks, ``most`` of them."""
+        if not self.homes.always_held(way, t):
+            terms, constant = plus((1.0, copied), (-most, self.homes.held(way, t)))
+            self.model.row(terms, -np.inf, -constant)
+
+    def _used_before(self, t: int, j: int) -> bool:
+        """Whether an earlier interval of the same run uses cell ``j``."""
+        start = max(begin for begin in self._starts if begin <= t)
+        return any(start <= use < t for use in self._uses[j])
 
     def _allowed(self, t: int, j: int) -> tuple[bool, bool]:
         """Whether directives let blocks of cell ``j`` be present when interval ``t`` starts, and be loaded in it."""
         cell, interval = self.program.cells[j], self.program.intervals[t]
-        if "exclude" in cell.demanded and cell.streamable:
+        if cell.excluded:
             return False, False
         if "drop" in cell.demanded:
             name = self.program.problem.components[cell.component].name
@@ -128,74 +173,191 @@ class Matrix:
 
     def _time(self, t: int, copies: list[Sum], factor: float) -> int:
         """D of interval ``t``: its column."""
-        program, calls = self.program, self.program.intervals[t].calls
-        time, every, every_constant = self._column(0.0, np.inf), dict[int, float](), 0.0
-        own = {time: 1.0}
-        for j, (terms, constant) in enumerate(copies):
-            load = program.cells[j].load_seconds * factor / self.seconds_unit
-            every |= {column: -load * value for column, value in terms.items()}
-            every_constant += load * constant
+        program, calls, model = self.program, self.program.intervals[t].calls, self.model
+        every: list[tuple[float, Sum]] = []
+        reads: list[tuple[float, Sum]] = []
+        time = model.column(0.0, np.inf)
+        own: list[tuple[float, Sum]] = [(1.0, ({time: 1.0}, 0.0))]
+        for j, blocks in enumerate(copies):
+            cell = program.cells[j]
+            rates = [seconds * factor / self.seconds_unit for seconds in (cell.load_seconds, cell.disk_seconds)]
+            every.append((-rates[0], blocks))
+            reads += [(-rates[1], blocks)] if rates[1] else []
             if calls[j]:
-                compute = program.compute_seconds(t, j) / self.seconds_unit
-                longer = self._column(compute, np.inf)
-                self._row({longer: 1.0, **{column: -load * value for column, value in terms.items()}}, load * constant, np.inf)
-                own[longer] = -1.0
-        self._row(own, 0.0, np.inf)
-        self._row({time: 1.0, **every}, every_constant, np.inf)
+                compute = plus((program.compute_seconds(t, j) / self.seconds_unit, self.homes.taken[cell.way]))
+                longer = model.column(compute[1], np.inf)
+                if compute[0]:
+                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
+                for rate in rates if rates[1] else rates[:1]:
+                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rate, blocks))))
+                own.append((-1.0, ({longer: 1.0}, 0.0)))
+        interval = program.intervals[t]
+        own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
+        model.row(*_least(plus(*own)))
+        for gap, column in zip(program.gaps, self._spills, strict=True):
+            if seconds := gap.seconds(t):
+                every.append((-seconds * factor / self.seconds_unit, ({column: 1.0}, 0.0)))
+        model.row(*_least(plus((1.0, ({time: 1.0}, 0.0)), *every)))
+        for way, filled in zip(program.ways, self.homes.fills, strict=True):
+            if t in filled and way.fill_seconds:
+                reads.append((-way.fill_seconds * factor / self.seconds_unit, ({filled[t]: 1.0}, 0.0)))
+        if reads:
+            model.row(*_least(plus((1.0, ({time: 1.0}, 0.0)), *reads)))
+        for number, way in enumerate(program.ways):
+            if not way.computes and way.component in interval.around and not self.homes.always_held(number, t):
+                model.row(*_least(plus((1.0, self.homes.held(number, t)), (-1.0, self.homes.taken[number]))))
         return time
 
-    def _memory(self, t: int, streams: dict[int, list[tuple[int, int]]]) -> dict[int, float]:
-        """What weights and rings take in interval ``t``."""
+    def _memory(self, t: int, streams: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, float], float]:
+        """What interval ``t`` takes on the device: scaled terms, and what it takes anyway."""
         used: dict[int, float] = {}
         for j, cell in enumerate(self.program.cells):
             used[self.present[t][j]] = used[self.loaded[t][j]] = cell.held_bytes / self.bytes_unit
-        for members in streams.values():
+        fixed = float(self.program.intervals[t].fixed_bytes)
+        for way, members in streams.items():
             cells = [self.program.cells[j] for _, j in members]
             if "exclude" in cells[0].demanded:  # all of it streams, and holding an only block instead is not allowed
-                least = ring_bytes((cell.block_bytes, cell.count) for cell in cells) / self.bytes_unit
-                used[self._column(least, least)] = 1.0
+                least = ring_bytes((cell.block_bytes, cell.count) for cell in cells)
+                for column, value in self.homes.taken[way][0].items():
+                    used[column] = used.get(column, 0.0) + least * value / self.bytes_unit
+                fixed += least * self.homes.taken[way][1]
                 continue
-            ring = self._column(0.0, np.inf)
+            ring = self.model.column(0.0, np.inf)
             used[ring] = 1.0
             for streamed, j in members:
                 size = round_up(2 * self.program.cells[j].block_bytes, ALLOCATION_BYTES) / self.bytes_unit
-                self._row({ring: 1.0, streamed: -size}, 0.0, np.inf)
-        return used
+                self.model.row({ring: 1.0, streamed: -size}, 0.0, np.inf)
+        self._activations.append(self._activation(t))
+        activation, _ = self._activations[t]
+        spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]
+        terms, constant = plus((1.0, activation), *spilled)
+        for column, value in terms.items():
+            used[column] = used.get(column, 0.0) + value / self.bytes_unit
+        return used, (fixed + constant) / self.bytes_unit
 
-    def solve(self, goal: Sum, limits: Sequence[tuple[Sum, float]] = ()) -> Answer | None:
-        """Minimises ``goal`` while every limited goal stays at or below its limit. None: the solver found nothing.
+    def _activation(self, t: int) -> tuple[Sum, Sum]:
+        """Activation on the device in interval ``t``, in bytes, and on the host."""
+        interval, taken = self.program.intervals[t], self.homes.taken
+        if not interval.rounds:
+            return NOTHING, NOTHING
+        nbytes = interval.activation_bytes
+        around = [[n for n, way in enumerate(self.program.ways) if way.component == c] for c in sorted(interval.around)]
+        ways = self.program.ways
+        if all(len(of) == 1 for of in around):
+            device = activation_bytes(nbytes, [ways[n].of for of in around for n in of])
+            return ({}, float(device)), ({}, 0.0 if not around or any(ways[n].computes for of in around for n in of) else nbytes)
+        if len(around) == 1:
+            (of,) = around
+            device_of = [(float(activation_bytes(nbytes, [ways[n].of])), taken[n]) for n in of]
+            return plus(*device_of), plus(*((float(nbytes), taken[n]) for n in of if not ways[n].computes))
+        return self._shared_activation(nbytes, around)
 
-        Deterministic: HiGHS without a time limit, one thread.
-        """
-        rows = [*self._rows, *((terms, -np.inf, limit - constant) for (terms, constant), limit in limits)]
-        entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
-        numbers, columns, values = zip(*entries, strict=True)
-        places = (np.array(numbers, dtype=np.int32), np.array(columns, dtype=np.int32))  # older SciPy's HiGHS takes no other
-        shape = (len(rows), len(self._columns))
-        cost = np.zeros(shape[1])
-        for column, value in goal[0].items():
-            cost[column] = value
-        lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
-        result = milp(
-            c=cost,
-            integrality=integer,
-            bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), *_limits(rows)),
-            options={"mip_rel_gap": GAP, "node_limit": NODE_LIMIT},
-        )
-        if result.x is None:
-            return None
+    def _shared_activation(self, nbytes: int, around: list[list[int]]) -> tuple[Sum, Sum]:
+        """Several components, of which some have a choice. A >= nbytes and the largest scratch where one is on the device (z)."""
+        model, ways, taken = self.model, self.program.ways, self.homes.taken
+        on_device = [plus(*((1.0, taken[n]) for n in of if ways[n].computes)) for of in around]
+        unit = self.bytes_unit
+        activation, awake = model.column(0.0, np.inf), model.column(0.0, 1.0)
+        a: Sum = ({activation: unit}, 0.0)
+        z: Sum = ({awake: 1.0}, 0.0)
+        model.row(*_least(plus((1.0, z), *((-1.0, of) for of in on_device)), most=True))
+        for of, here in zip(around, on_device, strict=True):
+            model.row(*_least(plus((1.0, z), (-1.0, here))))
+            scratch = [(-float(ways[n].of.scratch_bytes) / unit, taken[n]) for n in of if ways[n].computes]
+            model.row(*_least(plus((1.0 / unit, a), (-nbytes / unit, z), *scratch)))
+            for n in of:
+                if not ways[n].computes and (more := float(ways[n].of.scratch_bytes)):
+                    both = plus((1.0, taken[n]), (1.0, z), (-1.0, ONE))
+                    model.row(*_least(plus((1.0 / unit, a), (-nbytes / unit, z), (-more / unit, both))))
+        return a, plus((float(nbytes), ONE), (-float(nbytes), z))
+
+    def _hosts(self) -> Sum:
+        """Rows of RAM, page-locked RAM and disk, where they can bind; the goal of the tier that is weighed."""
+        problem, goal = self.program.problem, NOTHING
+        tiers: list[tuple[Tier, int | None, bool]] = [
+            ("ram", problem.ram_bytes, self._ram),
+            ("pinned", problem.pinned_bytes, self._pinned),
+        ]
+        for tier, limit, binds in tiers:
+            most_bytes = most_host_bytes(self.program, tier == "pinned")
+            unit = max(1, most_bytes if limit is None or self.weigh == tier else limit) / MEMORY_SCALE
+            most = self.model.column(0.0, np.inf) if self.weigh == tier else None
+            for t in range(len(self.program.intervals)) if binds else ():
+                nbytes, constant = self._host(t, tier)
+                terms = {column: value / unit for column, value in nbytes.items()}
+                kept = (self.spare.ram if tier == "ram" else self.spare.pinned).get(t, 0)
+                if most is not None:
+                    self.model.row({**terms, most: -1.0}, -np.inf, -constant / unit)
+                elif limit is not None:
+                    self.model.row(terms, -np.inf, (limit - constant - kept) / unit)
+            goal = ({most: unit}, 0.0) if most is not None else goal
+        ways = zip(self.program.ways, self.homes.taken, strict=True)
+        stored = plus(*((float(way.of.stored_bytes), y) for way, y in ways if way.used))
+        if self.weigh == "disk":
+            return stored
+        if problem.disk_bytes is not None:
+            unit = max(1.0, float(problem.disk_bytes)) / MEMORY_SCALE
+            terms = {column: value / unit for column, value in stored[0].items()}
+            self.model.row(terms, -np.inf, (problem.disk_bytes - stored[1]) / unit)
+        return goal
+
+    def _host(self, t: int, tier: Tier) -> Sum:
+        homes = self.homes.host(t, tier == "pinned")
+        if tier == "pinned":
+            return homes
+        gaps = zip(self.program.gaps, self._spills, strict=True)
+        spilled = [(float(g.nbytes), ({column: 1.0}, 0.0)) for g, column in gaps if g.out <= t <= g.back]
+        return plus((1.0, homes), (1.0, self._activations[t][1]), *spilled)
+
+    def choice(self, values: NDArray[np.float64]) -> tuple[tuple[int, ...], Choice]:
+        """The variant of each component, and the integers of the program that takes them. Homes are freed as `freed` says."""
+        program = self.program
+        ways = [
+            max(self._ways(c), key=lambda n: _value(self.homes.taken[n], values)) for c in range(len(program.problem.components))
+        ]
+        cells = [j for j, cell in enumerate(program.cells) if cell.way in ways]
         present, loaded = (
-            tuple(tuple(round(result.x[column]) for column in row) for row in of) for of in (self.present, self.loaded)
+            tuple(tuple(round(float(values[row[j]])) for j in cells) for row in of) for of in (self.present, self.loaded)
         )
-        bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
-        return Answer(Choice(present, loaded), float(result.fun) + goal[1], float(bound) + goal[1], result.status == 0)
+        fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
+        spills = tuple(bool(values[column] > 0.5) for column in self._spills)
+        variants = tuple(program.ways[n].variant for n in ways)
+        kept = Choice(present, loaded, fills, (-1,) * len(ways), spills)
+        return variants, freed(program.taking(variants), kept)
+
+    def _ways(self, component: int) -> list[int]:
+        return [n for n, way in enumerate(self.program.ways) if way.component == component]
 
 
-def _limits(rows: Sequence[tuple[Terms, float, float]]) -> tuple[list[float], list[float]]:
-    return [lower for _, lower, _ in rows], [upper for _, _, upper in rows]
+def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:
+    """``choice`` with every home freed when nothing needs it any more, where RAM would not hold them all to the end."""
+    problem, host = program.problem, program.host_bytes(choice)
+    limits = (problem.ram_bytes, problem.pinned_bytes)
+    fits = all(limit is None or taken <= limit for slot in host for taken, limit in zip(slot, limits, strict=True))
+    if (fits and not always) or program.session:
+        return choice
+    after = [need + 1 for need in program.last_need(choice)]
+    end = len(program.intervals)
+    held = [way.used and (way.fill_seconds is None or fill >= 0) for way, fill in zip(program.ways, choice.fills, strict=True)]
+    frees = tuple(at if at < end and is_held else -1 for at, is_held in zip(after, held, strict=True))
+    return Choice(choice.present, choice.loaded, choice.fills, frees, choice.spills)
+
+
+def _least(of: Sum, most: bool = False) -> tuple[Mapping[int, float], float, float]:
+    """The row ``of >= 0`` (``most``: ``<= 0``), its constant on the other side."""
+    terms, constant = of
+    return (terms, -np.inf, -constant) if most else (terms, -constant, np.inf)
+
+
+def _value(of: Sum, values: NDArray[np.float64]) -> float:
+    return of[1] + sum(float(values[column]) * value for column, value in of[0].items())
 
 
 def _usual_seconds(program: Program) -> float:
-    compute = sum(program.compute_seconds(t, j) for t in range(len(program.intervals)) for j in range(len(program.cells)))
-    return compute + sum(cell.count * cell.load_seconds for cell in program.cells)
+    """All compute and one copy of everything, each component in its first way."""
+    first = [min(n for n, way in enumerate(program.ways) if way.component == c) for c in {way.component for way in program.ways}]
+    cells = [j for j, cell in enumerate(program.cells) if cell.way in first]
+    compute = sum(program.compute_seconds(t, j) for t in range(program.turn) for j in cells)
+    compute += sum(interval.cpu_seconds[n] for interval in program.intervals[: program.turn] for n in first)
+    copies = sum(program.cells[j].count * (program.cells[j].load_seconds + program.cells[j].disk_seconds) for j in cells)
+    return compute + copies

@@ -48,6 +48,7 @@ LATER = {
     "stored_bytes": 0,
     "needs": "",
     "cpu_flops_per_second": 3e11,
+    "memory_bytes_per_second": 1e12,
 }
 
 
@@ -69,6 +70,7 @@ class Hardware:
     convolution_scratch: bool = True  # whether convolutions take scratch that no dispatcher sees (cuDNN does)
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of the host's cores together, 16-bit
+    memory_bytes_per_second: float = 1e12  # the device's own memory, read or written
     spares_large_copies: bool = False  # whether convolutions do without copies of outputs where tensors have 2 GiB or more
     basis: Basis = "prior"
 

@@ -1,16 +1,21 @@
 """The exact program behind a plan: its integers, and what they cost in seconds and bytes. Knows no solver.
 
-Per slot t and class j (a class of blocks of one component): K blocks present at its start, d loaded in it, n calls, nb blocks.
+A way is a component in one of its variants; exactly one way of each component is taken (y = 1). Per slot t and cell j (a class of
+blocks of one way that computes on the device): K blocks present at its start, d loaded in it, n calls, nb blocks.
 
     unused      any K + d <= nb                                     x = d        blocks moved: prefetch
     used        K = nb, d = 0             not streamable            x = 0
     used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring, ring >= 2*b*s
                                           rest:  x = n*(nb - K), d = 0 for the whole component
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
+    session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
                 whole    s = 0 where used         drop     K = 0 in load slots, K = d = 0 in phases of others
-    time        D >= sum of max(compute of j, load_seconds*x) over the used j,   D >= load_seconds*x summed over all j
-    memory      sum b*(K + d) + rings + activation + values + carry <= effective budget
+    home        filled in one slot at most; x = 0 before it, and after it was freed; on the CPU: filled before it is entered
+    spill       of a value over a gap: out in the load slot of its first phase, back in that of the phase behind it
+    time        D >= sum of max(compute of j, copies of j) over the used j + compute on the CPU
+                D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + fills
+    memory      sum b*(K + d) + rings + activation + values + carry <= effective budget;  homes and spills <= RAM, page-locked RAM
 
 x follows from K and d, so it is no variable. A ring for one block alone (b) never pays: holding that block costs the same bytes.
 """
@@ -20,56 +25,117 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphrun.planner.infeasible import ring_bytes, streamable_classes
+from graphrun.planner.needs import ring_bytes, streamable_classes, used_components
 from graphrun.planner.plan import Part
-from graphrun.planner.problem import ALLOCATION_BYTES, Placement, Problem
+from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Placement, Problem, Variant
+from graphrun.planner.settle import activation_bytes, use_with
 from graphrun.units import round_up
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One class of blocks of one component. ``held_bytes``: what a block takes on the device, rounded up. ``demanded`` of the
-    component by directives."""
+class Way:
+    """A component in one of its variants. ``fill_seconds``: of its whole home, None where it is never filled. ``used``: whether any
+    phase enters the component; one that none does takes nothing."""
 
+    component: int
+    variant: int
+    of: Variant
+    fill_seconds: float | None
+    used: bool
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes on the device."""
+        return self.of.device != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One class of blocks of one way. ``held_bytes``: what a block takes on the device, rounded up. ``demanded`` of the component
+    by directives."""
+
+    way: int
     component: int
     index: int
     count: int
     block_bytes: int
     held_bytes: int
     load_seconds: float
+    disk_seconds: float
     streamable: bool
     movable: bool
     demanded: frozenset[Placement] = frozenset()
+    excluded: bool = False  # by a directive: blocks that another variant could stream, if not this one
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with."""
+    """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with;
+    ``around``: components of its phase, on the CPU too, none in load; ``cpu_seconds`` per way.
+    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs."""
 
     phase: int
     part: Part
     rounds: int
+    weight: float
     fixed_bytes: int
+    activation_bytes: int
     calls: tuple[int, ...]
     seconds: tuple[float, ...]
     used: frozenset[int]
+    around: frozenset[int]
+    cpu_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A value that may be spilled in load interval ``out`` and restored in load interval ``back``."""
+
+    value: int
+    nbytes: int
+    out: int
+    back: int
+    out_seconds: float
+    back_seconds: float
+
+    def absent(self, t: int) -> bool:
+        """Whether a spill keeps it off the device in interval ``t``."""
+        return self.out < t < self.back
+
+    def seconds(self, t: int) -> float:
+        """What a spill takes of the copies in interval ``t``."""
+        return self.out_seconds if t == self.out else self.back_seconds if t == self.back else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Integers of a solution: ``present[t][j]`` and ``loaded[t][j]``."""
+    """Integers of a solution: ``present[t][j]`` and ``loaded[t][j]`` per cell of the ways taken, in which interval each component's
+    home is filled and freed (-1: never), which gaps are spilled."""
 
     present: tuple[tuple[int, ...], ...]
     loaded: tuple[tuple[int, ...], ...]
+    fills: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    spills: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A problem as cells and intervals (the end slot is no interval: it only evicts)."""
+    """A problem as ways, cells and intervals (the end slot is no interval: it only evicts). In a session the further run's
+    intervals follow the first run's, from number ``turn`` on. What costs seconds and bytes is asked of a program with one way to
+    a component (`taking`)."""
 
     problem: Problem
+    ways: tuple[Way, ...]
     cells: tuple[Cell, ...]
     intervals: tuple[Interval, ...]
+    gaps: tuple[Gap, ...]
+    turn: int
+
+    @property
+    def session(self) -> bool:
+        """Whether further runs follow the first."""
+        return self.turn < len(self.intervals)
 
     def moved(self, t: int, j: int, present: int, loaded: int) -> int:
         """x: blocks of cell ``j`` copied in interval ``t``."""
@@ -81,21 +147,31 @@ class Program:
         return self.intervals[t].calls[j] * self.cells[j].count * self.intervals[t].seconds[j]
 
     def slot_seconds(self, choice: Choice, factors: Sequence[float] = ()) -> tuple[float, ...]:
-        """D per interval, copy times multiplied by ``factors`` where there are any."""
+        """D per interval, once each, copy times multiplied by ``factors`` where there are any."""
         found = []
         for t, interval in enumerate(self.intervals):
             factor = factors[t] if factors else 1.0
             blocks = [self.moved(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))]
             copies = [factor * cell.load_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
-            own = sum(max(self.compute_seconds(t, j), copies[j]) for j, calls in enumerate(interval.calls) if calls)
-            found.append(max(own, sum(copies)))
+            reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
+            own = sum(max(self.compute_seconds(t, j), copies[j], reads[j]) for j, calls in enumerate(interval.calls) if calls)
+            spills = sum(gap.seconds(t) for gap, out in zip(self.gaps, choice.spills, strict=False) if out)
+            fills = sum(way.fill_seconds or 0.0 for way, at in zip(self.ways, choice.fills, strict=False) if at == t)
+            found.append(max(own + sum(interval.cpu_seconds), sum(copies) + factor * spills, sum(reads) + factor * fills))
         return tuple(found)
 
+    def seconds(self, choice: Choice, factors: Sequence[float] = ()) -> float:
+        """All runs together."""
+        return sum(i.weight * seconds for i, seconds in zip(self.intervals, self.slot_seconds(choice, factors), strict=True))
+
     def moved_bytes(self, choice: Choice) -> int:
-        """Bytes copied to the device, streamed ones each time."""
-        return sum(
-            cell.block_bytes * self.moved(t, j, choice.present[t][j], choice.loaded[t][j])
-            for t in range(len(self.intervals))
+        """Bytes copied to the device in all runs: blocks, streamed ones each time, and values that come back."""
+        restored = sum(
+            int(self.intervals[g.back].weight) * g.nbytes for g, out in zip(self.gaps, choice.spills, strict=False) if out
+        )
+        return restored + sum(
+            int(interval.weight) * cell.block_bytes * self.moved(t, j, choice.present[t][j], choice.loaded[t][j])
+            for t, interval in enumerate(self.intervals)
             for j, cell in enumerate(self.cells)
         )
 
@@ -109,37 +185,126 @@ class Program:
             and cell.count > choice.present[t][j] + choice.loaded[t][j]
         ]
 
-    def excess_bytes(self, choice: Choice) -> tuple[int, ...]:
-        """Bytes above the effective budget per interval (negative: headroom), in integers."""
+    def device_bytes(self, choice: Choice) -> tuple[int, ...]:
+        """What is on the device per interval, at most."""
         found = []
         for t, interval in enumerate(self.intervals):
             held = sum(c.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, c in enumerate(self.cells))
             rings = sum(ring_bytes(self.streamed(choice, t, component)) for component in interval.used)
-            found.append(interval.fixed_bytes + held + rings - self.problem.effective_bytes)
+            spilled = sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=False) if out and g.absent(t))
+            found.append(interval.fixed_bytes - spilled + self.activation_bytes(t) + held + rings)
         return tuple(found)
 
+    def activation_bytes(self, t: int) -> int:
+        """The activation on the device in interval ``t``."""
+        interval = self.intervals[t]
+        around = [way.of for way in self.ways if way.component in interval.around]
+        return activation_bytes(interval.activation_bytes, around) if interval.rounds else 0
 
-def program_of(problem: Problem) -> Program:
-    """The program of ``problem``, first variants only."""
-    cells: list[Cell] = []
-    for number, component in enumerate(problem.components):
-        variant = component.variants[0]
-        for index, streamable in enumerate(streamable_classes(component)):
-            nbytes = variant.block_bytes[index]
-            held, count = round_up(nbytes, ALLOCATION_BYTES), len(component.classes[index].blocks)
-            demanded = problem.demanded(component.name)
-            cells.append(
-                Cell(number, index, count, nbytes, held, variant.load_seconds[index], streamable, variant.movable, demanded)
+    def excess_bytes(self, choice: Choice) -> tuple[int, ...]:
+        """Bytes above the effective budget per interval (negative: headroom), in integers."""
+        return tuple(nbytes - self.problem.effective_bytes for nbytes in self.device_bytes(choice))
+
+    def host_bytes(self, choice: Choice) -> tuple[tuple[int, int], ...]:
+        """RAM, and page-locked bytes of it, per interval."""
+        found = []
+        for t, interval in enumerate(self.intervals):
+            ram = locked = 0
+            for way, fill, free in zip(self.ways, choice.fills, choice.frees, strict=True):
+                if not way.used:
+                    continue
+                if (way.fill_seconds is None or 0 <= fill <= t) and not 0 <= free <= t:
+                    ram, locked = ram + way.of.host_bytes, locked + way.of.locked_bytes
+                ram += way.of.transient_bytes if fill == t else 0
+            ram += sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=True) if out and g.out <= t <= g.back)
+            if interval.rounds and interval.around and not any(w.computes for w in self.ways if w.component in interval.around):
+                ram += interval.activation_bytes
+            found.append((ram, locked))
+        return tuple(found)
+
+    def last_need(self, choice: Choice) -> tuple[int, ...]:
+        """The last interval in which each component's home is copied from or computed with, -1 where none is."""
+        found = []
+        for way in self.ways:
+            cells = [j for j, cell in enumerate(self.cells) if cell.component == way.component]
+            found.append(
+                max(
+                    (
+                        t
+                        for t, interval in enumerate(self.intervals)
+                        if any(self.moved(t, j, choice.present[t][j], choice.loaded[t][j]) for j in cells)
+                        or (not way.computes and way.component in interval.around)
+                    ),
+                    default=-1,
+                )
             )
-    intervals = (interval for number in range(len(problem.phases)) for interval in _intervals(problem, cells, number))
-    return Program(problem, tuple(cells), tuple(intervals))
+        return tuple(found)
+
+    def taking(self, variants: Sequence[int]) -> Program:
+        """The program with one way to a component, by its variant's index."""
+        return program_of(self.problem, tuple((variant,) for variant in variants))
 
 
-def _intervals(problem: Problem, cells: Sequence[Cell], number: int) -> Iterator[Interval]:
+def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None) -> Program:
+    """The program of ``problem``, whose order and options are chosen, with these variants of each component (None: the usable)."""
+    used = {component.name for component in used_components(problem)}
+    ways: list[Way] = []
+    for number, component in enumerate(problem.components):
+        for index in variants[number] if variants is not None else usable(problem, number):
+            variant = component.variants[index]
+            blocks = zip(component.classes, variant.fill_seconds, strict=False)
+            fill = sum(len(of.blocks) * seconds for of, seconds in blocks) if variant.fill_seconds else None
+            ways.append(Way(number, index, variant, fill, component.name in used))
+    cells = tuple(cell for number, way in enumerate(ways) for cell in _cells(problem, number, way))
+    weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]
+    intervals = tuple(
+        interval
+        for weight in weights
+        for number in range(len(problem.phases))
+        for interval in _intervals(problem, ways, cells, number, weight)
+    )
+    turn = len(intervals) // len(weights)
+    return Program(problem, tuple(ways), cells, intervals, _gaps(problem, intervals, turn), turn)
+
+
+def usable(problem: Problem, number: int) -> tuple[int, ...]:
+    """Variants of component ``number`` that may be chosen, and with which its directives can be obeyed."""
+    component = problem.components[number]
+    demanded = problem.demanded(component.name)
+    return tuple(index for index in problem.usable(component) if _obeys(component.variants[index], demanded))
+
+
+def _obeys(variant: Variant, demanded: frozenset[Placement]) -> bool:
+    return variant.device != "cpu" or (variant.home != "disk" and not demanded & {"keep", "whole"})
+
+
+def _cells(problem: Problem, number: int, way: Way) -> Iterator[Cell]:
+    component, variant = problem.components[way.component], way.of
+    for index, streamable in enumerate(streamable_classes(component, way.variant) if way.computes else ()):
+        nbytes = variant.block_bytes[index]
+        yield Cell(
+            way=number,
+            component=way.component,
+            index=index,
+            count=len(component.classes[index].blocks),
+            block_bytes=nbytes,
+            held_bytes=round_up(nbytes, ALLOCATION_BYTES),
+            load_seconds=variant.load_seconds[index],
+            disk_seconds=variant.disk_seconds[index] if variant.home == "disk" and variant.disk_seconds else 0.0,
+            streamable=streamable,
+            movable=variant.movable,
+            demanded=problem.demanded(component.name),
+            excluded=component.classes[index].streamable and "exclude" in problem.demanded(component.name),
+        )
+
+
+def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], number: int, weight: float) -> Iterator[Interval]:
     """The slots of phase ``number``: load where it uses anything, first, rest where there are further calls."""
     phase = problem.phases[number]
-    uses = {use.component: use for use in phase.uses}
-    found = [uses.get(problem.components[cell.component].name) for cell in cells]
+    names = [component.name for component in problem.components]
+    uses = {names.index(use.component): use for use in phase.uses}
+    computed = [use_with(uses[way.component], way.of) if way.component in uses else None for way in ways]
+    found = [computed[cell.way] for cell in cells]
     seconds = tuple(use.seconds[cell.index] if use else 0.0 for use, cell in zip(found, cells, strict=True))
     values = problem.value_bytes(number) + phase.carry_bytes
     parts: tuple[tuple[Part, int, int], ...] = (
@@ -151,4 +316,37 @@ def _intervals(problem: Problem, cells: Sequence[Cell], number: int) -> Iterator
         if rounds or (part == "load" and phase.uses):
             calls = tuple(use.class_calls_in(part)[cell.index] if use else 0 for use, cell in zip(found, cells, strict=True))
             used = frozenset(cell.component for cell, n in zip(cells, calls, strict=True) if n)
-            yield Interval(number, part, rounds, values + activation, calls, seconds, used)
+            around = frozenset(uses) if part != "load" else frozenset()
+            on_cpu = tuple(_cpu_seconds(problem, phase, way, part) if c else 0.0 for way, c in zip(ways, computed, strict=True))
+            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu)
+
+
+def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) -> float:
+    """Compute of ``way`` on the CPU in a slot, 0 where it computes on the device."""
+    if way.computes:
+        return 0.0
+    component = problem.components[way.component]
+    use = use_with(next(use for use in phase.uses if use.component == component.name), way.of)
+    blocks = zip(component.classes, use.class_calls_in(part), use.seconds, strict=True)
+    return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)
+
+
+def _gaps(problem: Problem, intervals: Sequence[Interval], turn: int) -> tuple[Gap, ...]:
+    """Every gap of every value, in each run: phases in a row in which it lives unused, with load slots to spill and restore in."""
+    loads = {interval.phase: t for t, interval in enumerate(intervals[:turn]) if interval.part == "load"}
+    found = []
+    for number, value in enumerate(problem.values):
+        if not value.nbytes:
+            continue
+        start = None
+        for phase in range(value.first_phase, min(value.last_phase + 1, len(problem.phases))):
+            idle = problem.phases[phase].stage not in (*value.consumers, value.producer)
+            if not idle and start is not None and start in loads and phase in loads:
+                found.append((number, value.nbytes, loads[start], loads[phase]))
+            start = (phase if start is None else start) if idle else None
+    to, back = problem.hardware.d2h_bytes_per_second, problem.hardware.h2d_bytes_per_second
+    return tuple(
+        Gap(number, nbytes, out + shift, home + shift, nbytes / to, nbytes / back)
+        for shift in range(0, len(intervals), max(turn, 1))
+        for number, nbytes, out, home in found
+    )

@@ -14,7 +14,8 @@ from graphrun.planner.problem import Problem
 @dataclass(frozen=True, slots=True)
 class Solution:
     """The plan and how good it is. ``objective_seconds``: what the program says it takes (`simulate` is what is printed);
-    ``bound_seconds``: no plan of this program takes less; ``gap`` is their difference over the objective."""
+    ``bound_seconds``: no plan of this program takes less; ``gap`` is their difference over the objective. In a session both
+    are of all its runs together, and ``again_seconds`` is what one further run takes."""
 
     problem: Problem
     plan: Plan
@@ -22,3 +23,4 @@ class Solution:
     bound_seconds: float
     objective_seconds: float
     gap: float
+    again_seconds: float = 0.0

@@ -100,7 +100,7 @@ class Timeline:
         ready = self._left[key[0]][released[-1]] if released else self._start
         if released:
             while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
-                if self._disk.filled(self._prefetch[-1]) > max(self._copied, ready):
+                if not self._disk.holds(self._prefetch[-1], max(self._copied, ready)):
                     break
                 self._issue_prefetch()
         self._streamed_bytes += self._sizes[key].nbytes

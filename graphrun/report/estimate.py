@@ -45,7 +45,15 @@ def _components(components: list[dict[str, Any]]) -> str:
             ]
         )
     note = f" weights and host in {unit}; *: allowed by the graph; 16 and 32 bit from the configuration, int8 and nf4 by formula"
-    return f"{table(rows, left=(0,))}\n{note}"
+    return "\n".join([table(rows, left=(0,)), note, *(_source(row) for row in components if row["source"])])
+
+
+def _source(row: dict[str, Any]) -> str:
+    held = row["source"]
+    dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in held["dtypes"].items())
+    missing = f"; {held['missing']} of its tensors are not there by name" if held["missing"] else ""
+    read_as = f"read as {SHORT[held['read_as']]}{missing}"
+    return f" {row['name']} on disk: {held['tensors']} tensors, {dtypes}, {read_as}  {held['folder']}"
 
 
 def _weights(weights: dict[str, Any], scale: int) -> str:

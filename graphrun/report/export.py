@@ -10,7 +10,7 @@ Format: "Trace Event Format" (Google, 2016), complete (X), instant (i), counter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphrun.trace import Event, Trace
@@ -21,9 +21,10 @@ TRACKS = ("slots", "compute", "copies")
 COPIES = ("load", "stream")
 
 
-def trace_json(name: str, trace: Trace) -> dict[str, Any]:
-    """What goes into the trace file called ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace as it is."""
-    return perfetto(trace) if name.endswith(SUFFIX) else trace.to_json()
+def trace_json(name: str, trace: Trace, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into the trace file called ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace as it is, and
+    the ``plan`` it is of."""
+    return perfetto(trace) if name.endswith(SUFFIX) else {**trace.to_json(), "plan": plan}
 
 
 def perfetto(trace: Trace) -> dict[str, Any]:

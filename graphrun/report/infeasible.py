@@ -6,8 +6,9 @@ from typing import Any
 
 from graphrun.planner.infeasible import Infeasible
 from graphrun.planner.problem import Problem
+from graphrun.planner.repairs import Repair
 from graphrun.report.table import scale_of, size, table
-from graphrun.units import show_size
+from graphrun.units import show_seconds, show_size
 
 
 def infeasible_screen(error: Infeasible) -> str:
@@ -36,8 +37,13 @@ def infeasible_screen(error: Infeasible) -> str:
         rows.append(["all together", size(error.smallest_ram_bytes, scale)])
         lines += [table(rows, left=(0,)), ""]
     lines.append(f"smallest budget that works: {smallest(error)}")
-    lines += ["what helps:", *(f"  - {repair}" for repair in error.repairs)]
+    lines += ["what helps, by predicted time; what changes the output comes last:", *map(_repair_line, error.repairs)]
     return "\n".join(lines)
+
+
+def _repair_line(repair: Repair) -> str:
+    changes = ", changes the output" if repair.changes_output else ""
+    return f"  - {repair.text}: {show_seconds(repair.seconds)}{changes}"
 
 
 def demands_of(problem: Problem) -> list[str]:
@@ -49,12 +55,9 @@ def demands_of(problem: Problem) -> list[str]:
 
 def smallest(error: Infeasible) -> str:
     """The smallest budgets as options of the command line, only those that are short."""
-    found = []
-    if error.needs:
-        found.append(f"--vram {error.smallest_budget_bytes} ({show_size(error.smallest_budget_bytes)})")
-    if error.smallest_ram_bytes > error.ram_bytes:
-        found.append(f"--ram {error.smallest_ram_bytes} ({show_size(error.smallest_ram_bytes)})")
-    return " and ".join(found)
+    names = {"VRAM": "--vram", "RAM": "--ram", "pinned RAM": "--pinned", "disk": "--disk"}
+    found = [f"{names[tier.name]} {tier.least_bytes} ({show_size(tier.least_bytes)})" for tier in error.tiers if tier.short]
+    return " and ".join(found) or "none with what is allowed"
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:
@@ -84,5 +87,14 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
             }
             for need in error.needs
         ],
-        "repairs": list(error.repairs),
+        "smallest": {tier.name: tier.least_bytes for tier in error.tiers},
+        "repairs": [
+            {
+                "text": repair.text,
+                "change": [" ".join(pair).strip() for pair in repair.change],
+                "predicted_seconds": repair.seconds,
+                "changes_output": repair.changes_output,
+            }
+            for repair in error.repairs
+        ],
     }

@@ -27,18 +27,32 @@ VERSION = 1
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
     """Write ``solution`` to ``path``, naming the graph file relative to it."""
+    write_json(path, content(path, graph, solution, summary))
+
+
+def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan file at ``path`` holds: a trace's file holds the same under ``plan``."""
     where = os.path.relpath(graph.resolve(), path.resolve().parent)
-    write_json(path, {"graphrun": VERSION, "graph_file": where, **summary, "problem": solution.problem.to_json()})
+    return {"graphrun": VERSION, "graph_file": where, **summary, "problem": solution.problem.to_json()}
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
     """The problem and the plan in the file, and the file's other entries. Raises PlanError naming what is wrong with it."""
+    return plan_in(read_json(path), path)
+
+
+def read_json(path: Path) -> Any:
+    """What the JSON file at ``path`` holds. Raises InputError where it cannot be read, PlanError where it is no JSON."""
     try:
-        data = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise PlanError(f"is not JSON: {error}", str(path)) from error
+
+
+def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
+    """The problem and the plan in ``data``, as read from ``path``, and its other entries. Raises PlanError."""
     if not isinstance(data, dict) or data.get("graphrun") != VERSION:
         raise PlanError(
             f'is not a plan of this version (no "graphrun": {VERSION}); make one with graphrun plan GRAPH -o', str(path)
@@ -84,11 +98,11 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
     """The solution as it was saved. Its proof is the file's word; its time and bytes come from `simulate` as always."""
-    seconds = simulate(problem, plan).seconds
-    bound = float(saved.get("bound_seconds", 0.0))
-    return Solution(
-        problem, plan, bool(saved.get("proven_optimal", False)), bound, seconds, max(0.0, seconds - bound) / max(seconds, 1e-12)
-    )
+    simulated = simulate(problem, plan)
+    bound = float(saved.get("bound_seconds") or 0.0)
+    objective = float(saved.get("objective_seconds") or simulated.total_seconds)
+    gap = max(0.0, objective - bound) / max(objective, 1e-12)
+    return Solution(problem, plan, bool(saved.get("proven_optimal")), bound, objective, gap, simulated.again_seconds)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -245,7 +245,7 @@ def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) ->
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)
     rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{clock} planned", "measured"]]
-    for planned, measured in zip(simulation.slots, trace.slots, strict=True):
+    for planned, measured in trace.beside(simulation.slots):
         rows.append(
             [
                 f"{measured.phase} {measured.part}".strip(),

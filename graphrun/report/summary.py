@@ -22,6 +22,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "total_seconds": simulation.total_seconds,
         "compute_seconds": simulation.compute_seconds,
         "bound_seconds": solution.bound_seconds,
+        "objective_seconds": solution.objective_seconds,
         "solve_seconds": solve_seconds,
         "budget_bytes": problem.budget_bytes,
         "overhead_bytes": problem.budget_bytes - problem.effective_bytes,
@@ -61,7 +62,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
                     "peak_bytes": m.peak_bytes,
                     "moved_bytes": m.moved_bytes,
                 }
-                for p, m in zip(simulation.slots, trace.slots, strict=True)
+                for p, m in trace.beside(simulation.slots)
             ],
         }
     return summary
@@ -95,9 +96,12 @@ def stages(solution: Solution, simulation: Simulation, trace: Trace | None = Non
 
 def broken_caps(solution: Solution, trace: Trace) -> list[str]:
     """Slots whose measured peak is above the planned one, as ``phase part: measured > planned``; empty: the plan was kept."""
+    if trace.notes:  # the rest was planned again, within the budget
+        limit = solution.problem.effective_bytes
+        return [f"{slot.phase} {slot.part}: {slot.peak_bytes} > {limit}" for slot in trace.slots if slot.peak_bytes > limit]
     simulation = simulate(solution.problem, solution.plan)
     return [
         f"{measured.phase} {measured.part}: {measured.peak_bytes} > {planned.peak_bytes}"
-        for planned, measured in zip(simulation.slots, trace.slots, strict=True)
+        for planned, measured in trace.beside(simulation.slots)
         if measured.peak_bytes > planned.peak_bytes
     ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphrun.sim.host import HostFlops
 from graphrun.sim.ledger import SimulatedOutOfMemory
 from graphrun.sim.machine import Machine, SimulatedCopyError
 from graphrun.sim.register import available, register
@@ -19,7 +20,7 @@ from graphrun.sim.register import available, register
 if TYPE_CHECKING:
     device: torch.device
 
-__all__ = ["Machine", "SimulatedCopyError", "SimulatedOutOfMemory", "available", "device", "register"]
+__all__ = ["HostFlops", "Machine", "SimulatedCopyError", "SimulatedOutOfMemory", "available", "device", "register"]
 
 
 def __getattr__(name: str) -> torch.device:

@@ -1,10 +1,11 @@
-"""Decides what time it is on a simulated machine: a host and two device timelines, advanced by work, never by a real clock.
+"""Decides what time it is on a simulated machine: a host, its disk and two device timelines, moved by work alone.
 
 It must not know tensors or memory; it is handed seconds.
 
     host     |--issue--issue-----------(waits)|--            moves only when it must wait for the device
     compute  |=====A=====|=====B=====|====C===|
     copy     |==a==|==b==|      |==c==|                      starts no earlier than its issue, or than what it waits for
+    disk     |==r==|==s==|                                   reads, as by a thread that the host does not wait for
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Stream = Literal["compute", "copy"]
+Stream = Literal["compute", "copy", "disk"]
 
 
 class Clock:
-    """Virtual seconds of the ``compute`` and the ``copy`` stream, both starting at 0.
+    """Virtual seconds of the ``compute``, the ``copy`` and the ``disk`` stream, all starting at 0.
 
     Work in a stream starts when the stream is free and the host has issued it. The host is ahead of the device (issuing costs
     nothing) until it waits: after a synchronous copy, and at ``synchronize``.
     """
 
     def __init__(self) -> None:
-        self._times: dict[str, float] = {"compute": 0.0, "copy": 0.0}
+        self._times: dict[str, float] = {"compute": 0.0, "copy": 0.0, "disk": 0.0}
         self._host = 0.0
         self._synchronous = False
         self.current: Stream = "compute"
@@ -69,6 +70,6 @@ class Clock:
         self._times[stream] = max(self._times[stream], event)
 
     def synchronize(self) -> None:
-        """The host waits for both streams."""
+        """The host waits for all streams."""
         self._host = max(self._host, *self._times.values())
         self._times = dict.fromkeys(self._times, self._host)

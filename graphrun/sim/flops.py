@@ -1,7 +1,8 @@
 """Decides how many FLOPs an operator costs on a simulated machine: matrix products, convolutions, attention; all else is 0.
 
 The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry), written on shapes without its
-tree maps, because they run at every operator. It must not know machines.
+tree maps, because they run at every operator; quantized layers of bitsandbytes count as the products they are. It must not know
+machines.
 """
 
 from __future__ import annotations
@@ -41,6 +42,16 @@ def _attention(args: list[Any], out: Any) -> int:
     return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
+def _four_bit(args: list[Any], out: Any) -> int:
+    """bitsandbytes' gemm_4bit(A, B, shape of the weight, ...)."""
+    return int(2 * prod(args[0].shape) * args[2][0])
+
+
+def _eight_bit(args: list[Any], out: Any) -> int:
+    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the product in int8; outliers are few."""
+    return int(2 * prod(args[1].shape) * args[2].shape[0])
+
+
 FORMULAS: Mapping[str, Formula] = {
     "aten::mm": _mm,
     "aten::bmm": _mm,
@@ -49,4 +60,6 @@ FORMULAS: Mapping[str, Formula] = {
     "aten::linear": _linear,
     "aten::convolution": _convolution,
     "aten::scaled_dot_product_attention": _attention,
+    "bitsandbytes::gemm_4bit": _four_bit,
+    "bitsandbytes::int8_mixed_scaled_mm": _eight_bit,
 }

@@ -5,7 +5,8 @@ It must not know operators: tensors ask it for bytes and hand it FLOPs and copie
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import Token
 from types import TracebackType
 
@@ -26,8 +27,12 @@ class Machine:
     """A simulated accelerator. Inside ``with machine:`` tensors made on device ``sim`` are its own.
 
     ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy engine; ``flops_per_second``
-    of matrix products, convolutions and attention (all else costs no time). ``fail_allocation`` and ``fail_copy``: the n-th from
+    of matrix products, convolutions and attention (all else costs no time). Copies inside `on_copy_stream` may be from pageable
+    memory, at a rate of their own (None: the same); `read` charges the disk. ``fail_allocation`` and ``fail_copy``: the n-th from
     now (1 is the next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
+
+    ``hollow_bytes``: operators on larger tensors take their memory and compute nothing, for a dry run of which nobody reads the
+    values; None (the default) computes everything.
 
     Operators count on the machine that holds their inputs, also after the context was left; only making new tensors needs the
     context. Raises InputError on a size or rate that is not positive, GraphrunError where the backend cannot be registered.
@@ -41,10 +46,21 @@ class Machine:
         flops_per_second: float = 1e11,
         fail_allocation: int | None = None,
         fail_copy: int | None = None,
+        pageable_bytes_per_second: float | None = None,
+        disk_bytes_per_second: float = 1e9,
     ) -> None:
         register()
-        for name, rate in (("h2d_bytes_per_second", h2d_bytes_per_second), ("d2h_bytes_per_second", d2h_bytes_per_second)):
+        self.pageable_bytes_per_second = pageable_bytes_per_second or h2d_bytes_per_second
+        for name, rate in (
+            ("h2d_bytes_per_second", h2d_bytes_per_second),
+            ("d2h_bytes_per_second", d2h_bytes_per_second),
+            ("pageable_bytes_per_second", self.pageable_bytes_per_second),
+            ("disk_bytes_per_second", disk_bytes_per_second),
+        ):
             positive(name, rate)
+        self.disk_bytes_per_second = disk_bytes_per_second
+        self.bytes_read = 0
+        self._pageable = False
         positive("flops_per_second", flops_per_second)
         self.device = torch.device("sim:0")
         self.ledger = Ledger()
@@ -58,6 +74,7 @@ class Machine:
         self.capacity_bytes = capacity_bytes
         self.fail_allocation = fail_allocation
         self.fail_copy = fail_copy
+        self.hollow_bytes: int | None = None
         self._token: Token[Machine | None] | None = None
 
     # -- memory
@@ -137,7 +154,14 @@ class Machine:
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
-        self.clock.copy(nbytes / self.h2d_bytes_per_second, non_blocking)
+        rate = self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second
+        self.clock.copy(nbytes / rate, non_blocking)
+
+    def read(self, nbytes: int) -> None:
+        """Counts and charges ``nbytes`` that are read from disk."""
+        self.bytes_read += nbytes
+        with self.clock.on("disk"):
+            self.clock.work(nbytes / self.disk_bytes_per_second)
 
     def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
         """The same for a copy of ``nbytes`` from the device."""
@@ -165,9 +189,15 @@ class Machine:
         """Virtual seconds at which the work issued to ``stream`` so far is finished."""
         return self.clock.seconds(stream)
 
-    def on_copy_stream(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def on_copy_stream(self, pageable: bool = False) -> Iterator[None]:
         """Copies inside are charged to the copy timeline, asynchronous to compute and to the host."""
-        return self.clock.on("copy")
+        self._pageable = pageable
+        try:
+            with self.clock.on("copy"):
+                yield
+        finally:
+            self._pageable = False
 
     def record(self, stream: Stream = "compute") -> float:
         """An event: when everything issued to ``stream`` so far will be finished."""
@@ -178,7 +208,7 @@ class Machine:
         self.clock.wait(stream, event)
 
     def synchronize(self) -> None:
-        """The host waits for both timelines; they continue from the later of them."""
+        """The host waits for all timelines; they continue from the latest of them."""
         self.clock.synchronize()
 
     # -- being the active machine

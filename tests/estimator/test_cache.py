@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
     """The dry runs that were made, by their height; flux-tiny's own is answered by the one that all tests share."""
     found: list[str] = []
 
-    def probe(graph: Any, inputs: Any) -> Any:
+    def probe(graph: Any, inputs: Any, options: Any = None) -> Any:
         found.append(str(inputs["height"]))
         return dry("flux-tiny")[1]
 
@@ -175,7 +175,7 @@ def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: A
 
     seen: list[bool] = []
 
-    def answer(graph: Any, inputs: Any) -> Any:
+    def answer(graph: Any, inputs: Any, options: Any) -> Any:
         seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
         if fails:
             raise RuntimeError("the pipeline's own")

@@ -10,11 +10,15 @@ import pytest
 
 import graphrun
 from graphrun.estimator import feedback
+from graphrun.estimator.shapes import _graph_key
 from graphrun.estimator.store import Store
 from graphrun.planner.simulate import simulate
+from graphrun.report.estimate import estimate_screen
 from graphrun.report.summary import broken_caps
 from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import MIB
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
 
 
 @pytest.fixture
@@ -92,11 +96,87 @@ def test_calls_give_seconds_where_their_component_stayed(make_problem: Any, vram
     assert found[slots[number].phase]["seconds"] == seconds
 
 
-@pytest.mark.parametrize("data", [None, 3, {"phases": 1}, {"phases": {"denoise/0:transformer": {"seconds": {"transformer": "x"}}}}])
-def test_damaged_measurements_are_none(planned: Any, tmp_path: Path, data: Any) -> None:
-    store = Store(tmp_path)
-    store.put("measured", feedback._key(planned.problem), data)
-    assert feedback.informed(planned.problem, store) == planned.problem
+DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_bytes": -1, "rest_bytes": True}]
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=str)
+@pytest.mark.parametrize("kind", ["activation", "seconds", "shapes"])
+def test_damaged_measurements_are_none(planned: Any, tmp_path: Path, kind: str, data: Any) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5), store)
+    assert feedback.informed(problem, store) != problem
+    for path in tmp_path.glob("*.json"):
+        store.put("seconds" if path.name.startswith("seconds") else "activation", path.stem.partition("-")[2], data)
+    if kind == "shapes":
+        store.put("shapes", _graph_key(problem), {problem.phases[0].name: data})
+    assert feedback.informed(problem, store) == problem
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """Where a run of flux-tiny left its measurements, as if each phase had taken a KiB more than it did; the graph; by how much
+    each phase's activation thus exceeds the traced one."""
+    folder = tmp_path_factory.mktemp("measured")
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    problem = graphrun.estimate(graph, vram=64 * MIB, hardware="sim", cache=folder)
+    solution = graphrun.plan(problem)
+    trace = graphrun.run(solution, graph)
+    more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
+    feedback.remember(problem, solution.plan, more, Store(folder))
+    known = feedback.measured_in(problem, solution.plan, more)
+    return folder, graph, {phase.name: known[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
+
+
+def basis(problem: Any) -> dict[str, str]:
+    return {phase.name: phase.basis for phase in problem.phases}
+
+
+ENCODERS = ("encode/0:text_encoder", "encode/1:text_encoder_2")
+OTHERS = ("denoise/0:transformer", "decode/0:vae")
+
+
+def other_t5(graph: Any) -> Any:
+    t5 = graph.components["text_encoder_2"]
+    wider = replace(t5, config={**t5.config, "d_ff": 2 * t5.config["d_ff"]})
+    return replace(graph, name="another", components={**graph.components, "text_encoder_2": wider})
+
+
+@pytest.mark.parametrize(
+    ("change", "inputs", "shared"),
+    [
+        (lambda graph: replace(graph, name="another"), {}, {*ENCODERS, *OTHERS}),
+        (other_t5, {}, {ENCODERS[0], *OTHERS}),
+        (lambda graph: graph, {"steps": 7}, {*ENCODERS, *OTHERS}),
+        (lambda graph: graph, {"height": 192}, set(ENCODERS)),
+        (lambda graph: graph, {"max_sequence_length": 32}, {ENCODERS[0], OTHERS[1]}),
+    ],
+    ids=["same components", "another T5", "more steps", "higher", "shorter text"],
+)
+def test_another_graph_with_the_same_component_and_shapes_profits(
+    ran: Any, change: Any, inputs: dict[str, Any], shared: set[str]
+) -> None:
+    folder, graph, by = ran
+    other = graphrun.estimate(change(graph), vram=64 * MIB, hardware="sim", inputs=inputs, cache=folder)
+    plain = graphrun.estimate(change(graph), vram=64 * MIB, hardware="sim", inputs=inputs)
+    assert {name for name, of in basis(other).items() if of == "measured"} == shared
+    assert set(basis(plain).values()) == {"traced"}
+    for phase, before in zip(other.phases, plain.phases, strict=True):
+        assert phase.first_bytes - before.first_bytes == (by[phase.name] if phase.name in shared else 0), phase.name
+    assert sorted(set(by.values())) == [0, 1024]  # what T5's class overcounts is no activation
+
+
+def test_the_estimate_shows_what_was_measured_beside_what_was_traced(ran: Any) -> None:
+    folder, graph, by = ran
+    with_runs = graphrun.survey(graph, hardware="sim", cache=folder)
+    without = graphrun.survey(graph, hardware="sim")
+    for row, before in zip(with_runs["phases"], without["phases"], strict=True):
+        assert row["basis"] == "measured"
+        assert row["reserved_bytes"] == before["reserved_bytes"] + by[row["phase"]]
+        assert row["traced"] == {name: before[name] for name in ("reserved_bytes", "seconds")}
+        assert row["seconds"] == pytest.approx(before["seconds"], rel=0.05)
+    assert {row["stage"]: row["seconds_basis"] for row in with_runs["phases"]}["denoise"] == "measured"
+    assert "measured" in estimate_screen(with_runs)
+    assert "measured" not in estimate_screen(without)
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphrun.estimator.quantized import layer_bytes, quantizable, weights_by_precision
+from graphrun.components.quantize import quantizable_layers
+from graphrun.estimator.quantized import layer_bytes, weights_by_precision
 from graphrun.units import GIB
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -55,7 +56,7 @@ def test_tied_and_kept_layers_stay_as_they_are() -> None:
     embedding, head, kept = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(8, 8)
     head.weight = embedding.weight
     module = nn.ModuleList([embedding.bfloat16(), head.bfloat16(), kept.float()])
-    assert quantizable(module, torch.bfloat16) == []
+    assert quantizable_layers(module, torch.bfloat16) == {}
     assert weights_by_precision(module, "bfloat16")["nf4"] == 2 * 80 + 4 * 72
 
 

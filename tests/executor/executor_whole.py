@@ -15,10 +15,10 @@ from graphrun.components.build import build, build_part, resolve_class
 from graphrun.estimator.hardware import simulated
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
-from graphrun.executor.executor import execute
+from graphrun.executor.executor import follow, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.load import load
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.plan import Stream
@@ -53,7 +53,8 @@ class Whole:
         return self.within(smallest_budget(self.problem))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
-        return execute(problem, plan, self.graph, self.inputs, self.device, host=self.host)
+        stages = stages_for(plan, self.graph, self.inputs, self.device, self.host)
+        return follow(problem, plan, self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:
         """Bytes of the largest component and of what lives beside it when it runs: what a run without streaming needs."""
@@ -79,12 +80,15 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     things = {k: v for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items() if k in known}
     pipeline = kind(**things)
     pipeline.set_progress_bar_config(disable=True)
-    names = {"steps": "num_inference_steps", "frames": "num_frames"}
     accepted = inspect.signature(kind.__call__).parameters
+    batch = "num_videos_per_prompt" if "num_videos_per_prompt" in accepted else "num_images_per_prompt"
+    names = {"steps": "num_inference_steps", "frames": "num_frames", "batch": batch}
+    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
-    return pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0][0]
+    made = pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0]
+    return made[0] if len(made) == 1 else made
 
 
 def pixels(image: Any) -> np.ndarray[Any, Any]:

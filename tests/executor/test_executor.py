@@ -14,7 +14,7 @@ from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.executor.executor import follow, refuse_unfit
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
-from graphrun.planner.plan import Free, Plan, Slot
+from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Problem
 from graphrun.trace import Trace
 
@@ -94,14 +94,6 @@ def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(of: Pr
     with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*rest"):
         run(of, broken, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS)
     assert device.machine.allocations == 0
-
-
-def test_actions_of_later_versions_are_refused(of: Problem, plan: Plan) -> None:
-    device = device_of(of)
-    end = plan.slots[-1]
-    later = replace(plan, slots=(*plan.slots[:-1], Slot(end.phase, end.part, end.calls, (*end.actions, Free("b")))))
-    with pytest.raises(PlanError, match="'free b' is not supported by this version"):
-        run(of, later, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS)
 
 
 def test_host_memory_of_another_problem_is_refused(of: Problem, plan: Plan) -> None:

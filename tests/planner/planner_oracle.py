@@ -1,141 +1,318 @@
-"""Brute force: every number of blocks, in every slot, by dynamic programming, from the rules alone.
+"""Brute force: every order, option, variant and spill in turn; every number of blocks, fill and free by dynamic programming.
 
-State: blocks of every class on the device when a slot ends. Between slots anything may be dropped, so the least cost of a state is
-also that of every smaller one.
+Written from what plans mean, without a line of the planner's own. For one choice the state when a slot ends is how many blocks of
+every class are on the device, and what became of every home. Between slots blocks may be dropped, so the least cost of a state is
+also that of every smaller one. A cost is seconds and then bytes moved in one integer, so that ties are exact: all seconds have to
+be multiples of 1 / SCALE.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
+from itertools import permutations, product
 
-from graphrun.planner.problem import Problem
+import numpy as np
 
-State = tuple[int, ...]
+from graphrun.planner.problem import PhaseNumbers, Problem, Use, ValueNumbers, Variant
+
+SCALE = 16
+SECONDS, NEVER = 2**34, 2**61
+UNFILLED, HELD, FREED = range(3)
+Homes = tuple[int, ...]  # one of these for each component that is used
 
 
 def up(nbytes: int) -> int:
     return (nbytes + 511) // 512 * 512
 
 
-class Oracle:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.cells = [(c, k) for c, numbers in enumerate(problem.components) for k in range(len(numbers.classes))]
-        self.counts = [len(problem.components[c].classes[k].blocks) for c, k in self.cells]
-        self.slots: list[tuple[int, str]] = []
-        for index, phase in enumerate(problem.phases):
-            if phase.uses:
-                self.slots.append((index, "load"))
-            self.slots.append((index, "first"))
-            if phase.rest_calls:
-                self.slots.append((index, "rest"))
-        self.steps = self._steps()
+class Choice:
+    """One order, one option to a stage, one variant to a component."""
 
-    def calls(self, index: int, part: str) -> list[tuple[int, float]]:
-        found = []
-        for c, k in self.cells:
-            use = next((u for u in self.problem.phases[index].uses if u.component == self.problem.components[c].name), None)
-            total = use.class_calls[k] if use else 0
-            here = {"load": 0, "first": min(total, 1), "rest": max(total - 1, 0)}[part]
-            found.append((here, use.seconds[k] if use else 0.0))
-        return found
+    def __init__(self, problem: Problem, order: tuple[str, ...], phases: list[PhaseNumbers], variants: list[Variant]) -> None:
+        self.problem, self.phases = problem, phases
+        self.names = [component.name for component in problem.components]
+        self.variants = dict(zip(self.names, variants, strict=True))
+        self.classes = {component.name: component.classes for component in problem.components}
+        self.used = [name for name in self.names if any(use.component == name for phase in phases for use in phase.uses)]
+        self.cells = [
+            (c.name, k, len(of.blocks), of.streamable and v.streamable and v.movable)
+            for c, v in zip(problem.components, variants, strict=True)
+            for k, of in enumerate(c.classes)
+            if v.device != "cpu"
+        ]
+        self.shape = tuple(count + 1 for _, _, count, _ in self.cells)
+        self.slots = [(number, part) for number, phase in enumerate(phases) for part in self.parts(phase)]
+        self.lives = [[n for n, phase in enumerate(phases) if self.alive(value, order, phase.stage)] for value in problem.values]
+        self.gaps = [(v, *gap) for v, value in enumerate(problem.values) for gap in self.gaps_of(value, self.lives[v])]
+        self.pairs()
+        self.tables = [self.table(t) for t in range(len(self.slots))]
+
+    @staticmethod
+    def parts(phase: PhaseNumbers) -> list[str]:
+        return ["load"] * bool(phase.uses) + ["first"] + ["rest"] * (max((use.calls for use in phase.uses), default=0) > 1)
+
+    @staticmethod
+    def alive(value: ValueNumbers, order: tuple[str, ...], stage: str) -> bool:
+        after = value.producer not in order or order.index(stage) > order.index(value.producer)
+        return after and any(order.index(stage) <= order.index(consumer) for consumer in value.consumers if consumer in order)
+
+    def gaps_of(self, value: ValueNumbers, lives: list[int]) -> Iterator[tuple[int, int]]:
+        """First phase of each stretch in which the value waits, and the phase after it, where both have a load slot."""
+        waits = [n for n in lives if self.phases[n].stage not in value.consumers]
+        for first in waits:
+            if first - 1 not in waits:
+                after = next(n for n in lives if n > first and n not in waits)
+                if self.phases[first].uses and self.phases[after].uses:
+                    yield first, after
+
+    def pairs(self) -> None:
+        """Every pair of states that a slot may begin and end with (``here`` <= ``there``), sorted by the second."""
+        each = [[(h, t) for t in range(nb) for h in range(t + 1)] for nb in self.shape]
+        every = list(product(*each))
+        grid = np.array(every, dtype=np.int64).reshape(len(every), len(self.cells), 2)
+        place = np.array([int(np.prod(self.shape[j + 1 :])) for j in range(len(self.cells))], dtype=np.int64)
+        order = np.argsort(grid[:, :, 1] @ place, kind="stable")
+        self.here, self.there = grid[order, :, 0], grid[order, :, 1]
+        self.begin, self.end = self.here @ place, self.there @ place
+        self.states = int(np.prod(self.shape))
+
+    def calls(self, t: int, name: str, k: int) -> tuple[int, float]:
+        """Calls of a class in slot ``t``, and seconds of one block in one of them."""
+        number, part = self.slots[t]
+        use = self.use(number, name)
+        if use is None:
+            return 0, 0.0
+        variant = self.variants[name]
+        seconds = variant.slowdown * use.seconds[k] + (variant.block_seconds[k] if variant.block_seconds else 0.0)
+        total = use.class_calls[k]
+        return {"load": 0, "first": min(total, 1), "rest": max(total - 1, 0)}[part], seconds
+
+    def use(self, number: int, name: str) -> Use | None:
+        return next((use for use in self.phases[number].uses if use.component == name), None)
+
+    def table(self, t: int) -> dict[str, np.ndarray]:
+        """Per allowed pair of states: seconds of computing classes, of copies and of reads; bytes moved and held; who copies."""
+        number, part = self.slots[t]
+        phase = self.phases[number]
+        allowed = np.ones(len(self.begin), dtype=bool)
+        own, transfer, disk = (np.zeros(len(self.begin)) for _ in range(3))
+        moved, held = np.zeros(len(self.begin), dtype=np.int64), np.zeros(len(self.begin), dtype=np.int64)
+        copying = {name: np.zeros(len(self.begin), dtype=bool) for name in self.names}
+        rings = {name: (np.zeros_like(moved), np.zeros_like(moved)) for name in self.names}
+        busy = {name for name, k, _, _ in self.cells if self.calls(t, name, k)[0]}
+        for j, (name, k, nb, may) in enumerate(self.cells):
+            here, there = self.here[:, j], self.there[:, j]
+            variant, (n, seconds) = self.variants[name], self.calls(t, name, k)
+            nbytes = variant.block_bytes[k]
+            copies = there - here
+            allowed &= self.obeys(t, j, n, here, there)
+            if part == "rest" and name in busy:
+                allowed &= copies == 0
+            if n and not may:
+                allowed &= here == nb
+            elif n:
+                passing, largest = rings[name]
+                rings[name] = (passing + nb - there, np.maximum(largest, np.where(nb > there, nbytes, 0)))
+                copies = (1 if part == "first" else n) * (nb - here)
+            read = copies * (variant.disk_seconds[k] if variant.home == "disk" else 0.0)
+            if n:
+                own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k], read))
+            transfer, disk, moved = transfer + copies * variant.load_seconds[k], disk + read, moved + copies * nbytes
+            held += up(nbytes) * there
+            copying[name] |= copies > 0
+        for passing, largest in rings.values():
+            held += (np.minimum(2, passing) * largest + 511) // 512 * 512
+        for name in self.names:
+            if self.variants[name].device == "cpu" and self.use(number, name):
+                for k, of in enumerate(self.classes[name]):
+                    n, seconds = self.calls(t, name, k)
+                    own += n * len(of.blocks) * seconds
+        variants = [self.variants[use.component] for use in phase.uses]
+        activation = {"load": 0, "first": phase.first_bytes, "rest": phase.rest_bytes}[part]
+        if variants and all(variant.device == "cpu" for variant in variants):
+            activation = 0
+        elif part != "load":
+            activation += max((variant.scratch_bytes for variant in variants), default=0)
+        held += activation + phase.carry_bytes
+        held += sum(value.nbytes for value, lives in zip(self.problem.values, self.lives, strict=True) if number in lives)
+        found = {"begin": self.begin, "end": self.end, "own": own, "transfer": transfer, "disk": disk, "moved": moved, "held": held}
+        found |= {f"copies {name}": copying[name] for name in self.used}
+        return {key: of[allowed] for key, of in found.items()}
+
+    def obeys(self, t: int, j: int, n: int, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+        """Whether ``here`` blocks at a slot's start and ``there`` at its end are as directives demand."""
+        (name, k, nb, _), (number, part) = self.cells[j], self.slots[t]
+        demanded = {directive.placement for directive in self.problem.directives if directive.component == name}
+        fine = np.ones(len(here), dtype=bool)
+        if "keep" in demanded and any(self.calls(earlier, name, k)[0] for earlier in range(t)):
+            fine &= here == nb
+        if demanded & {"keep", "whole"} and n:
+            fine &= there == nb
+        if "exclude" in demanded and self.classes[name][k].streamable:
+            fine &= there == 0
+        if "drop" in demanded:
+            fine &= (there == 0) if self.use(number, name) is None else (here == 0) if part == "load" else fine
+        return fine
+
+    def drop(self, values: np.ndarray) -> np.ndarray:
+        """``values`` [..., states], each now the least of those from which blocks may be dropped to get there."""
+        grid = values.reshape(*values.shape[:-1], *self.shape)
+        lead = grid.ndim - len(self.shape)
+        for j, (name, _, _, _) in enumerate(self.cells):
+            if self.variants[name].movable:
+                grid = np.flip(np.minimum.accumulate(np.flip(grid, lead + j), lead + j), lead + j)
+        return grid.reshape(values.shape)
+
+    def early(self, name: str) -> bool:
+        return self.variants[name].home == "disk" or not self.variants[name].fill_seconds
+
+    def steps(self, before: Homes, first: bool) -> Iterator[Homes]:
+        """What may become of the homes in one slot."""
+        free = self.problem.runs == 1
+        ways = {UNFILLED: (UNFILLED, HELD) if first else (UNFILLED,), HELD: (HELD, FREED) if free else (HELD,), FREED: (FREED,)}
+        yield from product(*(ways[state] for state in before))
 
     def weigh(
-        self, index: int, part: str, calls: list[tuple[int, float]], present: State, after: State
-    ) -> tuple[float, int, int] | None:
-        """Seconds, bytes moved and bytes held of a slot that starts with ``present`` and ends with ``after``; None: not allowed."""
-        phase = self.problem.phases[index]
-        used = {c for (c, _), (n, _) in zip(self.cells, calls, strict=True) if n}
-        transfer = own = 0.0
-        moved = held = 0
-        passing: dict[int, list[int]] = {}
-        for (c, k), nb, (n, seconds), here, there in zip(self.cells, self.counts, calls, present, after, strict=True):
-            variant, of = self.problem.components[c].variants[0], self.problem.components[c].classes[k]
-            nbytes, loaded = variant.block_bytes[k], there - here
-            held += up(nbytes) * there
-            copies = loaded
-            if self.disobeys(index, part, c, k, (n, nb), here, there):
+        self, t: int, effective: int, spilled: tuple[bool, ...], before: Homes, after: Homes
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Begins, ends and costs of slot ``t`` where homes go from ``before`` to ``after``; None: the host has no room."""
+        number, part = self.slots[t]
+        table, hardware = self.tables[t], self.problem.hardware
+        ram = pinned = 0
+        fill_seconds = crossing_seconds = 0.0
+        away = restored = 0
+        for name, old, new in zip(self.used, before, after, strict=True):
+            variant = self.variants[name]
+            if new == HELD:
+                ram += variant.host_bytes
+                pinned += variant.host_bytes if variant.home in ("pinned", "disk") else 0
+            if (old, new) == (UNFILLED, HELD):
+                ram += variant.transient_bytes
+                counts = [len(of.blocks) for of in self.classes[name]]
+                fill_seconds += sum(count * each for count, each in zip(counts, variant.fill_seconds, strict=True))
+            if new != HELD and variant.device == "cpu" and part != "load" and self.use(number, name):
                 return None
-            if part == "rest" and c in used and loaded:
-                return None
-            if n:
-                if not (of.streamable and variant.streamable and variant.movable):
-                    if here < nb:
-                        return None
-                    copies = 0
-                else:
-                    passing.setdefault(c, []).extend([nbytes] * (nb - there))
-                    copies = nb - here if part == "first" else n * (nb - here)
-                own += max(n * nb * seconds, copies * variant.load_seconds[k])
-            transfer += copies * variant.load_seconds[k]
-            moved += copies * nbytes
-        for sizes in passing.values():
-            held += up(min(2, len(sizes)) * max(sizes, default=0))
-        held += {"load": 0, "first": phase.first_bytes, "rest": phase.rest_bytes}[part] + phase.carry_bytes
-        held += sum(v.nbytes for v in self.problem.values if v.first_phase <= index <= v.last_phase)
-        return max(own, transfer), moved, held
+        for (v, first, last), gone in zip(self.gaps, spilled, strict=True):
+            nbytes = self.problem.values[v].nbytes
+            if gone and first <= number <= last:
+                leaves, comes = (number, part) == (first, "load"), (number, part) == (last, "load")
+                ram += nbytes if number < last or comes else 0
+                away += nbytes if number < last and not leaves else 0
+                crossing_seconds += nbytes / hardware.d2h_bytes_per_second if leaves else 0.0
+                crossing_seconds += nbytes / hardware.h2d_bytes_per_second if comes else 0.0
+                restored += nbytes if comes else 0
+        phase = self.phases[number]
+        if phase.uses and all(self.variants[use.component].device == "cpu" for use in phase.uses):
+            ram += {"load": 0, "first": phase.first_bytes, "rest": phase.rest_bytes}[part]
+        if ram > self.problem.ram_bytes or (self.problem.pinned_bytes is not None and pinned > self.problem.pinned_bytes):
+            return None
+        fits = table["held"] - away <= effective
+        for name, new in zip(self.used, after, strict=True):
+            if new != HELD:
+                fits &= ~table[f"copies {name}"]
+        seconds = np.maximum(table["own"], np.maximum(table["transfer"] + crossing_seconds, table["disk"] + fill_seconds))[fits]
+        units = np.rint(seconds * SCALE).astype(np.int64)
+        assert np.allclose(units / SCALE, seconds, rtol=0, atol=1e-9), "seconds that are no multiples"
+        return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored
 
-    def disobeys(self, index: int, part: str, c: int, k: int, of: tuple[int, int], here: int, there: int) -> bool:
-        """Whether ``here`` blocks of a class at a slot's start and ``there`` at its end are against a directive."""
-        numbers, (calls, nb) = self.problem.components[c], of
-        variant, may = numbers.variants[0], numbers.classes[k].streamable
-        for directive in self.problem.directives:
-            if directive.component != numbers.name:
+    def run(self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, homes: Homes | None) -> dict[Homes, np.ndarray]:
+        """Least costs [starts, states] after a run that began with costs ``values`` [starts, states], blocks dropped behind it, by
+        what became of the homes. ``homes``: what they were in the beginning; None: it is the first run."""
+        now = {homes or tuple(HELD if self.early(name) else UNFILLED for name in self.used): values}
+        for t in range(len(self.slots)):
+            following: dict[Homes, np.ndarray] = {}
+            for before, costs in now.items():
+                least = self.drop(costs)
+                for after in self.steps(before, first=homes is None):
+                    if (found := self.weigh(t, effective, spilled, before, after)) is None or not len(found[0]):
+                        continue
+                    begin, end, cost = found
+                    reached = np.full(values.shape, NEVER, dtype=np.int64)
+                    ends, where = np.unique(end, return_index=True)
+                    reached[:, ends] = np.minimum.reduceat(np.minimum(least[:, begin] + cost, NEVER), where, axis=1)
+                    following[after] = np.minimum(following.get(after, reached), reached)
+            now = {homes: costs for homes, costs in following.items() if (costs < NEVER).any()}
+        return {homes: self.drop(costs) for homes, costs in now.items()}
+
+    def over_spills(self, effective: int, values: np.ndarray, homes: Homes | None) -> dict[Homes, np.ndarray]:
+        """`run` with every set of gaps spilled."""
+        best: dict[Homes, np.ndarray] = {}
+        for spilled in product((False, True), repeat=len(self.gaps)):
+            for after, costs in self.run(effective, spilled, values, homes).items():
+                best[after] = np.minimum(best.get(after, costs), costs)
+        return best
+
+    def best(self, effective: int) -> int:
+        """Least cost of the whole, NEVER where nothing fits."""
+        empty = np.full((1, self.states), NEVER, dtype=np.int64)
+        empty[0, 0] = 0
+        cold = {homes: costs[0] for homes, costs in self.over_spills(effective, empty, None).items()}
+        if self.problem.runs == 1:
+            return min((int(costs.min()) for costs in cold.values()), default=NEVER)
+        return min((self.session(effective, homes, costs) for homes, costs in cold.items()), default=NEVER)
+
+    def session(self, effective: int, homes: Homes, cold: np.ndarray) -> int:
+        """Least cost of a session whose first run costs ``cold`` [states] and leaves ``homes``."""
+        starts = np.flatnonzero(cold < NEVER)
+        begun = np.full((len(starts), self.states), NEVER, dtype=np.int64)
+        begun[np.arange(len(starts)), starts] = 0
+        again = self.over_spills(effective, begun, homes).get(homes, np.full(begun.shape, NEVER))
+        loop = again[np.arange(len(starts)), starts]
+        fine = loop < NEVER
+        return int(min(cold[starts][fine] + (self.problem.runs - 1) * loop[fine], default=NEVER))
+
+
+class Oracle:
+    """All that may be chosen for ``problem``. Budgets but the device's are the problem's."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.choices = [Choice(problem, *chosen) for chosen in self.every()]
+
+    def every(self) -> Iterator[tuple[tuple[str, ...], list[PhaseNumbers], list[Variant]]]:
+        of = self.problem
+        stages = tuple(dict.fromkeys(phase.stage for phase in of.phases))
+        orders = [stages] if of.precedence is None else list(permutations(stages))
+        plain = {stage: tuple(phase for phase in of.phases if phase.stage == stage) for stage in stages}
+        ways = [
+            [plain[stage], *(o.phases for o in of.options if o.stage == stage and (not o.needs or o.needs in of.allow))]
+            for stage in stages
+        ]
+        for order in orders:
+            if any(order.index(a) > order.index(b) for a, b in of.precedence or ()):
                 continue
-            own = any(use.component == numbers.name for use in self.problem.phases[index].uses)
-            uses = [self.calls(*slot)[self.cells.index((c, k))][0] for slot in self.slots[: self.slots.index((index, part))]]
-            match directive.placement:
-                case "keep" if (any(uses) and here < nb) or (calls and there < nb):
-                    return True
-                case "exclude" if there and may and variant.streamable:
-                    return True
-                case "whole" if calls and there < nb:
-                    return True
-                case "drop" if there if not own else here if part == "load" else 0:
-                    return True
-        return False
+            for picked in product(*ways):
+                run = dict(zip(stages, picked, strict=True))
+                phases = [phase for stage in order for phase in run[stage]]
+                used = {use.component for phase in phases for use in phase.uses}
+                for variants in product(*(self.usable(component.name, component.variants) for component in of.components)):
+                    named = zip(of.components, variants, strict=True)
+                    stored = sum(variant.stored_bytes for component, variant in named if component.name in used)
+                    if of.disk_bytes is None or stored <= of.disk_bytes:
+                        yield order, phases, list(variants)
 
-    def _steps(self) -> list[list[tuple[State, State, float, int, int]]]:
-        pairs = [[(here, there) for there in range(nb + 1) for here in range(there + 1)] for nb in self.counts]
-        found = []
-        for index, part in self.slots:
-            steps, calls = [], self.calls(index, part)
-            for pair in product(*pairs):
-                present, after = tuple(p[0] for p in pair), tuple(p[1] for p in pair)
-                if (weight := self.weigh(index, part, calls, present, after)) is not None:
-                    steps.append((present, after, *weight))
-            found.append(steps)
-        return found
+    def usable(self, name: str, variants: tuple[Variant, ...]) -> list[Variant]:
+        demanded = {directive.placement for directive in self.problem.directives if directive.component == name}
+        return [
+            variant
+            for variant in variants
+            if (not variant.needs or variant.needs in self.problem.allow)
+            and not ("pin" in demanded and variant.home != "pinned")
+            and not (demanded & {"keep", "whole"} and variant.device == "cpu")
+        ]
 
-    def _reach(self, values: dict[State, tuple[float, ...]]) -> dict[State, tuple[float, ...]]:
-        """Least value of every state from which blocks may be dropped to get here; blocks that cannot be moved stay."""
-        for j, nb in enumerate(self.counts):
-            if not self.problem.components[self.cells[j][0]].variants[0].movable:
-                continue
-            for have in range(nb, 0, -1):
-                for state in [s for s in values if s[j] == have]:
-                    less = (*state[:j], have - 1, *state[j + 1 :])
-                    values[less] = min(values.get(less, values[state]), values[state])
-        return values
-
-    def smallest_effective(self) -> int:
-        """The least effective budget for which anything fits."""
-        best: dict[State, tuple[float, ...]] = {(0,) * len(self.cells): (0,)}
-        for steps in self.steps:
-            reach, best = self._reach(best), {}
-            for present, after, _, _, held in steps:
-                if present in reach:
-                    value = (max(reach[present][0], held),)
-                    best[after] = min(best.get(after, value), value)
-        return int(min(best.values())[0])
-
-    def best(self, effective_bytes: int) -> tuple[float, float] | None:
+    def best(self, effective_bytes: int) -> tuple[float, int] | None:
         """Least seconds, and least bytes moved in that time; None: nothing fits."""
-        best: dict[State, tuple[float, ...]] = {(0,) * len(self.cells): (0.0, 0.0)}
-        for steps in self.steps:
-            reach, best = self._reach(best), {}
-            for present, after, seconds, moved, held in steps:
-                if present in reach and held <= effective_bytes:
-                    value = (reach[present][0] + seconds, reach[present][1] + moved)
-                    best[after] = min(best.get(after, value), value)
-        return min(((v[0], v[1]) for v in best.values()), default=None)
+        cost = min((choice.best(effective_bytes) for choice in self.choices), default=NEVER)
+        return None if cost >= NEVER else (cost // SECONDS / SCALE, cost % SECONDS)
+
+    def smallest_effective(self) -> int | None:
+        """The least effective budget for which anything fits; None: no budget of the device is enough."""
+        sums = sorted({int(held) for choice in self.choices for table in choice.tables for held in table["held"]} | {0})
+        if self.best(sums[-1]) is None:
+            return None
+        low, high = 0, sums[-1]
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.best(middle) is not None else (middle + 1, high)
+        return low

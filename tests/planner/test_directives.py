@@ -116,7 +116,7 @@ def test_a_directive_that_makes_it_infeasible_is_named_as_a_repair_that_works() 
     of = told(flux(8 * GIB), ("keep", "text_encoder_2"))
     with pytest.raises(Infeasible) as caught:
         solve(of)
-    assert "do without the directive keep text_encoder_2" in caught.value.repairs
+    assert "do without the directive keep text_encoder_2" in [repair.text for repair in caught.value.repairs]
     solve(told(of))
     least = smallest_budget(of)
     enough = replace(of, budget_bytes=least)
@@ -138,5 +138,6 @@ def test_a_reserve_takes_from_what_tensors_may_use_to_the_byte() -> None:
     assert "vram" in rules(short, solve(enough).plan)
     with pytest.raises(Infeasible) as caught:
         solve(short)
-    assert f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)" in caught.value.repairs
+    lower = next(repair for repair in caught.value.repairs if "reserve" in repair.text)
+    assert lower.text == f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)"
     solve(replace(short, reserve_bytes=GIB - 1))

@@ -8,7 +8,8 @@ import pytest
 from planner_problems import GIB, MIB, component, flux, hardware, problem
 
 from graphrun.planner.check import check
-from graphrun.planner.infeasible import Infeasible, least_needs, smallest_budget, smallest_ram
+from graphrun.planner.infeasible import Infeasible, smallest_budget, smallest_ram
+from graphrun.planner.needs import least_needs
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.solve import solve
 from graphrun.units import show_size
@@ -72,26 +73,33 @@ def test_ram_holds_every_home() -> None:
     solve(replace(of, ram_bytes=total))
     error = refused(replace(of, ram_bytes=total - 1))
     assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
-    assert error.repairs == (f"raise the RAM budget from {show_size(total - 1)} to {total} bytes ({show_size(total)})",)
+    apart = [repair for repair in error.repairs if "apart" in repair.text]
+    (ram,) = [repair for repair in error.repairs if repair not in apart]
+    assert ram.text == f"raise the RAM budget from {show_size(total - 1)} to {total} bytes ({show_size(total)})"
+    assert ram.seconds == pytest.approx(solve(of).objective_seconds), "each is verified by a solve"
+    assert [repair.change for repair in apart] == [(("--until", "encode"),), (("--until", "denoise"),)]
+    assert not any(repair.changes_output for repair in error.repairs)
 
 
 def test_a_card_that_is_too_small_cannot_be_budgeted_larger() -> None:
     error = refused(replace(flux(8 * GIB), hardware=hardware(2 * GIB, 650 * MIB)))
-    assert error.repairs[0].startswith("use a device with ")
+    assert error.repairs[0].text.startswith("use a device with ")
     assert error.effective_bytes == 2 * GIB - 650 * MIB
 
 
 def test_repairs_work() -> None:
     of = flux(2 * GIB)
     error = refused(of)
-    assert any("raise the VRAM budget" in repair for repair in error.repairs)
-    assert any("shrink the activation of decode/0:vae from 1.50 GiB" in repair for repair in error.repairs)
+    vram, smaller = error.repairs
+    assert "raise the VRAM budget" in vram.text
+    assert "shrink the activation of decode/0:vae from 1.50 GiB" in smaller.text
+    assert (vram.changes_output, smaller.changes_output) == (False, True), "which is why it comes last"
     short = error.needs[0].short_bytes
     decode = replace(of.phases[3], first_bytes=of.phases[3].first_bytes - short)
     solve(replace(of, phases=(*of.phases[:3], decode)))
     solve(replace(of, budget_bytes=error.smallest_budget_bytes))
     weights_alone = refused(flux(800 * MIB))
-    assert not any("shrink" in repair for repair in weights_alone.repairs)
+    assert not any("shrink" in repair.text for repair in weights_alone.repairs)
 
 
 def test_a_budget_below_the_context_names_every_phase() -> None:

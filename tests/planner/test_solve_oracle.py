@@ -10,16 +10,17 @@ from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
 
 from graphrun.errors import InputError
+from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
 from graphrun.planner.directives import directed
 from graphrun.planner.infeasible import Infeasible, smallest_budget
-from graphrun.planner.matrix import Answer
 from graphrun.planner.parse import parse
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.planner.program import program_of
+from graphrun.planner.search import Answer, choose
 from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import choose, plan_of, solve
+from graphrun.planner.solve import solve
 
 
 def random_problem(seed: int) -> Problem:
@@ -45,7 +46,7 @@ def random_problem(seed: int) -> Problem:
         phases.append(
             PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000)))
         )
-    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, i + 1) for i in range(rng.choice((0, 1, 2))))
+    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1) for i in range(rng.choice((0, 1, 2))))
     on = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
     return problem(2**20, tuple(components), tuple(phases), values, on=on)
 
@@ -59,13 +60,14 @@ def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, An
     fits = replace(given, budget_bytes=least + overhead + spare)
     best, program = oracle.best(least + spare), program_of(fits)
     assert best is not None
-    answer = choose(program, (1.0,) * len(program.intervals))
+    answer = choose(program)
+    assert answer is not None
     assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
     assert program.moved_bytes(answer.choice) == best[1], seed
     return fits, plan_of(program, answer.choice), answer, best
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 240, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
         given = random_problem(seed)
@@ -106,7 +108,7 @@ def directed_problem(seed: int) -> Problem | None:
         return None
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1400, 40)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
 def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
     for seed in seeds:
         given = directed_problem(seed)

@@ -15,8 +15,8 @@ from graphrun.components.build import build, build_part
 from graphrun.estimator.hardware import simulated
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
-from graphrun.executor.executor import execute
 from graphrun.executor.host import Host
+from graphrun.executor.recover import execute
 from graphrun.executor.simulated import SimulatedDevice
 from graphrun.graph.graph import Graph
 from graphrun.graph.load import load

@@ -1,0 +1,199 @@
+"""Where a component's values come from, tensor by tensor: its files, a generator of random numbers, or a module in memory.
+
+Decides how a block's buffer gets its bytes. Must not know devices, plans or homes. No source holds more of a checkpoint than the
+tensor that is being read, but for a library's own loader, which is asked where files name their tensors in another way.
+
+    name --Source--> value in the component's dtype --(quantized)--> the fields of the block's layout
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from graphrun.components.blocks import BlockLayout
+from graphrun.components.quantize import quantized
+from graphrun.components.random_weights import values_of
+from graphrun.components.weights import Stored
+from graphrun.errors import InputError
+
+PIECE_BYTES = 16 << 20  # read at a time where the dtype changes on the way
+
+
+class Source(Protocol):
+    """Values by name. ``plain``: whether they are read as they lie in files, so that reading them again costs nothing more."""
+
+    plain: bool
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Writes the tensor called ``name`` to ``target``, of its shape and dtype: bytes that were read from disk."""
+
+    def close(self) -> None:
+        """Lets go of what is open; the next `into` opens it again."""
+
+
+class RandomSource:
+    """The random weights of ``module``, whose parameters may be on meta: those that `random_weights.fill` gives it."""
+
+    plain = False
+
+    def __init__(self, module: nn.Module, seed: str) -> None:
+        self._seed = seed
+        self._makers: dict[str, tuple[nn.Module, str, torch.Tensor, str]] = {}
+        made: dict[int, str] = {}
+        for prefix, child in module.named_modules():
+            for key, parameter in child._parameters.items():
+                if parameter is not None:
+                    first = made.setdefault(id(parameter), f"{prefix}.{key}")
+                    self._makers[f"{prefix}.{key}" if prefix else key] = (child, key, parameter, first)
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Counts as if it had been read."""
+        owner, key, like, first = self._makers[name]
+        target.copy_(values_of(owner, key, like, f"{self._seed}/{first}"))
+        return target.numel() * target.element_size()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FileSource:
+    """Tensors of safetensors files, straight from the file into their place, converted on the way where dtypes differ.
+
+    ``stored``: by the module's names. Raises InputError where a file was changed or cut since its header was read.
+    """
+
+    plain = True
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = dict(stored)
+        self._stamps = {file: _stamp(os.stat(file)) for file in {tensor.file for tensor in self._stored.values()}}
+        self._opened: dict[str, int] = {}
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Bytes as they lie in the file."""
+        tensor = self._stored[name]
+        flat, dtype = target.view(-1), getattr(torch, tensor.dtype)
+        if dtype == target.dtype:
+            self._read(tensor, 0, flat.view(torch.uint8))
+            return tensor.nbytes
+        step = max(1, PIECE_BYTES // dtype.itemsize)
+        scratch = torch.empty(min(step, flat.numel()), dtype=dtype)
+        for start in range(0, flat.numel(), step):
+            piece = scratch[: min(step, flat.numel() - start)]
+            self._read(tensor, start * dtype.itemsize, piece.view(torch.uint8))
+            flat[start : start + piece.numel()].copy_(piece)
+        return tensor.nbytes
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+    def _read(self, tensor: Stored, skip: int, target: torch.Tensor) -> None:
+        handle = self._open(tensor.file)
+        if _stamp(os.fstat(handle)) != self._stamps[tensor.file]:
+            raise InputError(f"{tensor.file} was changed while it was in use: plan again")
+        raw: Any = target.numpy()
+        view, offset = memoryview(raw), tensor.begin + skip
+        while view:
+            try:
+                count = os.preadv(handle, [view], offset)
+            except OSError as error:
+                raise InputError(f"{tensor.file} cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise InputError(f"{tensor.file} is cut: it ends at {offset} bytes, inside {tensor.name}; get it again")
+            view, offset = view[count:], offset + count
+
+    def _open(self, file: str) -> int:
+        if file not in self._opened:
+            try:
+                self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InputError(f"{file} cannot be opened any more: {error.strerror}") from error
+        return self._opened[file]
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LoadedSource:
+    """What ``load`` returns, a module with its weights: called when the first tensor is asked for, let go of by `close`."""
+
+    plain = False
+
+    def __init__(self, load: Callable[[], nn.Module]) -> None:
+        self._load = load
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Counts as if it had been read now."""
+        if not self._tensors:
+            module = self._load()
+            named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            self._tensors = {key: tensor.detach() for key, tensor in named}
+        target.copy_(self._tensors[name])
+        return target.numel() * target.element_size()
+
+    def close(self) -> None:
+        """Drops the module."""
+        self._tensors = {}
+
+
+class Composed:
+    """``source`` for the names it has, and ``buffers`` that were computed when the module was made."""
+
+    def __init__(self, source: Source, buffers: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        self._source, self._buffers, self._names = source, dict(buffers), frozenset(names)
+        self.plain = source.plain
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Buffers are not read from anywhere."""
+        if name in self._names:
+            return self._source.into(name, target)
+        target.copy_(self._buffers[name])
+        return 0
+
+    def close(self) -> None:
+        """Closes the source."""
+        self._source.close()
+
+
+class Writer:
+    """Writes a component's blocks: ``shapes`` are those of weights before they are quantized to ``precision`` (their names)."""
+
+    def __init__(self, source: Source, precision: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        self.source = source
+        self._precision, self._shapes = precision, dict(shapes)
+        self.plain = source.plain and not self._shapes
+
+    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], Any] = lambda _: None) -> int:
+        """Fills ``buffer`` (flat uint8, on the host) with the block: bytes read. ``count`` is told of what is held beside it."""
+        read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
+        for entry in layout.entries:
+            view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+            name = entry.names[0]
+            if not entry.field:
+                read_bytes += self.source.into(name, view)
+                continue
+            if name not in fields:
+                shape, dtype = self._shapes[name]
+                weight = torch.empty(shape, dtype=dtype)
+                count(weight)
+                read_bytes += self.source.into(name, weight)
+                fields = {name: quantized(weight, self._precision)}
+                del weight
+            view.copy_(fields[name][entry.field].view(entry.tensor.shape))
+        return read_bytes
+
+    def close(self) -> None:
+        """Lets go of files and modules."""
+        self.source.close()
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,41 @@
+"""Tensors inside the things that pipelines pass around: containers, and the output classes of diffusers and transformers."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of ``value`` with ``change`` applied to every tensor, through containers and the libraries' output classes."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [walk(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [walk(item, change) for item in value]
+    if isinstance(value, dict):
+        if not hasattr(value, "to_tuple"):
+            return {key: walk(item, change) for key, item in value.items()}
+        twin = copy.copy(value)
+        for key in list(twin):
+            twin[key] = walk(twin[key], change)
+        return twin
+    if _is_library_object(value):
+        twin = copy.copy(value)
+        for key, item in vars(twin).items():
+            setattr(twin, key, walk(item, change))
+        return twin
+    return value
+
+
+def _is_library_object(value: Any) -> bool:
+    if isinstance(value, (nn.Module, type, types.FunctionType)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.startswith(("diffusers", "transformers"))

@@ -1,0 +1,187 @@
+"""Where the master copy of a component's weights lies, and how a block gets from there to the device. Decides nothing about when.
+
+pinned, pageable    | block 0 | block 1 | block 2 |      one flat buffer in RAM, filled in call order; a copy of a block waits
+                         |copy                           for the block's own fill
+disk                files --read--> | bounce buffer |    two of the largest blocks; a read waits for the copy out of its place
+                                         |copy
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from graphrun.components.blocks import BlockLayout
+from graphrun.errors import GraphrunError
+from graphrun.executor.device import Device, Mark
+from graphrun.planner.ring import Ring
+
+Marks = tuple[Mark, Mark]
+
+
+class Blocks(Protocol):
+    """Whoever gives a block's bytes."""
+
+    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], None]) -> int:
+        """Fills ``buffer``: bytes that came from disk."""
+
+    def close(self) -> None:
+        """Lets go of files."""
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A block's fill: ``join`` returns when it is done, and then ``marks`` say from when to when it was read."""
+
+    join: Callable[[], None]
+    marks: list[Mark]
+
+
+class Arena:
+    """A home in RAM: all blocks in one buffer, in the order of ``layouts``; its pages are locked where ``pinned``."""
+
+    def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, pinned: bool) -> None:
+        self._layouts, self._device, self._pinned = dict(layouts), device, pinned
+        self._starts: dict[str, int] = {}
+        self.nbytes = 0
+        for path, layout in self._layouts.items():
+            self._starts[path] = self.nbytes
+            self.nbytes += layout.nbytes
+        self.memory: torch.Tensor | None = None
+        self._fillings: dict[str, _Filling] = {}
+        self._dropped = False
+
+    def hold(self) -> None:
+        """The memory is there, its bytes are not yet."""
+        self.memory, self._dropped = self._device.arena(self.nbytes), False
+
+    def lock(self) -> None:
+        """Locks the pages, where the home asks for it."""
+        if self._pinned and self.memory is not None:
+            self._device.pin(self.memory)
+
+    def block(self, path: str) -> torch.Tensor:
+        """Block ``path`` in RAM, flat."""
+        assert self.memory is not None, f"the home of block {path!r} is not held"
+        return self.memory[self._starts[path] : self._starts[path] + self._layouts[path].nbytes]
+
+    def fill(self, writer: Blocks) -> list[tuple[str, int]]:
+        """Begins to read all blocks, in order, beside what else happens: paths and bytes."""
+        for path, layout in self._layouts.items():
+            marks: list[Mark] = []
+            job = _job(self._device, writer, layout, self.block(path), marks, lambda: self._dropped)
+            self._fillings[path] = _Filling(self._device.background(job), marks)
+        self._device.background(writer.close)
+        return [(path, layout.nbytes) for path, layout in self._layouts.items()]
+
+    def filled(self, path: str) -> Marks | None:
+        """Waits for the fill of block ``path``: from when to when it was read; None if it was there before the run."""
+        if path not in self._fillings:
+            return None
+        filling = self._fillings[path]
+        filling.join()
+        return filling.marks[0], filling.marks[1]
+
+    def ready(self, path: str) -> bool:
+        """Whether a copy of block ``path`` would wait for nothing but copies."""
+        return path not in self._fillings or self._device.reached(self._fillings[path].marks)
+
+    def settle(self) -> list[tuple[str, Marks]]:
+        """Waits for all fills: blocks that were read since the last call, with their marks."""
+        found = [(path, marks) for path in self._fillings if (marks := self.filled(path)) is not None]
+        self._fillings.clear()
+        return found
+
+    def copy(self, path: str, target: torch.Tensor) -> Marks:
+        """Queues the copy of block ``path`` into ``target`` on the device, behind its fill."""
+        if (marks := self.filled(path)) is not None:
+            self._device.wait("copy", marks[1])
+        start = self._device.mark("copy")
+        self._device.copy_in(target, self.block(path), pageable=not self._pinned)
+        return start, self._device.mark("copy")
+
+    def drop(self) -> None:
+        """The memory is gone, when nothing else holds views of it. What is still to be read is not."""
+        self._dropped = True
+        for filling in self._fillings.values():
+            with contextlib.suppress(GraphrunError, OSError, RuntimeError):  # whoever waited for it was told
+                filling.join()
+        self._fillings.clear()
+        self.memory = None
+
+
+class Disk:
+    """A home on disk: blocks are read by ``writer`` whenever they are copied, through a bounce buffer of ``bounce_bytes``."""
+
+    def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, writer: Blocks, bounce_bytes: int) -> None:
+        self._layouts, self._device, self._writer = dict(layouts), device, writer
+        self.nbytes = bounce_bytes
+        self.memory: torch.Tensor | None = None
+        self._ring = Ring(bounce_bytes)
+        self._copied: dict[int, Mark] = {}
+        self._placements = 0
+        self.reads: list[tuple[str, int, Marks]] = []
+
+    def hold(self) -> None:
+        """The bounce buffer is there, with locked pages."""
+        self.memory = self._device.arena(self.nbytes)
+        self._device.pin(self.memory)
+
+    def copy(self, path: str, target: torch.Tensor) -> Marks:
+        """Reads block ``path`` and queues its copy into ``target``. The read waits for copies out of the place it takes."""
+        layout, device = self._layouts[path], self._device
+        if layout.nbytes == 0:
+            return device.mark("copy"), device.mark("copy")
+        assert self.memory is not None, f"the bounce buffer of block {path!r} is not held"
+        place = self._ring.place(layout.nbytes)
+        for number in place.released:
+            device.wait("disk", self._copied.pop(number))
+        buffer = self.memory[place.offset : place.offset + layout.nbytes]
+        marks: list[Mark] = []
+        _job(device, self._writer, layout, buffer, marks)()
+        self.reads.append((path, layout.nbytes, (marks[0], marks[1])))
+        device.wait("copy", marks[1])
+        start = device.mark("copy")
+        device.copy_in(target, buffer, pageable=False)
+        end = self._copied[self._placements] = device.mark("copy")
+        self._placements += 1
+        return start, end
+
+    def settle(self) -> list[tuple[str, Marks]]:
+        """Blocks that were read since the last call, with their marks. Called when a slot ends: a barrier empties the buffer."""
+        found = [(path, marks) for path, _, marks in self.reads]
+        self.reads.clear()
+        self._restart()
+        return found
+
+    def _restart(self) -> None:
+        self._ring, self._placements = Ring(self.nbytes), 0
+        self._copied.clear()
+
+    def drop(self) -> None:
+        """The bounce buffer is gone, and files are closed. Behind a barrier."""
+        self.memory = None
+        self._restart()
+        self._writer.close()
+
+
+def _job(
+    device: Device,
+    writer: Blocks,
+    layout: BlockLayout,
+    buffer: torch.Tensor,
+    marks: list[Mark],
+    dropped: Callable[[], bool] = lambda: False,
+) -> Callable[[], None]:
+    def read() -> None:
+        if dropped():
+            return
+        start = device.mark("disk")
+        device.read(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
+        marks.extend((start, device.mark("disk")))
+
+    return read

@@ -1,0 +1,222 @@
+"""When reality differs from the plan: what ran out of memory is undone, the rest is planned again with what was seen, and goes on.
+
+    encode | denoise | -- out of memory --> values to the host | plan(denoise, decode; what was seen) | denoise | decode
+                                                               | no plan fits: values are saved, and the run stops
+
+Decides when to plan again and with which numbers; how is the solver's to say. Components keep their homes and precisions.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.errors import BrokenPlan, OutOfMemory, PlanError
+from graphrun.executor.device import Device
+from graphrun.executor.executor import Session, refuse_unfit, stages_for
+from graphrun.executor.host import Host
+from graphrun.executor.running import Progress
+from graphrun.graph.graph import Graph
+from graphrun.ops import Stages
+from graphrun.planner.infeasible import Infeasible
+from graphrun.planner.plan import Plan
+from graphrun.planner.problem import PhaseNumbers, Problem
+from graphrun.planner.settle import arrange, settle, stages_of
+from graphrun.planner.simulate import simulate
+from graphrun.planner.solve import solve
+from graphrun.trace import Event, SlotTrace, Trace
+from graphrun.units import parse_size, show_size
+
+MOST = 8  # times that a run is planned again
+STEP = 64  # of the budget: the least by which a phase's bytes are raised
+
+Tell = Callable[[str], None]
+
+
+def execute(
+    problem: Problem,
+    plan: Plan,
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    device: Device,
+    modules: Mapping[str, nn.Module] | None = None,
+    progress: Progress | None = None,
+    *,
+    host: Host | None = None,
+    tell: Tell | None = None,
+    keep: Path | None = None,
+    ram_bytes: int | None = None,
+) -> Trace:
+    """Runs ``graph`` on resolved ``inputs`` by ``plan`` and returns what was measured, with the graph's outputs on the host.
+
+    ``modules``: components built before. ``host``: homes of an earlier run, in place of ``modules``; without it they are made for
+    this run and dropped with it. ``tell``, ``keep``: as for `run_to_the_end`. ``ram_bytes``: what this machine, or this process's
+    cgroup, has. Raises PlanError before anything is loaded when the plan is not to be run, or holds more than that in RAM;
+    OutOfMemory when no plan fits what the device has, TransferFailed when a copy fails, BrokenPlan when reality leaves the plan.
+    After any error the device is back at its baseline and the next run starts as if there had been none.
+    """
+    refuse_unfit(problem, plan, graph)
+    if ram_bytes is not None and (held := simulate(problem, plan).host_peak_bytes) > ram_bytes:
+        raise PlanError(
+            f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)}: "
+            f"plan again with --ram {ram_bytes}"
+        )
+    own = Host.of_graph(graph, settle(problem, plan), device, modules) if host is None else host
+    try:
+        stages = stages_for(plan, graph, inputs, device, own)
+        return run_to_the_end(problem, plan, stages, own, device, progress, tell=tell, keep=keep)
+    finally:
+        if host is None:
+            own.close()
+
+
+def run_to_the_end(
+    problem: Problem,
+    plan: Plan,
+    stages: Stages,
+    host: Host,
+    device: Device,
+    progress: Progress | None = None,
+    *,
+    tell: Tell | None = None,
+    keep: Path | None = None,
+) -> Trace:
+    """``stages`` run by ``plan``; where the device has less than planned, or a stage takes more, by plans for what is left.
+
+    ``tell`` gets one line each time. Raises OutOfMemory when no plan fits, with the values that finished stages made saved in the
+    folder ``keep`` (a new one by default) and named. The trace has the slots of stages as they were finished, and the lines.
+    """
+    legs: list[Trace] = []
+    notes: list[str] = []
+    while True:
+        try:
+            with Session(problem, plan, host, device) as session:
+                legs.append(session.run(stages, progress))
+            return _joined(legs, notes)
+        except OutOfMemory as error:
+            if error.partial is not None:
+                legs.append(error.partial)
+            try:
+                if len(notes) == MOST:
+                    raise BrokenPlan(f"planned again {MOST} times")
+                problem = rest_of(problem, plan, [stage.name for stage in stages.todo], error)
+                plan = solve(problem).plan
+            except (Infeasible, BrokenPlan) as reason:
+                raise _given_up(error, reason, stages, keep) from None
+            stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]
+            stages.options = dict(plan.options)
+            notes.append(_line(error, problem))
+            if tell is not None:
+                tell(notes[-1])
+
+
+def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemory) -> Problem:
+    """The problem of the stages ``todo``, with the variants that ``plan`` chose and with what ``error`` saw: less memory where the
+    device has less than planned, else more activation in the phase that ran out."""
+    names, left = dict(plan.variants), set(todo)
+    components = tuple(
+        replace(c, variants=tuple(v for v in c.variants if v.name == names[c.name])) if c.name in names else c
+        for c in problem.components
+    )
+    budget_bytes, raised = problem.budget_bytes, dict[str, tuple[str, int]]()
+    if error.available_bytes < problem.effective_bytes:
+        budget_bytes = error.available_bytes + problem.overhead_bytes
+    else:
+        raised = _raised(problem, plan, error)
+    rest = replace(
+        problem,
+        components=components,
+        budget_bytes=max(1, budget_bytes),
+        phases=tuple(_more(phase, raised) for phase in problem.phases if phase.stage in left),
+        options=tuple(
+            replace(option, phases=tuple(_more(phase, raised) for phase in option.phases))
+            for option in problem.options
+            if option.stage in left
+        ),
+        values=tuple(value for value in problem.values if left & set(value.consumers)),
+        precedence=None if problem.precedence is None else tuple(p for p in problem.precedence if left >= set(p)),
+        runs=1,
+    )
+    return replace(rest, values=arrange(rest).values)
+
+
+def _raised(problem: Problem, plan: Plan, error: OutOfMemory) -> dict[str, tuple[str, int]]:
+    """Phase -> (part, bytes that it is to have more): what it held and then wanted beyond the plan, and no less than a step."""
+    if error.slot < 0:
+        return {}
+    slot, planned = plan.slots[error.slot], simulate(problem, plan).slots[error.slot]
+    wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ ?[KMGT]?i?B)", str(error))  # as torch says it, and sim
+    missing = error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - planned.peak_bytes
+    return {slot.phase: (slot.part, max(missing, problem.effective_bytes // STEP, 1))}
+
+
+def _more(phase: PhaseNumbers, raised: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
+    part, more = raised.get(phase.name, ("", 0))
+    if part == "load":
+        return replace(phase, carry_bytes=phase.carry_bytes + more, basis="measured")
+    if part == "first":
+        return replace(phase, first_bytes=phase.first_bytes + more, basis="measured")
+    return replace(phase, rest_bytes=phase.rest_bytes + more, basis="measured") if part == "rest" else phase
+
+
+def _line(error: OutOfMemory, problem: Problem) -> str:
+    stage = next(iter(stages_of(problem)), "the end")
+    return f"{str(error).splitlines()[0]}: planned again with {show_size(problem.effective_bytes)}, going on from {stage}"
+
+
+def _given_up(error: OutOfMemory, reason: Exception, stages: Stages, keep: Path | None) -> OutOfMemory:
+    named = _flat(stages.named)
+    saved = ""
+    if named:
+        from safetensors.torch import save_file
+
+        folder = keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "values.safetensors"
+        partial = folder / ".values.safetensors.part"
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, partial)
+        partial.replace(file)
+        saved = f"; what finished stages made is in {file}: {', '.join(sorted(stages.named))}"
+    return OutOfMemory(f"{error}; no plan fits what is left ({str(reason).splitlines()[0]}){saved}")
+
+
+def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Tensors by dotted names."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, Mapping):
+        items: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    else:
+        return {}
+    return {key: tensor for k, item in items for key, tensor in _flat(item, f"{name}.{k}" if name else str(k)).items()}
+
+
+def _joined(legs: Sequence[Trace], notes: Sequence[str]) -> Trace:
+    """One trace of several, one after another in time; slots are numbered on."""
+    if len(legs) == 1:
+        return replace(legs[0], notes=tuple(notes))
+    slots: list[SlotTrace] = []
+    events: list[Event] = []
+    later = 0.0
+    for leg in legs:
+        events += [
+            replace(
+                event,
+                slot=event.slot + len(slots),
+                start_seconds=event.start_seconds + later,
+                end_seconds=event.end_seconds + later,
+            )
+            for event in leg.events
+        ]
+        slots += [replace(s, start_seconds=s.start_seconds + later, end_seconds=s.end_seconds + later) for s in leg.slots]
+        later = slots[-1].end_seconds if slots else later
+    return replace(legs[-1], slots=tuple(slots), events=tuple(events), notes=tuple(notes))

@@ -1,0 +1,94 @@
+"""A plan from integers: which blocks, in which order of actions. Chooses nothing but names.
+
+free, evict | spill, restore | fill | stream | load, nearest use first | run          the actions of a slot, in this order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphrun.planner.keep import keep_order
+from graphrun.planner.needs import ring_bytes
+from graphrun.planner.plan import Action, Blocks, Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
+from graphrun.planner.problem import Problem
+from graphrun.planner.program import Choice, Program
+
+
+def plan_of(
+    program: Program,
+    choice: Choice,
+    of: Problem | None = None,
+    options: Sequence[tuple[str, str]] = (),
+    order: Sequence[str] = (),
+) -> Plan:
+    """The plan that ``choice`` means: kept blocks are the first of their class's `keep_order`. ``program`` takes one way of each
+    component; ``of`` is the problem that it was arranged from, by ``options`` and in ``order``."""
+    of = of or program.problem
+    held = [0] * len(program.cells)
+    first, held = _run(program, choice, 0, program.turn, held)
+    again, _ = _run(program, choice, program.turn, len(program.intervals), held) if program.session else ((), held)
+    named = {component.name for component in of.components if len(component.variants) > 1}
+    names = [component.name for component in program.problem.components]
+    variants = tuple((names[way.component], way.of.name) for way in program.ways if names[way.component] in named)
+    return Plan(of.digest, first, variants, tuple(options), tuple(order), again)
+
+
+def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]) -> tuple[tuple[Slot, ...], list[int]]:
+    """The slots of intervals ``begin`` to ``end`` and the end slot; what is held behind it. ``held``: blocks per cell before."""
+    slots, orders = list[Slot](), tuple(keep_order(cell.count) for cell in program.cells)
+    for t in range(begin, end):
+        interval, present, loaded = program.intervals[t], choice.present[t], choice.loaded[t]
+        phase = program.problem.phases[interval.phase]
+        after = [k + d for k, d in zip(present, loaded, strict=True)]
+        evicts = _blocks(program, [order[k:h] for order, k, h in zip(orders, present, held, strict=True)])
+        loads = _blocks(program, [order[k:a] for order, k, a in zip(orders, present, after, strict=True)])
+        keeps = _blocks(program, [order[:a] for order, a in zip(orders, after, strict=True)])
+        actions: list[Action] = [Free(name) for name in _at(program, choice.frees, t)]
+        actions += [Evict(name, blocks) for name, blocks in evicts.items()]
+        actions += _spills(program, choice, t)
+        actions += [Fill(name) for name in _at(program, choice.fills, t)]
+        for use in phase.uses if interval.part != "load" else ():
+            component = next(c for c, numbers in enumerate(program.problem.components) if numbers.name == use.component)
+            if streamed := program.streamed(choice, t, component):
+                actions.append(Stream(use.component, keeps.get(use.component, ()), ring_bytes(streamed)))
+        homes = {program.problem.components[way.component].name: way.of.home for way in program.ways}
+        actions += [Load(n, loads[n], homes[n]) for n in _by_next_use(program.problem, interval.phase) if n in loads]
+        actions += [Run()] if interval.rounds else []
+        slots.append(Slot(phase.name, interval.part, interval.rounds, tuple(actions)))
+        held = after
+    stay = list(choice.present[program.turn]) if program.session else [0] * len(program.cells)
+    rest = _blocks(program, [order[k:h] for order, k, h in zip(orders, stay, held, strict=True)])
+    slots.append(Slot("", "end", 0, tuple(Evict(name, blocks) for name, blocks in rest.items())))
+    return tuple(slots), stay
+
+
+def _at(program: Program, intervals: Sequence[int], t: int) -> list[str]:
+    """Components of which ``intervals`` names ``t``."""
+    named = zip(program.ways, intervals, strict=False)
+    return [program.problem.components[way.component].name for way, at in named if at == t and way.used]
+
+
+def _spills(program: Program, choice: Choice, t: int) -> list[Action]:
+    chosen = [gap for gap, out in zip(program.gaps, choice.spills, strict=False) if out]
+    names = [value.name for value in program.problem.values]
+    out: list[Action] = [Spill(names[gap.value]) for gap in chosen if gap.out == t]
+    return [*out, *(Restore(names[gap.value]) for gap in chosen if gap.back == t)]
+
+
+def _by_next_use(problem: Problem, phase: int) -> tuple[str, ...]:
+    """Components in the order in which they are entered from ``phase`` on; then the others."""
+    following = (use.component for later in problem.phases[phase:] for use in later.uses)
+    return tuple(dict.fromkeys((*following, *(component.name for component in problem.components))))
+
+
+def _blocks(program: Program, chosen: Sequence[tuple[int, ...]]) -> dict[str, Blocks]:
+    """Components of which blocks are chosen (one tuple per cell), as plans name them; all of a component is None."""
+    found: dict[str, Blocks] = {}
+    for number, component in enumerate(program.problem.components):
+        cells = [(cell, indices) for cell, indices in zip(program.cells, chosen, strict=True) if cell.component == number]
+        if not any(indices for _, indices in cells):
+            continue
+        every = all(len(indices) == cell.count for cell, indices in cells)
+        named = tuple((component.classes[cell.index].name, tuple(sorted(indices))) for cell, indices in cells if indices)
+        found[component.name] = None if every else named
+    return found

@@ -1,0 +1,96 @@
+"""Columns and rows for a MILP solver, and what it answers. Knows nothing of plans.
+
+HiGHS accepts rows that are violated by 1e-6 and integers that are off by as much: whoever builds a model scales it for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+Terms = Mapping[int, float]  # column -> coefficient
+Sum = tuple[Terms, float]  # terms and a constant
+
+# A bound by nodes, not by seconds: plans must not depend on how fast the machine is. Nodes times columns take about equally long.
+NODES_TIMES_COLUMNS = 8_000_000
+FEWEST_NODES = 200
+GAP = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the solver returned: a value per column, the goal's value and the solver's bound on it, whether it proved optimality."""
+
+    values: NDArray[np.float64]
+    value: float
+    bound: float
+    proven: bool
+
+
+class Model:
+    """Columns with bounds, rows with bounds; minimised as often as wanted."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[float, float, bool]] = []
+        self._rows: list[tuple[Terms, float, float]] = []
+
+    def column(self, lower: float, upper: float, integer: bool = False) -> int:
+        """A new column's number."""
+        self._columns.append((lower, upper, integer))
+        return len(self._columns) - 1
+
+    def row(self, terms: Terms, lower: float, upper: float) -> None:
+        """``lower <= terms <= upper``."""
+        self._rows.append((terms, lower, upper))
+
+    @property
+    def size(self) -> int:
+        """The number of columns."""
+        return len(self._columns)
+
+    def minimise(
+        self, goal: Sum, limits: Sequence[tuple[Sum, float]] = (), *, whole: bool = True, gap: float = GAP
+    ) -> Found | None:
+        """The least ``goal`` while every limited sum stays at or below its limit. None: the solver found nothing.
+
+        ``whole`` False lets integers be fractions: a bound. Deterministic: HiGHS without a time limit, one thread.
+        """
+        rows = [*self._rows, *((terms, -np.inf, limit - constant) for (terms, constant), limit in limits)]
+        entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
+        if not entries:
+            entries, rows = [(0, 0, 0.0)], [({}, -np.inf, np.inf)]
+        numbers, columns, values = zip(*entries, strict=True)
+        places = (np.array(numbers, dtype=np.int32), np.array(columns, dtype=np.int32))  # older SciPy's HiGHS takes no other
+        shape = (len(rows), len(self._columns))
+        cost = np.zeros(shape[1])
+        for column, value in goal[0].items():
+            cost[column] = value
+        lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
+        lows, highs = [low for _, low, _ in rows], [high for _, _, high in rows]
+        result = milp(
+            c=cost,
+            integrality=integer if whole else np.zeros_like(integer),
+            bounds=Bounds(lower, upper),
+            constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), lows, highs),
+            options={"mip_rel_gap": gap, "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)},
+        )
+        if result.x is None:
+            return None
+        bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
+        return Found(result.x, float(result.fun) + goal[1], float(bound) + goal[1], result.status == 0)
+
+
+def plus(*sums: tuple[float, Sum]) -> Sum:
+    """The sum of ``(factor, sum)``s."""
+    terms: dict[int, float] = {}
+    constant = 0.0
+    for factor, (of, more) in sums:
+        constant += factor * more
+        for column, value in of.items():
+            terms[column] = terms.get(column, 0.0) + factor * value
+    return terms, constant

@@ -1,0 +1,19 @@
+"""What a problem would take, shortly: one answer in seconds, by the program alone, for the sake of comparison."""
+
+from __future__ import annotations
+
+from graphrun.planner.least import chosen_from
+from graphrun.planner.orders import arrangements
+from graphrun.planner.problem import Problem
+from graphrun.planner.program import program_of
+from graphrun.planner.search import choose
+from graphrun.planner.variants import worthwhile
+
+
+def predicted_seconds(problem: Problem) -> float | None:
+    """Seconds of the fastest plan for ``problem``; None where nothing fits."""
+    if not chosen_from(problem):
+        return None
+    found, _ = arrangements(problem)
+    answer = choose([program_of(of.problem, worthwhile(of.problem)) for of in found], goals=1)
+    return None if answer is None else answer.program.seconds(answer.choice)

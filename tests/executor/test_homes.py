@@ -1,0 +1,192 @@
+"""Homes: filled and freed when the plan says, or read from disk: the same bits, the planned bytes and the planned seconds."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from executor_drafts import at_home, hosted, machine_of, saved
+from executor_small import THIN, WIDE, Small, hardware, plain, plan_of, problem, run, use
+
+from graphrun.errors import InputError, PlanError
+from graphrun.executor.host import Host
+from graphrun.executor.simulated import SimulatedDevice
+from graphrun.planner.plan import Plan
+from graphrun.planner.problem import Problem
+from graphrun.planner.simulate import simulate
+from graphrun.trace import Trace
+
+ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+
+# ``a`` computes twice while ``b`` is read; then a's home is not needed any more, and b is copied from its own.
+BESIDE = """
+    slot s0/0:a load
+      fill a
+      load a rest[0] from {home}
+    slot s0/0:a first
+      fill b
+      load a wide[0-3] thin[0-5] from {home}
+      run
+    slot s0/0:a rest x1
+      run
+    slot s1/0:b load
+      free a
+      evict a all
+      load b rest[0] from {home}
+    slot s1/0:b first
+      load b wide[0-3] thin[0-5] from {home}
+      run
+    slot end
+      free b
+      evict b all
+"""
+
+# a streams from disk, keeping one block of each class; b is loaded whole beside it.
+FROM_DISK = """
+    slot s0/0:a load
+      load a rest[0] from disk
+    slot s0/0:a first
+      stream a keep rest[0] wide[1] thin[2] ring {ring} B
+      load a wide[1] thin[2] from disk
+      run
+    slot s0/0:a rest x2
+      stream a keep rest[0] wide[1] thin[2] ring {ring} B
+      load b all from disk
+      run
+    slot s1/0:b load
+      free a
+      evict a rest[0] wide[1] thin[2]
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+class Case:
+    """Two components whose weights lie in files, a plan, and what the plain modules compute."""
+
+    def __init__(self, folder: Path, home: str, text: str, calls: list[str]) -> None:
+        phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
+        of = problem({}, phases, ON)
+        self.problem: Problem = replace(of, components=tuple(at_home(home, name, ON) for name in ("a", "b")))
+        self.plan: Plan = plan_of(self.problem, text.format(home=home, ring=2 * WIDE))
+        self.calls, self.home = calls, home
+        self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
+        self.device: SimulatedDevice = machine_of(self.problem)
+        self.host: Host = hosted(self.problem, self.folders, self.device)
+        self.expected = plain({"a": Small(), "b": Small(1)}, calls)
+
+    def run(self) -> Trace:
+        return run(self.problem, self.plan, self.host, self.device, self.calls)
+
+    def planned(self) -> Any:
+        return simulate(self.problem, self.plan)
+
+
+Make = Callable[[str, str, list[str]], Case]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return lambda home, text, calls: Case(tmp_path, home, text, calls)
+
+
+@pytest.mark.parametrize("home", ["pinned", "pageable"])
+def test_homes_are_filled_and_freed_as_planned_with_the_same_bits(make: Make, home: str) -> None:
+    case = make(home, BESIDE, ["a", "a", "b"])
+    for _ in range(2):
+        assert case.device.arenas.nbytes("arenas") == 0, "nothing is read before the run"
+        trace = case.run()
+        assert torch.equal(trace.outputs["x"], case.expected)
+        assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in case.planned().slots]
+        assert [slot.locked_bytes for slot in trace.slots] == [slot.pinned_bytes for slot in case.planned().slots]
+        assert trace.host_bytes == 2 * case.problem.components[0].variants[0].host_bytes
+        assert {e.component for e in trace.events if e.kind == "read"} == {"a", "b"}
+        assert sum(e.nbytes for e in trace.events if e.kind == "free") == trace.host_bytes
+    assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
+
+
+@pytest.mark.parametrize("home", ["pinned", "pageable"])
+def test_copies_wait_for_their_own_blocks_fill_in_the_planned_seconds(make: Make, home: str) -> None:
+    case = make(home, BESIDE, ["a", "a", "b"])
+    trace, planned = case.run(), case.planned()
+    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    fill = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
+    copies = trace.moved_bytes / (ON.h2d_bytes_per_second if home == "pinned" else ON.pageable_bytes_per_second)
+    assert fill < trace.seconds < fill + 0.75 * copies, "copies and compute lie beside the reads"
+    loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
+    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
+    assert all(loads[path] >= reads[path] - 1e-9 for path in reads)
+
+
+def test_a_home_on_disk_is_read_at_every_copy_through_two_blocks_of_memory(make: Make) -> None:
+    case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
+    trace, planned = case.run(), case.planned()
+    assert torch.equal(trace.outputs["x"], case.expected)
+    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+    read = sum(e.nbytes for e in trace.events if e.kind == "read")
+    assert read == trace.moved_bytes == sum(e.nbytes for e in trace.events if e.kind in ("load", "stream"))
+    assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in planned.slots]
+    assert trace.host_bytes == 2 * 2 * max(WIDE, THIN)
+    assert torch.equal(case.run().outputs["x"], case.expected)
+
+
+def test_modules_have_no_weights_on_the_host_after_their_home_is_freed(make: Make) -> None:
+    case = make("pinned", BESIDE, ["a", "a", "b"])
+    case.run()
+    assert all(parameter.is_meta for module in case.host.modules.values() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("what", ["cut", "changed", "gone"])
+def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, what: str) -> None:
+    case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
+    file = case.folders["b"] / "model.safetensors"
+    if what == "cut":
+        os.truncate(file, file.stat().st_size - 1000)
+    elif what == "changed":
+        with file.open("r+b") as opened:
+            opened.seek(-4, os.SEEK_END)
+            opened.write(b"evil")
+        os.utime(file, ns=(1, 1))
+    else:
+        file.unlink()
+    with pytest.raises(InputError, match=r"b/model.safetensors (was changed|cannot be opened)"):
+        case.run()
+    assert case.device.allocated_bytes == 0
+    saved(case.folders["b"], 1)
+    case.host = hosted(case.problem, case.folders, case.device)
+    assert torch.equal(case.run().outputs["x"], case.expected)
+
+
+def test_fills_may_be_done_by_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    case = make("pageable", BESIDE, ["a", "a", "b"])
+    with ThreadPoolExecutor(1) as reader:
+        monkeypatch.setattr(case.device, "background", lambda job: reader.submit(job).result)
+        assert torch.equal(case.run().outputs["x"], case.expected)
+    assert case.device.arenas.nbytes("arenas") == 0
+
+
+def test_what_was_handed_in_is_not_read_from_disk(make: Make) -> None:
+    case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
+    with pytest.raises(InputError, match="a was handed in, and the plan reads it from disk: leave it out"):
+        Host({"a": Small(), "b": Small(1)}, case.problem, case.device)
+
+
+def test_a_plan_that_frees_what_was_handed_in_is_refused(make: Make) -> None:
+    case = make("pinned", BESIDE, ["a", "a", "b"])
+    modules = {"a": Small(), "b": Small(1)}
+    host = Host(modules, case.problem, case.device)
+    with pytest.raises(PlanError, match="frees a, which was handed in"):
+        run(case.problem, case.plan, host, case.device, case.calls)
+    assert torch.equal(plain(modules, case.calls), case.expected)
+    del host
+    gc.collect()

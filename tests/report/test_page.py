@@ -1,0 +1,123 @@
+"""The page of a run: what stands in it, and that a browser shows it on a desk and on a phone without any network."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+KEPT = Path(__file__).parents[2] / "out"  # screenshots stay here, to be looked at
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+
+# Writes what a browser made of the page into the page, where --dump-dom shows it.
+PROBE = """<script>document.body.dataset.seen = [document.documentElement.scrollWidth <= innerWidth,
+ document.querySelectorAll('svg rect').length, getComputedStyle(document.body).backgroundColor].join('|')</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Pages of a run of the tiny FLUX and of its plan alone."""
+    from typer.testing import CliRunner
+
+    from graphrun import commands  # noqa: F401  (joins the app)
+    from graphrun.cli import app
+
+    folder = tmp_path_factory.mktemp("pages")
+    plan, trace, run, planned = (folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html"))
+    given = ["--vram", "6M", "--ram", "1G", "--device", "sim", "--output", str(folder / "a.png")]
+    for arguments in (
+        ["run", str(GRAPHS / "flux-tiny.yaml"), *given, "--plan", str(plan), "--trace", str(trace)],
+        ["report", str(trace), "-o", str(run)],
+        ["report", str(plan), "-o", str(planned)],
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    return run, planned
+
+
+def text_of(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", " ", page))
+
+
+def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(pages: tuple[Path, Path]) -> None:
+    page = pages[0].read_text()
+    assert [re.sub("<.*?>", "", h) for h in re.findall("<h2>.*?</h2>", page)] == [
+        "Planned",
+        "Measured",
+        "Phases",
+        "Planned against measured",
+        "Time against budget",
+    ]
+    assert "flux-tiny on sim within 6.00 MiB" in page
+    for phase in ("encode/0:text_encoder", "encode/1:text_encoder_2", "denoise/0:transformer", "decode/0:vae"):
+        assert f"<td>{phase}</td>" in page
+        assert f"<td>{phase} first</td>" in page
+    assert "left on the device: 0 B" in text_of(page)
+    assert page.count('class="budget"') == 2
+    assert "slot denoise/0:transformer rest x3" in text_of(page)
+
+
+def test_the_page_of_a_plan_has_nothing_measured(pages: tuple[Path, Path]) -> None:
+    page = pages[1].read_text()
+    assert "easured" not in text_of(page).replace("basis measured", "")
+    assert "Time against budget" in page
+
+
+def test_the_page_needs_no_network(pages: tuple[Path, Path]) -> None:
+    for page in pages:
+        found = re.findall(r"(?:src|href|url)\s*[=(]\s*['\"]?([^'\")\s>]+)", page.read_text())
+        assert found == []
+        assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (390, False)])
+def test_a_browser_shows_it(pages: tuple[Path, Path], tmp_path: Path, width: int, dark: bool) -> None:
+    page = pages[0].read_text()
+    probed = tmp_path / "page.html"
+    probed.write_text(page.replace("</body>", PROBE))
+    KEPT.mkdir(exist_ok=True)
+    picture = KEPT / f"report-{width}{'-dark' if dark else ''}.png"
+    picture.unlink(missing_ok=True)
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},1700",
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+    ]
+    dom = subprocess.run(
+        [str(BROWSER), *options, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    found = re.search(r'data-seen="([^"]*)"', dom)
+    assert found, dom[-2000:]
+    fits, bars, paper = html.unescape(found[1]).split("|")
+    assert fits == "true"
+    assert int(bars) == page.count("<rect")
+    assert paper == ("rgb(22, 24, 28)" if dark else "rgb(255, 255, 255)")
+    subprocess.run(
+        [str(BROWSER), *options, f"--screenshot={picture}", pages[0].as_uri()], capture_output=True, timeout=120, check=True
+    )
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_is_no_trace_is_refused(
+    graphrun: Callable[..., tuple[int, str, str]], tmp_path: Path, pages: tuple[Path, Path]
+) -> None:
+    code, out, err = graphrun("report", str(tmp_path / "none.json"))
+    assert (code, out) == (2, "")
+    assert "cannot be read" in err
+    damaged = tmp_path / "trace.json"
+    damaged.write_text((pages[0].parent / "trace.json").read_text().replace('"start_seconds"', '"start"'))
+    code, out, err = graphrun("report", str(damaged))
+    assert (code, out) == (2, "")
+    assert "is a damaged trace: KeyError 'start_seconds'" in err
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,183 @@
+"""S1: quantized components are loaded, streamed, evicted and released like others, and what is left behind is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from executor_small import hardware
+from scenario_graphs import GRAPHS
+from torch import nn
+
+from graphrun import sim
+from graphrun.components.blocks import lay_out
+from graphrun.components.build import build, draft
+from graphrun.errors import BrokenPlan
+from graphrun.estimator.quantized import layer_bytes
+from graphrun.executor.executor import follow
+from graphrun.executor.host import Host
+from graphrun.executor.residency import blocks_of
+from graphrun.executor.simulated import SimulatedDevice
+from graphrun.graph.load import load
+from graphrun.planner.parse import parse
+from graphrun.planner.plan import Plan
+from graphrun.planner.problem import ALLOCATION_BYTES, BlockClass, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+from graphrun.trace import Trace
+from graphrun.units import round_up
+
+bnb = pytest.importorskip("bitsandbytes")
+PRECISIONS = ["int8", "nf4", "fp8"]
+TEXT = """
+    slot s/0:te load
+      load te {kept} from pinned
+    slot s/0:te first
+      {stream}
+      run
+    slot s/0:te rest x1
+      {stream}
+      run
+    slot end
+      evict te {kept}
+"""
+TOKENS_BYTES = 512
+
+
+class Encoder:
+    """FLUX's T5 in small, in a precision, with plans that keep it resident or stream its blocks."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        graph = load(GRAPHS / "flux-tiny.yaml")
+        component = replace(graph.components["text_encoder_2"], name="te")
+        self.plain = build(component, graph)
+        self.module, writer = draft(component, graph, precision)
+        blocks = tuple(f"encoder.block.{i}" for i in range(len(self.module.encoder.block)))
+        layouts = lay_out(self.module, ["", *blocks])
+        sizes = tuple(round_up(layouts[path].nbytes, ALLOCATION_BYTES) for path in ("", blocks[0]))
+        on = hardware()
+        classes = (BlockClass("rest", ("",), False), BlockClass("block", blocks, True))
+        loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
+        host_bytes = sizes[0] + len(blocks) * sizes[1]
+        variant = Variant(precision, "pinned", "device", sizes, loads, host_bytes)
+        phase = PhaseNumbers("s", 0, (Use("te", 2, (2, 2), (0.0, 0.0)),), 1 << 20, 8 << 20, 8 << 20)
+        numbers = ComponentNumbers("te", 0, classes, (variant,))
+        self.problem = Problem("small", "0", (), on, 1 << 30, 1 << 40, (numbers,), (phase,))
+        self.device = SimulatedDevice(sim.Machine())
+        self.host = Host({"te": self.module}, self.problem, self.device, {"te": writer})
+        self.ring, self.sizes, self.paths = 2 * sizes[1], sizes, blocks_of(numbers, None)
+        self.tokens = torch.arange(32).reshape(1, 32)
+
+    def plan(self, streamed: bool) -> Plan:
+        stream = f"stream te keep rest[0] ring {self.ring} B" if streamed else ""
+        return parse(f"plan {self.problem.digest}\n" + TEXT.format(kept="rest[0]" if streamed else "all", stream=stream))
+
+    def work(self) -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            out = self.host.modules["te"](self.tokens.to(self.device.torch_device))[0]
+        return {"x": out.cpu()}
+
+    def run(self, streamed: bool = False) -> Trace:
+        return follow(self.problem, self.plan(streamed), self.host, self.device, self.work)
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def encoder(request: pytest.FixtureRequest) -> Encoder:
+    return Encoder(request.param)
+
+
+def test_s1_streamed_by_block_gives_the_bits_of_resident(encoder: Encoder) -> None:
+    resident, streamed = encoder.run(), encoder.run(streamed=True)
+    assert torch.equal(resident.outputs["x"], streamed.outputs["x"])
+    assert streamed.moved_bytes > resident.moved_bytes
+
+
+def test_s1_2_release_returns_the_device_to_its_baseline(encoder: Encoder) -> None:
+    for streamed in (False, True, False):
+        trace = encoder.run(streamed)
+        assert trace.left_bytes == encoder.device.allocated_bytes == 0
+        assert all(tier.left_bytes == 0 for tier in trace.tiers)
+
+
+def test_s1_2_a_second_owner_of_a_weights_bytes_is_named_with_them(encoder: Encoder) -> None:
+    layer = encoder.module.encoder.block[1].layer[0].SelfAttention.q
+    hook = layer.register_forward_hook(lambda module, args, out: setattr(module, "kept", module.weight.detach()))
+    nbytes = round_up(encoder.host.residencies["te"].nbytes("encoder.block.1"), ALLOCATION_BYTES)
+    try:
+        with pytest.raises(BrokenPlan, match="stayed on the device after the run") as caught:
+            encoder.run()
+    finally:
+        hook.remove()
+    assert "te.encoder.block.1.layer.0.SelfAttention.q.kept (" in str(caught.value)
+    assert encoder.device.allocated_bytes == nbytes
+    del layer.kept
+    assert encoder.device.allocated_bytes == 0
+
+
+def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None:
+    loaded = sum(round_up(encoder.host.residencies["te"].nbytes(path), ALLOCATION_BYTES) for path in encoder.paths)
+    trace = encoder.run()
+    assert trace.slots[0].peak_bytes == loaded + TOKENS_BYTES
+    linear = encoder.plain.encoder.block[0].layer[0].SelfAttention.q.weight
+    layer = encoder.module.encoder.block[0].layer[0].SelfAttention.q
+    layout = lay_out(nn.ModuleList([layer]), [])[""]
+    precision = encoder.precision
+    wanted = linear.numel() if precision == "fp8" else layer_bytes(*linear.shape, precision)
+    assert sum(entry.nbytes for entry in layout.entries) == wanted
+
+
+def test_s1_4_its_size_is_measured_again_behind_the_first_call(encoder: Encoder) -> None:
+    layer = encoder.module.encoder.block[0].layer[0].SelfAttention.q
+    hook = layer.register_forward_pre_hook(lambda module, args: (args[0] * 100, *args[1:]))
+    try:
+        trace = encoder.run()
+    finally:
+        hook.remove()
+    sizes = [event for event in trace.events if event.kind == "size"]
+    assert [(event.component, event.detail) for event in sizes] == [("te", "after its first call")]
+    grown = sizes[0].nbytes - (trace.slots[0].peak_bytes - TOKENS_BYTES)
+    assert grown == (1024 if encoder.precision == "int8" else 0), "8-bit layers keep the columns of their last call's outliers"
+    assert encoder.device.allocated_bytes == 0, "until they are evicted"
+
+
+def test_s1_a_module_that_somebody_else_quantized_may_be_handed_in(encoder: Encoder) -> None:
+    precision = encoder.precision
+    if precision == "fp8":
+        pytest.skip("a layer of graphrun's own")
+    expected = encoder.run().outputs["x"]
+    given = quantized_by_bitsandbytes(build_again(), precision)
+    host = Host({"te": given}, encoder.problem, encoder.device)
+
+    def work() -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            out = host.modules["te"](encoder.tokens.to(encoder.device.torch_device))[0]
+        return {"x": out.cpu()}
+
+    trace = follow(encoder.problem, encoder.plan(True), host, encoder.device, work)
+    assert torch.equal(trace.outputs["x"], expected)
+    assert encoder.device.allocated_bytes == 0
+    with torch.no_grad():
+        assert torch.isfinite(given(encoder.tokens)[0]).all(), "it is its owner's again"
+
+
+def build_again() -> nn.Module:
+    graph = load(GRAPHS / "flux-tiny.yaml")
+    return build(replace(graph.components["text_encoder_2"], name="te"), graph)
+
+
+def quantized_by_bitsandbytes(module: nn.Module, precision: str) -> nn.Module:
+    """Linear layers replaced and quantized by bitsandbytes' own ``to("cpu")``, but for T5's ``wo``, as transformers leaves it."""
+    for path, child in list(module.named_modules()):
+        if not isinstance(child, nn.Linear) or path.endswith("wo"):
+            continue
+        layer: Any
+        if precision == "nf4":
+            layer = bnb.nn.Linear4bit(child.in_features, child.out_features, False, child.weight.dtype, False, "nf4")
+            layer.weight = bnb.nn.Params4bit(child.weight.data, False, quant_type="nf4", compress_statistics=False, module=layer)
+        else:
+            layer = bnb.nn.Linear8bitLt(child.in_features, child.out_features, False, has_fp16_weights=False, threshold=6.0)
+            layer.weight = bnb.nn.Int8Params(child.weight.data, has_fp16_weights=False, requires_grad=False)
+        parent, _, key = path.rpartition(".")
+        setattr(module.get_submodule(parent), key, layer.to("cpu").eval())
+    return module.requires_grad_(False)
