@@ -154,7 +154,8 @@ class Machine:
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
-        self.clock.copy(nbytes / (self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second), non_blocking)
+        rate = self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second
+        self.clock.copy(nbytes / rate, non_blocking)
 
     def read(self, nbytes: int) -> None:
         """Counts and charges ``nbytes`` that are read from disk."""
