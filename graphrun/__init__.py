@@ -19,13 +19,21 @@ from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, O
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
+    from graphrun.executor.device import Device
     from graphrun.graph.graph import Graph
+    from graphrun.integrations.attach import Attachment
+    from graphrun.outputs.reuse import Reuse, What
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
+    from graphrun.repeat.items import Item
+    from graphrun.repeat.many import Batch, Sink
+    from graphrun.repeat.session import Session
+    from graphrun.repeat.watch import Watcher
     from graphrun.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "Session",
     "BrokenPlan",
     "GraphError",
     "GraphrunError",
@@ -33,10 +41,13 @@ __all__ = [
     "OutOfMemory",
     "PlanError",
     "TransferFailed",
+    "attach",
     "estimate",
+    "kept",
     "load",
     "plan",
     "run",
+    "run_many",
     "survey",
 ]
 
@@ -64,20 +75,22 @@ def estimate(
     pin: Iterable[str] = (),
     reserve: str | int | None = None,
     until: str | None = None,
+    given: Iterable[str] = (),
     cache: Path | None = None,
 ) -> Problem:
     """The numbers of running ``graph`` within its budgets, from a dry run: no weights, no GPU.
 
-    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what
-    this machine (its cgroup) has; ``pinned`` limits what of it is page-locked, ``disk`` what may be written. ``runs`` above 1
-    plans a session: a first run and ``runs - 1`` that find what it left in place. ``allow`` names what may change the output:
+    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
+    machine (its cgroup) has; ``pinned`` limits what of it is page-locked, ``disk`` what may be written. ``runs`` above 1 plans a
+    session: a first run and ``runs - 1`` that find what it left in place. ``allow`` names what may change the output:
     ``precision`` (those that the graph lists) or one of them, ``cpu``, ``tiling``, ``split``. ``hardware`` is a name from
-    `graphrun.estimator.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA
-    device that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components
-    of which nothing stays that can be streamed; ``pin``: components whose home is page-locked; ``reserve``: a part of the
-    budget left to other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a
-    run ends behind it, with these outputs. ``cache`` is a folder where dry runs and problems are kept: with one found there, no
-    torch is imported.
+    `graphrun.estimator.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA device
+    that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which
+    nothing stays that can be streamed; ``pin``: components whose home is page-locked; ``reserve``: a part of the budget left to
+    other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a run ends behind
+    it, with these outputs. ``given``: names of values (or of their stages) that a run is handed, such as those that `kept` finds:
+    these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept:
+    with one found there, no torch is imported.
     """
     from graphrun.estimator.machine import host_ram_bytes
 
@@ -99,7 +112,29 @@ def estimate(
         raise InputError(f"runs {runs}: a session has one run at least")
     limits = Limits(budget_bytes, ram_bytes, pinned_bytes, disk_bytes, runs, graph.allowed(allow))
     problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
-    return replace(problem, until=until or "")
+    problem = replace(problem, until=until or "")
+    handed = tuple(dict.fromkeys(name.partition(".")[0] for name in given))
+    return _handed_in(problem, graph, handed) if handed else problem
+
+
+def kept(
+    graph: Graph,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    hardware: str | Hardware | None = None,
+    cache: Path,
+    what: What = "encoded",
+    allow: Iterable[str] = (),
+    until: str | None = None,
+) -> dict[str, Any]:
+    """Values that earlier runs left in the folder ``cache`` for these very ``inputs``, by name as in ``encode.embeds``.
+
+    Hand them to `estimate` and `run` as ``given``: what only made them is then neither planned nor loaded. ``what``: ``encoded``,
+    the outputs of `encode_prompt`; ``all``, latents too. A value counts where everything that made it is the same: weights,
+    precision, code, versions, device, inputs.
+    """
+    graph = graph if until is None else graph.until(until)
+    return _reuse(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
 
 
 def survey(
@@ -147,34 +182,137 @@ def run(
     progress: Callable[[int, int, int], None] | None = None,
     tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
+    given: Mapping[str, Any] | None = None,
+    reuse: What = "encoded",
+    note: Callable[[str], None] | None = None,
 ) -> Trace:
     """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
 
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
-    for the next `estimate` with it. Where the device has less memory than planned, or a stage takes more, the rest is planned again
-    and the run goes on; ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this
-    graph or breaks a rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named;
-    TransferFailed or BrokenPlan when reality differs otherwise. The device is back at its baseline then.
+    for the next `estimate` with it, and so are outputs of stages, for `kept`: those that ``reuse`` names (``encoded``, ``all``,
+    ``none``). ``given``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not
+    do. Where the device has less memory than planned, or a stage takes more, the rest is planned again and the run goes on;
+    ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
+    rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named; TransferFailed or BrokenPlan
+    when reality differs otherwise. The device is back at its baseline then.
     """
     from graphrun.estimator.machine import host_ram_bytes
     from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
     from graphrun.executor.recover import execute
 
-    graph = graph.until(solution.problem.until) if solution.problem.until else graph
-    values = planned_inputs(solution.problem, graph, inputs or {})
-    refuse_unfit(solution.problem, solution.plan, graph)
-    device = open_device(solution.problem)
+    problem = solution.problem
+    graph = graph.until(problem.until) if problem.until else graph
     graph = graph.without_sources() if random_weights else graph
-    has = host_ram_bytes()
-    trace = execute(solution.problem, solution.plan, graph, values, device, modules, progress, tell=tell, ram_bytes=has)
+    values, left = planned_inputs(problem, graph, inputs or {}), graph.with_given(problem.given)
+    refuse_unfit(problem, solution.plan, left)
+    stages: dict[str, Any] = {"given": _handed(left, given or {})}
+    if cache is not None and not modules and reuse != "none":
+        from graphrun.outputs.keys import way_of
+
+        way, keeper = way_of(problem, solution.plan), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
+        stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
+    stages["ram_bytes"] = host_ram_bytes()
+    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, tell=tell, **stages)
     if cache is not None:
         from graphrun.estimator.feedback import remember
         from graphrun.estimator.store import Store
 
-        remember(solution.problem, solution.plan, trace, Store(cache))
+        remember(problem, solution.plan, trace, Store(cache))
     return trace
+
+
+def attach(
+    pipe: Any,
+    *,
+    vram: str | int,
+    ram: str | int = "auto",
+    hardware: str | Hardware | None = None,
+    device: str | Device | None = None,
+    keep: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reserve: str | int | None = None,
+) -> Attachment:
+    """Takes over where the weights of ``pipe``, a diffusers pipeline on the CPU, are: in place of ``enable_model_cpu_offload()``.
+
+    Each call of it (and of its methods and components) is planned within the budgets from a dry run of that very call, then runs by
+    the plan, with the results of a pipeline that is wholly on the device. ``attached.report()`` shows planned beside measured,
+    ``attached.detach()`` undoes it; so does leaving it as a context manager. ``device`` is ``cuda``, ``sim`` or a device of
+    `graphrun.executor`; budgets, ``hardware`` and directives are as for `estimate`. Raises InputError where something else moves
+    the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    """
+    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.executor.open import open_hardware
+    from graphrun.integrations.attach import Attachment, demands_of, hardware_of, refuse_placed
+
+    refuse_placed(pipe)
+    place = hardware_of(device, hardware)
+    opened = open_hardware(place) if device is None or isinstance(device, str) else device
+    budget_bytes = parse_size(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None, name="vram")
+    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
+    return Attachment(pipe, opened, place, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
+
+
+def run_many(
+    graph: Graph,
+    inputs: Iterable[Mapping[str, Any] | str | Item],
+    *,
+    common: Mapping[str, Any] | None = None,
+    modules: Mapping[str, Any] | None = None,
+    random_weights: bool = False,
+    cache: Path | None = None,
+    reuse: What = "encoded",
+    resume: Path | None = None,
+    strict: bool = False,
+    sink: Sink | None = None,
+    watcher: Watcher | None = None,
+    device: Device | None = None,
+    note: Callable[[str], None] | None = None,
+    **budgets: Any,
+) -> Batch:
+    """What came of each of ``inputs``: mappings of inputs, or texts, each a prompt. ``common`` holds inputs of all.
+
+    Item by item or stage by stage, in groups that fit, as is predicted fastest; loaded weights stay from run to run where the plan
+    says so, and equal stages run once. ``budgets`` and what else is demanded are `estimate`'s arguments. ``resume`` is a folder for
+    the state of the batch: called again with it, the batch goes on from its last finished item, stage or denoising step, with the
+    same bits in the end. ``sink`` takes each item's outputs as they come and returns their files, else they are in the result.
+    An item that cannot be run is in the result's ``errors``; with ``strict`` it is an InputError before anything runs.
+    ``modules``, ``cache``, ``reuse`` and ``note`` are as for `run`.
+    """
+    from graphrun.repeat import many
+    from graphrun.repeat.items import listed, refuse_broken, resolved
+    from graphrun.repeat.journal import Journal
+    from graphrun.repeat.watch import Watcher as Watching
+
+    until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
+    graph = graph if until is None else graph.until(until)
+    graph = graph.without_sources() if random_weights else graph
+    items = resolved(listed(inputs), graph, common or {})
+    if strict:
+        refuse_broken(items)
+    allow = graph.allowed(budgets.get("allow", ()))
+
+    def estimated(values: Mapping[str, Any]) -> Problem:
+        return estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)
+
+    def keeper(values: Mapping[str, Any]) -> Reuse:
+        assert cache is not None
+        return _reuse(graph, values, hardware, cache, reuse, allow, note)
+
+    means = many.Means(
+        estimate=estimated,
+        solve=lambda problem: plan(problem, cache=cache),
+        device_name=f"{hardware.device} {hardware.name}",
+        reuse=keeper if cache is not None and not modules and reuse != "none" else None,
+        modules=modules,
+        journal=Journal(resume) if resume is not None else None,
+        device=device,
+        sink=sink,
+        watcher=watcher or Watching(),
+    )
+    return many.run_items(graph, items, means)
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +329,37 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
     return values
 
 
+def _handed_in(problem: Problem, graph: Graph, given: tuple[str, ...]) -> Problem:
+    from graphrun.planner.given import without
+
+    left = graph.with_given(given)
+    return without(problem, [stage.name for stage in left.stages], given, left.digest)
+
+
+def _reuse(
+    graph: Graph,
+    values: Mapping[str, Any],
+    hardware: Hardware,
+    cache: Path,
+    what: What,
+    allow: Iterable[str],
+    note: Callable[[str], None] | None = None,
+) -> Reuse:
+    from graphrun.outputs.index import Index
+    from graphrun.outputs.reuse import Reuse
+
+    device = f"{hardware.device} {hardware.name}"
+    return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)
+
+
+def _handed(graph: Graph, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``given`` that ``graph`` counts on. Raises PlanError naming one that is not there."""
+    wanted = [str(reference).removeprefix("$") for reference in graph.given]
+    if missing := [name for name in wanted if name not in given]:
+        raise PlanError(f"the plan counts on {', '.join(missing)}, made before: hand it in as given=, or plan without")
+    return {name: given[name] for name in wanted}
+
+
 def _hardware(given: str | Hardware | None, cache: Path | None) -> Hardware:
     """The hardware meant: as it is, by name (a profile or a prior), or where nothing is given the card found, else a prior."""
     from graphrun.estimator import hardware as devices
@@ -199,3 +368,12 @@ def _hardware(given: str | Hardware | None, cache: Path | None) -> Hardware:
     if given is None:
         return profiles.found(cache) or devices.hardware(devices.DEFAULT)
     return profiles.hardware(given, cache) if isinstance(given, str) else given
+
+
+def __getattr__(name: str) -> Any:
+    """``Session``, imported when it is asked for: it needs torch."""
+    if name == "Session":
+        from graphrun.repeat.session import Session
+
+        return Session
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

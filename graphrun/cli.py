@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,7 +21,7 @@ import typer
 
 import graphrun
 from graphrun.errors import GraphrunError, InputError
-from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Sets, shared
+from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Reuse, Sets, shared
 from graphrun.report import planfile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -40,6 +40,7 @@ class Planned:
     solution: Any
     inputs: dict[str, str]
     solve_seconds: float | None
+    given: dict[str, Any] = field(default_factory=dict)  # outputs of stages that are kept, and so not planned
 
 
 @app.callback()
@@ -61,10 +62,11 @@ def plan(
     graph: GraphFile,
     asked: Asked,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    reuse: Reuse = "none",
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
-    made = _planned(graph, asked)
+    made = _planned(graph, asked, reuse=reuse)
     summary = _summary(made)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
@@ -85,29 +87,63 @@ def run(
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Save the trace here; for a viewer: *.perfetto.json.", show_default=False)
     ] = None,
+    inputs: Annotated[
+        Path | None, typer.Option(help="Run for every line of this file: JSON lines or CSV.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the run's state beside its output; the same command again goes on from there.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A broken line of --inputs stops everything.")] = False,
+    reuse: Reuse = "encoded",
     as_json: AsJson = False,
 ) -> None:
-    """Run a graph, or a saved plan, and show what was planned beside what was measured."""
+    """Run a graph, or a saved plan, and show what was planned beside what was measured; or run it for every line of a file."""
+    from graphrun import batches
+
+    if prompt is not None:
+        asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
+    if inputs is not None or resume:
+        if plan_file is not None or trace_file is not None:
+            raise InputError("--plan and --trace are of one run; leave them out with --inputs and --resume")
+        batches.run_order(batches.Order(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
+        return
+    planfile.require_writable(output, plan_file, trace_file)
+    made = _planned(graph, asked, to_run=True, reuse=reuse, random_weights=random_weights)
+    _run_once(made, asked, random_weights, reuse, (output, plan_file, trace_file), as_json)
+
+
+def _run_once(
+    made: Planned,
+    asked: Asked,
+    random_weights: bool,
+    reuse: str,
+    files: tuple[Path | None, Path | None, Path | None],
+    as_json: bool,
+) -> None:
+    from graphrun import batches
+    from graphrun.planner.simulate import simulate
     from graphrun.report.export import trace_json
     from graphrun.report.progress import Progress
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
 
-    if prompt is not None:
-        asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
-    planfile.require_writable(output, plan_file, trace_file)
-    made = _planned(graph, asked, to_run=True)
+    output, plan_file, trace_file = files
     if not as_json:
         typer.echo(_plan_screen(made))
-    with Progress(made.solution.plan, None if as_json else functools.partial(typer.echo, err=True)) as progress:
+    solution, say = made.solution, None if as_json else functools.partial(typer.echo, err=True)
+    simulation = simulate(solution.problem, solution.plan)
+    with Progress(solution.plan, simulation, say) as progress, batches.stopping(say) as stop:
         trace = graphrun.run(
-            made.solution,
+            solution,
             made.graph,
             made.inputs,
             random_weights=random_weights,
-            progress=progress,
+            progress=stop.watched(progress),
             tell=_say,
             cache=_cache(asked.no_cache),
+            given=made.given,
+            reuse=batches.reused(reuse),
+            note=_say,
         )
     summary = _summary(made, trace)
     if plan_file is not None:
@@ -188,6 +224,7 @@ def main() -> NoReturn:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers anew when they are imported
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    import graphrun.batches
     import graphrun.commands  # noqa: F401  (further commands of this app)
 
     try:
@@ -223,12 +260,17 @@ def _error_json(error: GraphrunError) -> None:
         typer.echo(json.dumps(infeasible_json(error), indent=1))
 
 
-def _planned(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
-    """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds."""
+def _planned(path: Path, asked: Asked, *, to_run: bool = False, reuse: str = "none", random_weights: bool = False) -> Planned:
+    """The graph at ``path`` planned, or the plan there read. What can be refused early is: planning takes seconds.
+
+    ``reuse``: which outputs of stages, where they are kept from earlier runs, are not planned.
+    """
+    from graphrun import batches
+
     inputs, cache = asked.inputs, _cache(asked.no_cache)
     if path.suffix == ".json":
         asked.refuse_for_plan(path)
-        return _read_plan(path, inputs, to_run)
+        return _read_plan(path, inputs, cache, to_run, random_weights)
     graph = _load(path, asked.until)
     if to_run:
         graph.resolve(inputs)
@@ -237,15 +279,16 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False) -> Planned:
     place = _hardware(asked.hardware, asked.device, to_run, cache)
     if not to_run:  # nothing is compiled while planning; a second of the libraries' imports prepares for it
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    given = batches.kept_for(graph, inputs, place, cache, reuse, random_weights, asked.allow or ())
 
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
         demands = {**asked.demands, "allow": allow}
-        return graphrun.estimate(graph, vram=asked.vram or "", hardware=place, inputs=inputs, cache=cache, **demands)
+        return graphrun.estimate(graph, vram=asked.vram or "", hardware=place, inputs=inputs, cache=cache, given=given, **demands)
 
     problem, took = estimate(inputs, asked.demands["allow"]), list[float]()
     with _stdout_kept_clean(), _more_repairs(functools.partial(_remedies, graph, inputs, asked, estimate)):
         solution = graphrun.plan(problem, cache=cache, solved=took.append)
-    return Planned(graph, path, solution, inputs, took[0] if took else None)
+    return Planned(graph, path, solution, inputs, took[0] if took else None, given)
 
 
 def _say(line: str) -> None:
@@ -277,14 +320,21 @@ def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | 
     return chosen
 
 
-def _read_plan(path: Path, inputs: dict[str, str], to_run: bool) -> Planned:
+def _read_plan(path: Path, inputs: dict[str, str], cache: Path | None, to_run: bool, random_weights: bool) -> Planned:
+    from graphrun import batches
+
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
     source = planfile.graph_path(path, saved)
     graph = graphrun.load(source)
+    given: dict[str, Any] = {}
     if to_run:
-        graphrun.planned_inputs(problem, graph, inputs)
-    return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"))
+        values = graphrun.planned_inputs(problem, graph, inputs)
+        cut = graph.until(problem.until) if problem.until else graph
+        given = batches.kept_for(
+            cut, values, problem.hardware, cache, batches.kind_of(cut, problem.given), random_weights, problem.allow
+        )
+    return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"), given)
 
 
 def _load(path: Path, until: str | None) -> Any:

@@ -20,6 +20,9 @@ Names = list[str] | None
 HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+Reuse = Annotated[
+    str, typer.Option("--reuse", help="Outputs kept from earlier runs: encoded (of encode_prompt), all (latents too), none.")
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
 
 

@@ -293,6 +293,6 @@ def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(graphrun: Cli
         return replace(trace, slots=tuple(slots))
 
     monkeypatch.setattr(package, "run", above_the_plan)
-    code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1")
+    code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "--reuse", "none")
     assert code == 4
     assert "the plan was BROKEN: encode/0:text_encoder first: 352257 > 352256" in out

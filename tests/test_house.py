@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "estimator": BASE | {"graph", "planner", "components", "ops", "sim"},
     "executor": BASE | {"graph", "planner", "components", "ops", "sim"},
     "report": BASE | {"planner"},
+    "outputs": BASE | {"graph", "planner", "components"},
+    "repeat": BASE | {"graph", "planner", "components", "ops", "executor", "outputs"},
 }
 PURE = {
     "planner": {"torch", "pydantic", "yaml", "time", "os", "datetime", "random"},

@@ -138,7 +138,7 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     kind = resolve_class(part.class_path, graph.allow, part.where)
     with _explained(f"parts.{part.name}", part.class_path, part.where):
         if part.file is not None and (planning or part.source is None):
-            return _tokenizer(part, part.file)
+            return _tokenizer(part, part.file, planning)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
                 if not _SAVED & part.config.keys():
@@ -152,13 +152,24 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
         return kind.from_pretrained(folder, local_files_only=True)
 
 
-def _tokenizer(part: Part, file: Path) -> Any:
+def _tokenizer(part: Part, file: Path, planning: bool) -> Any:
+    """The tokenizer in ``file``. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must
+    hold for every prompt.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    class Longest(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __call__(self, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
+            length = settings.get("max_length") if settings.get("truncation") else None
+            if length and padding in (True, "longest"):
+                text = [one + "." * length for one in text] if isinstance(text, list) else text + "." * length
+            return super().__call__(text, *args, padding=padding, **settings)
+
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
     with _explained(f"parts.{part.name}", str(file), part.where):
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+        kind = Longest if planning else PreTrainedTokenizerFast
+        return kind(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
 def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:

@@ -23,7 +23,7 @@ from graphrun.executor.device import Device
 from graphrun.executor.failure import settled
 from graphrun.executor.holders import leftovers
 from graphrun.executor.host import Host
-from graphrun.executor.running import Progress, Running, Work
+from graphrun.executor.running import Detour, HandedOut, Progress, Running, Work
 from graphrun.graph.graph import Graph
 from graphrun.ops import Stages
 from graphrun.planner.check import check
@@ -35,22 +35,39 @@ from graphrun.trace import Trace
 from graphrun.units import show_size
 
 
-def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host) -> Stages:
-    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``."""
-    options = dict(plan.options)
+def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
+    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``; ``more`` as for `Stages`."""
     return Stages(
-        graph, host.modules, device.torch_device, inputs, parts=host.parts, ghosts=host.ghosts, order=plan.order, options=options
+        graph,
+        host.modules,
+        device.torch_device,
+        inputs,
+        parts=host.parts,
+        ghosts=host.ghosts,
+        order=plan.order,
+        options=dict(plan.options),
+        **more,
     )
 
 
 def follow(
-    problem: Problem, plan: Plan, host: Host, device: Device, work: Work | Stages, progress: Progress | None = None
+    problem: Problem,
+    plan: Plan,
+    host: Host,
+    device: Device,
+    work: Work | Stages,
+    progress: Progress | None = None,
+    *,
+    detour: Detour | None = None,
+    handed_out: HandedOut | None = None,
 ) -> Trace:
     """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
 
-    Errors as for `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
+    Where reality leaves the plan, ``detour`` makes the next one; without it that is an error, as it is when the run ends before
+    the plan does. ``handed_out``: bytes of the outputs that stay on the device because the caller gets them there. Errors as for
+    `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
     """
-    with Session(problem, plan, host, device) as session:
+    with Session(problem, plan, host, device, detour=detour, handed_out=handed_out) as session:
         trace = session.run(work, progress)
     return trace
 
@@ -66,8 +83,18 @@ class Session:
                 trace = session.run(work(prompt))
     """
 
-    def __init__(self, problem: Problem, plan: Plan, host: Host, device: Device) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        host: Host,
+        device: Device,
+        *,
+        detour: Detour | None = None,
+        handed_out: HandedOut | None = None,
+    ) -> None:
         _refuse_plan(problem, plan)
+        self._detour, self._handed_out = detour, handed_out
         self._problem, self._plan, self._simulation = settle(problem, plan), plan, simulate(problem, plan)
         self._slowdowns = slowdowns(problem, plan)
         host.refuse_other(self._problem)
@@ -94,6 +121,7 @@ class Session:
         peaks = [slot.peak_bytes for slot in slots_planned]
         plan = replace(self._plan, slots=slots)
         run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
+        run.detour, run.handed_out = self._detour, self._handed_out
         self._begun = True
         try:
             trace = run.perform(work, kept=bool(self._plan.again))

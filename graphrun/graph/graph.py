@@ -142,6 +142,7 @@ class Graph:
     stages: tuple[Stage, ...]
     outputs: Mapping[str, Reference]
     directives: Directives = Directives()
+    given: tuple[Reference, ...] = ()  # outputs of stages that are handed in, in place of these stages
 
     def component(self, name: str) -> Component:
         """The component called ``name``; KeyError if there is none."""
@@ -242,20 +243,43 @@ class Graph:
         made = {Reference("stage", name, output) for output in OPERATIONS[stages[name].op].outputs}
         outputs = {key: reference for key, reference in self.outputs.items() if reference in made}
         outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
-        used = {component for stage in kept for component in stage.uses}
-        demands = self.directives
-        return replace(
-            self,
-            inputs={key: value for key, value in self.inputs.items() if key in read},
-            stages=kept,
-            outputs=outputs,
-            directives=replace(
-                demands,
-                keep=tuple(component for component in demands.keep if component in used),
-                exclude=tuple(component for component in demands.exclude if component in used),
-                pin=tuple(component for component in demands.pin if component in used),
-            ),
-        )
+        return replace(self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs)
+
+    def with_given(self, names: Iterable[str]) -> Graph:
+        """The graph to which the outputs of the stages ``names`` are handed in: without these, and without what only they need.
+
+        All inputs stay. Raises InputError when there is no such stage, or nothing would be left to run.
+        """
+        stages, handed = {stage.name: stage for stage in self.stages}, set(names)
+        if unknown := sorted(handed - stages.keys()):
+            raise InputError(f"given {unknown[0]}: there is no such stage{did_you_mean(unknown[0], stages)}")
+        if not handed:
+            return self
+        needed = {reference.name for reference in self.outputs.values()} - handed
+        for stage in reversed(self.stages):  # consumers before producers
+            needed |= {name for name in self.producers(stage.name) if stage.name in needed} - handed
+        kept = tuple(stage for stage in self.stages if stage.name in needed)
+        if not kept:
+            raise InputError(f"given {', '.join(sorted(handed))}: no stage is left to run")
+        read = dict.fromkeys(reference for stage in kept for reference in stage.references if reference.name in handed)
+        asked = (reference for reference in self.outputs.values() if reference.name in handed)
+        return replace(self._of(kept), given=tuple(sorted({*self.given, *read, *asked}, key=str)))
+
+    def part(self, names: Iterable[str]) -> Graph:
+        """The stages ``names`` alone: what they read of others is given, and what others read of them is among the outputs."""
+        chosen = set(names)
+        kept = tuple(stage for stage in self.stages if stage.name in chosen)
+        read = {r for stage in kept for r in stage.references if r.kind == "stage" and r.name not in chosen}
+        wanted = {r for stage in self.stages if stage.name not in chosen for r in stage.references if r.name in chosen}
+        outputs = {name: reference for name, reference in self.outputs.items() if reference.name in chosen}
+        outputs |= {str(reference)[1:]: reference for reference in sorted(wanted, key=str)}
+        return replace(self._of(kept), given=tuple(sorted(read, key=str)), outputs=outputs)
+
+    def _of(self, kept: tuple[Stage, ...]) -> Graph:
+        """The graph with the stages ``kept`` alone, and directives for what they use."""
+        used, demands = {component for stage in kept for component in stage.uses}, self.directives
+        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (demands.keep, demands.exclude, demands.pin))
+        return replace(self, stages=kept, directives=Directives(keep, exclude, demands.reserve_bytes, pin))
 
     def without_sources(self) -> Graph:
         """The same graph with random weights: what it needs to be run where no checkpoint is.
@@ -292,6 +316,7 @@ class Graph:
                 for s in self.stages
             },
             "outputs": {name: str(reference) for name, reference in self.outputs.items()},
+            **({"given": [str(reference) for reference in self.given]} if self.given else {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -19,6 +19,7 @@ from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.options import applied
 from graphrun.ops.pipeline import assemble
+from graphrun.ops.steps import Journal
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {"encode_prompt": encode_prompt, "denoise": denoise, "decode": decode}
 
@@ -32,7 +33,9 @@ class Stages:
     ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``ghosts`` of all components
     are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
     (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
-    outputs)`` sees its values as they are on the device. A value is dropped after its last consumer.
+    outputs)`` sees its values as they are on the device. ``given``: values of stages that are not run, by name as in
+    ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the states of denoising loops. A value is dropped
+    after its last consumer. While ``planning``, what costs on the host alone is left out.
     """
 
     def __init__(
@@ -48,19 +51,24 @@ class Stages:
         ghosts: Mapping[str, nn.Module] | None = None,
         order: Sequence[str] = (),
         options: Mapping[str, str] | None = None,
+        planning: bool = False,
+        given: Mapping[str, Any] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.graph, self.modules, self.device = graph, modules, device
         self.after_stage, self.before_stage = after_stage, before_stage
         self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
         self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.allow) for name, c in graph.components.items()}
-        self._inputs = dict(inputs)
-        self.named: dict[str, Any] = {}  # values of stages that later ones need: ``encode.embeds``
-        self._outputs: dict[str, Any] = {}
+        self._inputs, self._planning = dict(inputs), planning
+        self.named: dict[str, Any] = dict(given or {})  # values of stages that later ones need: ``encode.embeds``
+        self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}
+        self._journal = journal
         self.options = dict(options or {})
         self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
 
     def run(self) -> dict[str, Any]:
         """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
+        self.enter()
         while self.todo:
             self._stage(self.todo[0])
         return self._outputs
@@ -82,9 +90,17 @@ class Stages:
         return sorted(name for name in needed - self.named.keys() if not name.startswith(tuple(made)))
 
     def enter(self) -> None:
-        """They are on the device again."""
-        for name in list(self.named):
-            self.named[name] = walk(self.named[name], lambda tensor: tensor.to(self.device))
+        """They are on the device again; a tensor that is there twice is one."""
+        moved: dict[int, torch.Tensor] = {}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = tensor.to(self.device)
+            return moved[id(tensor)]
+
+        before = dict(self.named)  # ids stay theirs for as long as they are held
+        for name, value in before.items():
+            self.named[name] = walk(value, move)
 
     def _stage(self, stage: Stage) -> None:
         graph, device = self.graph, self.device
@@ -99,7 +115,7 @@ class Stages:
             used = {name: module for name, module in present.items() if name in stage.uses}
             with applied(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-                made = OPS[stage.op](StageContext(stage.name, pipeline, device), **arguments)
+                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning, self._journal), **arguments)
                 del arguments
         if self.after_stage is not None:
             self.after_stage(stage.name, made)

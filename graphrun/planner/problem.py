@@ -33,6 +33,7 @@ LATER = {
     "directives": (),
     "reserve_bytes": 0,
     "until": "",
+    "given": (),
     "pinned_bytes": None,
     "disk_bytes": None,
     "runs": 1,
@@ -263,6 +264,7 @@ class Problem:
     directives: tuple[Directive, ...] = ()
     reserve_bytes: int = 0  # of the budget, left to other programs
     until: str = ""  # the stage that the graph was cut behind; "": the whole graph
+    given: tuple[str, ...] = ()  # stages whose outputs are handed in: neither planned nor run
     pinned_bytes: int | None = None  # budget of page-locked RAM; None: what RAM allows
     disk_bytes: int | None = None  # budget of bytes to be written to disk; None: none is set
     runs: int = 1

@@ -33,7 +33,7 @@ def arrange(problem: Problem, order: Sequence[str] = (), options: Mapping[str, s
     for stage, name in options.items():
         phases[stage] = _option(problem, stage, name)
     arranged = tuple(phase for stage in order for phase in phases[stage])
-    values = tuple(_living(value, order, arranged) for value in problem.values)
+    values = tuple(living(value, order, arranged) for value in problem.values)
     return replace(problem, phases=arranged, values=values, precedence=None, options=())
 
 
@@ -121,7 +121,7 @@ def _require_order(problem: Problem, order: tuple[str, ...]) -> None:
             raise PlanError(f"order: {later} needs {earlier} before it")
 
 
-def _living(value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]) -> ValueNumbers:
+def living(value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]) -> ValueNumbers:
     """``value`` with the phases at whose entry it lives, in ``order``; a value that no later stage consumes keeps none."""
     place = {stage: number for number, stage in enumerate(order)}
     last = max((place[stage] for stage in value.consumers if stage in place), default=-1)

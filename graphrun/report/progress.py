@@ -1,44 +1,170 @@
-"""How far a run is: a bar on a terminal, a line per slot elsewhere. Decides nothing and measures nothing."""
+"""How far a run or a batch is, and how long the rest takes: a bar on a terminal, lines elsewhere. Decides nothing.
+
+What is left is known from the plan: predicted seconds of what is to come, times how much longer what was done took than predicted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from graphrun.planner.plan import Plan
+from graphrun.planner.simulate import Simulation
+from graphrun.units import show_seconds
+
+Say = Callable[[str], None]
+Clock = Callable[[], float]
+
+
+class Pace:
+    """Predicted work against a clock."""
+
+    def __init__(self, total_seconds: float, clock: Clock = time.perf_counter) -> None:
+        self.total_seconds, self.done_seconds = total_seconds, 0.0
+        self._clock, self._start = clock, clock()
+
+    def begin(self) -> None:
+        """Work begins now; what was done before it (weights were built) was not predicted."""
+        self._start = self._clock()
+
+    @property
+    def left_seconds(self) -> float:
+        """What is left, at the pace so far; as predicted where nothing is done yet."""
+        left = max(0.0, self.total_seconds - self.done_seconds)
+        return left * (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else left
+
+    def text(self) -> str:
+        """``about 40 s left``."""
+        return f"about {show_seconds(self.left_seconds)} left"
+
+
+class Bar:
+    """A bar on a terminal; nothing elsewhere. A context manager."""
+
+    def __init__(self, on: bool) -> None:
+        self.console = Console(stderr=True)
+        self.shown = on and self.console.is_terminal
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Bar:
+        if self.shown:
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Drawn
+
+            self._bar = Drawn(TextColumn("{task.description}"), BarColumn(), console=self.console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("loading", total=1.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def to(self, share: float, text: str) -> None:
+        """The bar stands at ``share`` of its length."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=share, description=text)
 
 
 class Progress:
-    """A context manager, called with (slot, call, calls). Lines go to ``say``; None says and shows nothing."""
+    """Of one run by ``plan``, predicted by ``simulation``: a context manager, called with (slot, call, calls).
 
-    def __init__(self, plan: Plan, say: Callable[[str], None] | None) -> None:
-        self.plan = plan
-        self.say = say
-        self.console = Console(stderr=True)
-        self.bar: Any = None
-        self.task: Any = None
-        self.slot = -1
+    Lines, one to a slot, go to ``say``; None says and shows nothing.
+    """
+
+    def __init__(self, plan: Plan, simulation: Simulation, say: Say | None, clock: Clock = time.perf_counter) -> None:
+        self.slots = [f"{slot.phase} {slot.part}".strip() for slot in plan.slots]
+        self.seconds = [slot.seconds for slot in simulation.slots]
+        self.pace = Pace(sum(self.seconds), clock)
+        self.say, self.bar, self.slot = say, Bar(say is not None), -1
 
     def __enter__(self) -> Progress:
-        if self.say is not None and self.console.is_terminal:
-            from rich.progress import Progress as Bar
-
-            self.bar = Bar(console=self.console, transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("loading", total=sum(max(slot.calls, 1) for slot in self.plan.slots))
+        self.bar.__enter__()
         return self
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
-        name = f"{self.plan.slots[slot].phase} {self.plan.slots[slot].part}".strip()
-        if self.bar is not None:
-            done = sum(max(s.calls, 1) for s in self.plan.slots[:slot]) + call
-            self.bar.update(self.task, completed=done, description=f"{name} {call}/{calls}" if calls > 1 else name)
-        elif self.say is not None and slot != self.slot:
-            self.say(f"  slot {slot + 1}/{len(self.plan.slots)} {name}")
+        if self.slot < 0:
+            self.pace.begin()
+        self.pace.done_seconds = behind(self.seconds, slot, call, calls)
+        name = f"{self.slots[slot]} {call}/{calls}" if calls > 1 else self.slots[slot]
+        self.bar.to(self.pace.done_seconds / max(self.pace.total_seconds, 1e-12), f"{name}, {self.pace.text()}")
+        if self.say is not None and not self.bar.shown and slot != self.slot:
+            self.say(f"  slot {slot + 1}/{len(self.slots)} {self.slots[slot]}, {self.pace.text()}")
         self.slot = slot
 
     def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.bar.__exit__()
+
+
+class BatchProgress:
+    """Of a batch: hears of its courses, parts, runs and finished items, as `graphrun.repeat.many.Watcher` says.
+
+    A line for each run, with its part, the mean of a run and what is left; on a terminal a bar that goes on with every step.
+    """
+
+    def __init__(self, items: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
+        self.items, self.finished, self.say = items, 0, say
+        self.bar, self.pace, self._clock = Bar(say is not None), Pace(0.0, clock), clock
+        self._runs = self._begun = 0
+        self._start = 0.0
+
+    def __enter__(self) -> BatchProgress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.__exit__()
+
+    def course(self, course: Any, counts: Mapping[str, int]) -> None:
+        """Predicted seconds of a course are to come."""
+        self.pace = Pace(course.seconds, self._clock)
+        self._line(f"  {course.items} of {self.items} items {course.name}: predicted {show_seconds(course.seconds)}")
+
+    def part(self, part: Any, runs: int) -> None:
+        """A session of ``runs`` runs begins."""
+        self._runs, self._begun, self._start = runs, 0, self._clock()
+        if not self.pace.done_seconds:
+            self.pace.begin()
+
+    def run(self, part: Any, item: Any) -> Callable[[int, int, int], None]:
+        """A run begins: what hears of its calls."""
+        self._begun += 1
+        simulation = part.simulation
+        slots = simulation.again if self._begun > 1 and simulation.again else simulation.slots
+        seconds, names, before = [slot.seconds for slot in slots], [slot.phase for slot in slots], self.pace.done_seconds
+        stages, number = " ".join(part.stages), self._begun
+        rate = f", {show_seconds((self._clock() - self._start) / (number - 1))} each" if number > 1 else ""
+        self._line(f"  {stages} {number}/{self._runs}{rate}, {self.pace.text()}")
+
+        def called(slot: int, call: int, calls: int) -> None:
+            self.pace.done_seconds = before + behind(seconds, slot, call, calls)
+            step = f" {names[slot]} {call}/{calls}" if calls > 1 else ""
+            share = self.pace.done_seconds / max(self.pace.total_seconds, 1e-12)
+            self.bar.to(share, f"{stages} {number}/{self._runs}{step}{rate}, {self.pace.text()}")
+
+        return called
+
+    def done(self, item: Any, files: Sequence[Path]) -> None:
+        """An item is where it belongs."""
+        self.finished += 1
+        if files:
+            self._line(f"  done {self.finished}/{self.items}: {', '.join(map(str, files))}")
+
+    def left_out(self, item: Any) -> None:
+        """An item cannot be run."""
+        if self.say is not None:
+            self.say(f"graphrun: {item.where}: {item.error}")
+
+    def _line(self, text: str) -> None:
+        if self.say is not None and not self.bar.shown:
+            self.say(text)
+
+
+def behind(seconds: Sequence[float], slot: int, call: int, calls: int) -> float:
+    """Predicted seconds up to call number ``call`` of ``calls`` in slot number ``slot``, which has begun."""
+    return sum(seconds[:slot]) + (seconds[slot] * max(0, call - 1) / calls if calls else 0.0)

@@ -49,6 +49,11 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f"plan {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  {regime(problem)}",
             *([f"directives {directives}"] if directives else []),
+            *(
+                [f"given {', '.join(problem.given)}: these outputs are kept, so nothing is loaded for them"]
+                if problem.given
+                else []
+            ),
             *choices(solution.plan),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",

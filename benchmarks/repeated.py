@@ -1,0 +1,355 @@
+"""Repeated work on the simulated accelerator, in virtual time: many prompts, sessions, kills and resumes, a shared cache.
+
+.venv/bin/python benchmarks/repeated.py [--quick]      writes benchmarks/results/repeated.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"height": 32, "width": 32, "steps": 4, "max_sequence_length": 16}
+# flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, in small.
+BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+
+def graph() -> Any:
+    """The small FLUX."""
+    import graphrun
+
+    return graphrun.load(ROOT / "graphs/flux-tiny.yaml")
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    """So many, all different."""
+    return [{"prompt": f"a lighthouse, take {number}", "seed": number} for number in range(count)]
+
+
+def many(count: int) -> dict[str, Any]:
+    """Prompts by the chosen course, one cold run after another, and under diffusers' model offload: bytes and seconds."""
+    import graphrun
+    from graphrun.planner.simulate import simulate
+
+    of = graph()
+    batch = graphrun.run_many(of, prompts(count), common=SMALL, **BUDGET)
+    course = batch.courses[0]
+    solution = graphrun.plan(graphrun.estimate(of, inputs=SMALL, **BUDGET))
+    cold = simulate(solution.problem, solution.plan)
+    measured = [graphrun.run(solution, of, item) for item in prompts(2)]
+    same = all(
+        trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes() for number, trace in enumerate(measured)
+    )
+    offload = offloaded(of, min(count, 4))
+    return {
+        "prompts": count,
+        "chosen": course.name,
+        "parts": [list(part.stages) for part in course.parts],
+        "predicted_seconds": course.seconds,
+        "measured_seconds": batch.seconds,
+        "predicted_bytes": course.moved_bytes,
+        "measured_bytes": batch.moved_bytes,
+        "item by item, cold": {
+            "predicted_seconds": count * cold.seconds,
+            "predicted_bytes": count * cold.moved_bytes,
+            "measured_seconds_each": [trace.seconds for trace in measured],
+        },
+        "diffusers' model offload": {
+            "measured_prompts": offload["prompts"],
+            "seconds": count * offload["seconds_each"],
+            "bytes": count * offload["bytes_each"],
+            "peak_bytes": offload["peak_bytes"],
+            "budget_bytes": solution.problem.budget_bytes,
+        },
+        "pictures equal those of single runs": same,
+    }
+
+
+def offloaded(of: Any, count: int) -> dict[str, Any]:
+    """Seconds and bytes of a prompt under ``enable_model_cpu_offload`` on the same machine without a limit, after a first one."""
+    import torch
+
+    from graphrun import sim
+    from graphrun.components.build import build, build_part
+    from graphrun.estimator import hardware as devices
+
+    from diffusers import FluxPipeline  # isort: skip
+
+    parts = {name: build(component, of) for name, component in of.components.items()}
+    parts |= {name: build_part(part, of) for name, part in of.parts.items()}
+    pipeline = FluxPipeline(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    rates = devices.hardware("sim")
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    with (
+        sim.Machine(
+            h2d_bytes_per_second=rates.h2d_bytes_per_second,
+            d2h_bytes_per_second=rates.d2h_bytes_per_second,
+            flops_per_second=rates.flops_per_second,
+        ) as machine,
+        torch.no_grad(),
+    ):
+        pipeline.enable_model_cpu_offload(device=sim.device)
+        marks = []
+        for item in prompts(count):
+            pipeline(
+                prompt=item["prompt"],
+                height=SMALL["height"],
+                width=SMALL["width"],
+                num_inference_steps=SMALL["steps"],
+                max_sequence_length=SMALL["max_sequence_length"],
+                generator=torch.Generator("cpu").manual_seed(item["seed"]),
+            )
+            machine.synchronize()
+            marks.append((machine.seconds(), machine.bytes_in))
+        pipeline.remove_all_hooks()
+        peak = machine.peak_bytes
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    (first_seconds, first_bytes), (seconds, nbytes) = marks[0], marks[-1]
+    return {
+        "prompts": count,
+        "seconds_each": (seconds - first_seconds) / (count - 1),
+        "bytes_each": (nbytes - first_bytes) // (count - 1),
+        "peak_bytes": peak,
+    }
+
+
+def full_size(count: int) -> dict[str, Any]:
+    """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without weights."""
+    import graphrun
+    from graphrun.planner.simulate import simulate
+    from graphrun.repeat.course import courses
+
+    of = graphrun.load(ROOT / "graphs/flux-dev.yaml")
+    problem = graphrun.estimate(of, vram="12G", ram="64G", hardware="rtx4090")
+    cold = simulate(problem, graphrun.plan(problem).plan)
+    found = courses(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
+    return {
+        "prompts": count,
+        "item by item, cold": {"predicted_seconds": count * cold.seconds, "predicted_bytes": count * cold.moved_bytes},
+        "courses": {course.name: {"predicted_seconds": course.seconds, "predicted_bytes": course.moved_bytes} for course in found},
+        "chosen": found[0].name,
+    }
+
+
+def session(runs: int) -> dict[str, Any]:
+    """Runs 2 to ``runs`` of a session: whether actions and virtual seconds are those of run 2, and what closing leaves."""
+    import graphrun
+
+    with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as held:
+        traces = held.map(prompts(runs))
+        left = held.close()
+    told = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
+    seconds = [trace.seconds for trace in traces]
+    return {
+        "runs": runs,
+        "first_seconds": seconds[0],
+        "further_seconds": [min(seconds[1:]), max(seconds[1:])],
+        "same_actions": all(each == told[1] for each in told[1:]),
+        "drift": (max(seconds[1:]) - min(seconds[1:])) / min(seconds[1:]),
+        "same_peaks": len({trace.peak_bytes for trace in traces[1:]}) == 1,
+        "left_bytes_after_close": {tier.name: tier.left_bytes for tier in left},
+    }
+
+
+def repeated_prompts(times: int) -> dict[str, Any]:
+    """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with outputs kept from it."""
+    import graphrun
+
+    items = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(3 * times)]
+    with tempfile.TemporaryDirectory() as cache:
+        first = graphrun.run_many(graph(), items, common=SMALL, cache=Path(cache), **BUDGET)
+        second = graphrun.run_many(graph(), items, common=SMALL, cache=Path(cache), **BUDGET)
+    return {
+        "items": len(items),
+        "runs of encode": sum("encode" in stages for stages, _, _ in first.traces),
+        "bytes of encoders": encoder_bytes(first),
+        "encoders are": sum(
+            sum(b * len(k.blocks) for k, b in zip(c.classes, c.variants[0].block_bytes, strict=True))
+            for part in first.courses[0].parts
+            for c in part.solution.problem.components
+            if "text_encoder" in c.name
+        ),
+        "runs of encode, again": sum("encode" in stages for stages, _, _ in second.traces),
+        "bytes of encoders, again": encoder_bytes(second),
+    }
+
+
+def encoder_bytes(batch: Any) -> int:
+    """Weights of text encoders that were copied to the device."""
+    return sum(
+        event.nbytes
+        for _, _, trace in batch.traces
+        for event in trace.events
+        if event.kind in ("load", "stream") and "text_encoder" in event.component
+    )
+
+
+def apart(work: Callable[[], Any]) -> int:
+    """The process in which ``work`` runs, and nothing else."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def kills(count: int, seed: int) -> dict[str, Any]:
+    """A batch killed ``count`` times at random moments, each time gone on with; then what is there beside an unbroken one."""
+    import graphrun
+    from graphrun.report.planfile import save_outputs
+
+    of, random_moments = graph(), random.Random(seed)
+    root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))
+
+    def batch(name: str, items: int) -> Any:
+        folder = root / name
+        folder.mkdir(exist_ok=True)
+
+        def sink(item: Any, outputs: Any) -> list[Path]:
+            with (root / f"{name}.log").open("a") as log:
+                log.write(f"{item.number}\n")
+            return save_outputs(outputs, folder / f"{item.number:04d}.png")
+
+        return graphrun.run_many(
+            of, prompts(items), common=SMALL, cache=root / "cache", reuse="none", sink=sink, resume=root / f"{name}.state", **BUDGET
+        )
+
+    try:
+        start = time.monotonic()
+        batch("warm", 2)
+        items = 8
+        start = time.monotonic()
+        batch("whole", items)
+        whole_seconds = time.monotonic() - start
+        killed = rounds = 0
+        while killed < count:  # as many batches as it takes
+            rounds += 1
+            shutil.rmtree(root / "broken", ignore_errors=True)
+            shutil.rmtree(root / "broken.state", ignore_errors=True)
+            while True:
+                child = apart(lambda: batch("broken", items))
+                deadline = time.monotonic() + random_moments.uniform(0.02, 0.4) * whole_seconds if killed < count else float("inf")
+                while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                if done[0]:
+                    assert done[1] == 0, "the batch failed"
+                    break
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                killed += 1
+            equal = digests(root / "broken") == digests(root / "whole")
+            if not equal:
+                break
+        return {"kills": killed, "batches": rounds, "items": items, "every item there once, equal to the unbroken run": equal}
+    finally:
+        shutil.rmtree(root)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Each picture's name and content."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
+    """Two processes that write, read and evict in one cache, and what they saw: torn values, errors, lost entries."""
+    import torch
+
+    from graphrun.outputs.index import Index
+    from graphrun.outputs.pack import pack, unpack
+
+    root = Path(tempfile.mkdtemp(prefix="graphrun-cache-"))
+
+    def value(number: int) -> Any:
+        return {"number": number, "tensor": torch.full((64 * (1 + number % 7),), number)}
+
+    def work(name: int) -> None:
+        chance, index = random.Random(seed + name), Index(root / "cache", limit_bytes=64 * 1024)
+        counts = {"puts": 0, "hits": 0, "misses": 0, "torn": 0, "lost": 0}
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            number = chance.randrange(40)
+            if chance.random() < 0.3:
+                index.put(f"{number:064x}", pack(value(number)))
+                counts["puts"] += 1
+                continue
+            data = index.get(f"{number:064x}")
+            counts["misses" if data is None else "hits"] += 1
+            if data is not None and not same(unpack(data), value(number)):
+                counts["torn"] += 1
+        (root / f"{name}.json").write_text(json.dumps(counts))
+
+    def same(one: Any, other: Any) -> bool:
+        return one["number"] == other["number"] and torch.equal(one["tensor"], other["tensor"])
+
+    try:
+        children = [apart(lambda name=name: work(name)) for name in range(2)]  # type: ignore[misc]
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        counts = [json.loads((root / f"{name}.json").read_text()) for name in range(2)] if not any(codes) else []
+        index = Index(root / "cache")
+        damaged = index.verify()
+        entries = index.entries()
+        files = len(list((root / "cache").glob("*.safetensors")))
+        return {
+            "seconds": seconds,
+            "failed": sum(bool(code) for code in codes),
+            "counts": counts,
+            "entries": len(entries),
+            "files": files,
+            "damaged": len(damaged),
+        }
+    finally:
+        shutil.rmtree(root)
+
+
+def main() -> None:
+    """Measure, write, and say where."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts, runs, kills and seconds; nothing is written")
+    quick = parser.parse_args().quick
+    import torch
+
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "many prompts, flux-tiny": lambda: many(4 if quick else 32),
+        "many prompts, FLUX.1-dev within 12 GiB (predicted)": lambda: full_size(32),
+        "session": lambda: session(5 if quick else 50),
+        "three prompts repeated": lambda: repeated_prompts(2 if quick else 4),
+        "two processes on one cache": lambda: two_on_one_cache(3 if quick else 60, 1),
+        "killed and gone on": lambda: kills(2 if quick else 30, 3),
+    }
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "scipy")},
+    }
+    for name, measure in parts.items():
+        result[name] = measure()
+        print(name, json.dumps(result[name], indent=1), flush=True)
+        if not quick:
+            path = ROOT / "benchmarks/results/repeated.json"
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

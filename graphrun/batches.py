@@ -1,0 +1,284 @@
+"""More of the command line: lists of inputs, runs that go on, kept outputs. Joins `cli`'s app and prints as it does.
+
+The first interrupt ends a run at the step's end, a second one at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import graphrun
+from graphrun import cli
+from graphrun.cli import AsJson
+from graphrun.errors import InputError
+from graphrun.options import Asked
+from graphrun.repeat.watch import Watcher
+from graphrun.report import planfile
+from graphrun.units import show_seconds, show_size
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.repeat.course import Course, Part
+    from graphrun.repeat.items import Item
+    from graphrun.repeat.many import Batch
+
+caches = typer.Typer(no_args_is_help=True, help="Look after the outputs of stages that runs keep for later ones.")
+cli.app.add_typer(caches, name="cache")
+Keys = Annotated[list[str] | None, typer.Argument(help="Entries, by the first digits of their keys.", show_default=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What ``graphrun run`` is told beyond one run: a list of inputs, whether to go on, whether a broken line stops it."""
+
+    source: Path
+    random_weights: bool
+    inputs: Path | None
+    resume: bool
+    strict: bool
+    reuse: str
+    output: Path | None
+    as_json: bool
+
+
+class Stop:
+    """Whether an interrupt came."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def watched(self, told: Callable[[int, int, int], None] | None) -> Callable[[int, int, int], None]:
+        """``told``, and before it an end to the run where one was asked for: a call begins where the last step ended."""
+
+        def called(slot: int, call: int, calls: int) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            if told is not None:
+                told(slot, call, calls)
+
+        return called
+
+
+@contextlib.contextmanager
+def stopping(say: Callable[[str], None] | None) -> Iterator[Stop]:
+    """Interrupts wait for a step's end while this stands."""
+    stop = Stop()
+
+    def asked(_: int, __: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+        if say is not None:
+            say("  stopping at the end of this step; once more stops at once")
+
+    try:
+        before = signal.signal(signal.SIGINT, asked)
+    except ValueError:  # not the main thread: interrupts go where they went
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def reused(reuse: str) -> Any:
+    """``--reuse`` as it is meant. Raises InputError for anything else."""
+    if reuse not in ("encoded", "all", "none"):
+        raise InputError(f"--reuse {reuse!r} is not known; it is encoded, all or none")
+    return reuse
+
+
+def kept_for(
+    graph: Graph, inputs: Mapping[str, Any], place: Any, cache: Path | None, reuse: str, random: bool, allow: Sequence[str]
+) -> dict[str, Any]:
+    """Outputs of stages that earlier runs kept for these inputs. ``random``: those of random weights."""
+    if reused(reuse) == "none" or cache is None:
+        return {}
+    graph = graph.without_sources() if random else graph
+    return graphrun.kept(graph, inputs, hardware=place, cache=cache, what=reused(reuse), allow=allow)
+
+
+def kind_of(graph: Graph, given: Sequence[str]) -> str:
+    """The ``--reuse`` that finds outputs of the stages ``given``."""
+    encoded = all(graph.stage(name).op == "encode_prompt" for name in given)
+    return "none" if not given else "encoded" if encoded else "all"
+
+
+def run_order(order: Order, asked: Asked) -> None:
+    """A list of inputs, or one set of them that can be gone on with: runs, shows, and leaves with 2 where lines were left out."""
+    from graphrun.repeat.items import Item as OneItem
+    from graphrun.repeat.items import read_items
+    from graphrun.report.progress import BatchProgress
+
+    if order.source.suffix == ".json":
+        raise InputError(f"{order.source} is a plan for one run; --inputs and --resume plan for themselves: give the graph")
+    if asked.vram is None:
+        raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
+    graph, what = graphrun.load(order.source), reused(order.reuse)
+    cache = cli._cache(asked.no_cache)
+    place = cli._hardware(asked.hardware, asked.device, True, cache)
+    output = order.output or Path("out") / f"{graph.name}.png"
+    planfile.require_writable(output)
+    many = order.inputs is not None
+    items = read_items(order.inputs) if order.inputs is not None else [OneItem(1, {}, where="the inputs")]
+    say = None if order.as_json else functools.partial(typer.echo, err=True)
+    with BatchProgress(len(items), say) as progress, stopping(say) as stop:
+        watcher = _Watched(progress, stop)
+        files: dict[int, list[str]] = {}
+
+        def sink(item: Item, outputs: Mapping[str, Any]) -> list[Path]:
+            path = output.with_stem(f"{output.stem}-{item.number:04d}") if many else output
+            written = planfile.save_outputs(outputs, path)
+            files[item.number] = [str(each) for each in written]
+            return written
+
+        batch = graphrun.run_many(
+            graph,
+            items,
+            vram=asked.vram,
+            hardware=place,
+            common=asked.inputs,
+            random_weights=order.random_weights,
+            cache=cache,
+            reuse=what,
+            resume=output.parent / f".{output.stem}.resume" if order.resume else None,
+            strict=order.strict or not many,
+            sink=sink,
+            watcher=watcher,
+            note=functools.partial(typer.echo, err=True),
+            **asked.demands,
+        )
+    cli._show(_batch_json(batch, len(items), files), order.as_json, _batch_screen(batch, len(items)))
+    if batch.errors:
+        raise typer.Exit(2)
+
+
+class _Watched(Watcher):
+    """A batch's progress, whose runs end at a step's end when they are asked to."""
+
+    def __init__(self, progress: Any, stop: Stop) -> None:
+        self._progress, self._stop = progress, stop
+
+    def course(self, course: Course, counts: Mapping[str, int]) -> None:
+        self._progress.course(course, counts)
+
+    def part(self, part: Part, runs: int) -> None:
+        self._progress.part(part, runs)
+
+    def run(self, part: Part, item: Item) -> Callable[[int, int, int], None]:
+        return self._stop.watched(self._progress.run(part, item))
+
+    def done(self, item: Item, files: Sequence[Path]) -> None:
+        self._progress.done(item, files)
+
+    def left_out(self, item: Item) -> None:
+        self._progress.left_out(item)
+
+
+def _batch_json(batch: Batch, items: int, files: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    return {
+        "items": items,
+        "done": len(files),
+        "done_before": list(batch.done_before),
+        "left_out": {str(number): error for number, error in batch.errors.items()},
+        "files": {str(number): list(names) for number, names in files.items()},
+        "courses": [
+            {
+                "name": course.name,
+                "items": course.items,
+                "group": course.group,
+                "parts": [list(part.stages) for part in course.parts],
+                "predicted_seconds": course.seconds,
+                "moved_bytes": course.moved_bytes,
+                "waiting_bytes": course.waiting_bytes,
+            }
+            for course in batch.courses
+        ],
+        "shared": batch.shared,
+        "measured": {"seconds": batch.seconds, "moved_bytes": batch.moved_bytes},
+    }
+
+
+def _batch_screen(batch: Batch, items: int) -> str:
+    predicted, moved = sum(course.seconds for course in batch.courses), sum(course.moved_bytes for course in batch.courses)
+    done = items - len(batch.errors) - len(batch.done_before)
+    before = f", {len(batch.done_before)} done before" if batch.done_before else ""
+    left = f", {len(batch.errors)} left out" if batch.errors else ""
+    lines = [f"{done} of {items} items run{before}{left}"]
+    if batch.courses:
+        names = ", ".join(dict.fromkeys(course.name for course in batch.courses))
+        lines.append(f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved)} in")
+    if batch.traces:
+        lines.append(
+            f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs of parts"
+        )
+    if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
+        lines.append(f"runs not needed, since their outputs were there: {shared}")
+    return "\n".join(lines)
+
+
+@caches.command("ls")
+def list_kept(as_json: AsJson = False) -> None:
+    """Show what is kept: key, stage, size, age, and the inputs it is for."""
+    from graphrun.report.table import table
+
+    index = _index()
+    entries = index.entries()
+    data = [
+        {"key": e.key, "graph": e.graph, "stage": e.stage, "about": e.about, "nbytes": e.nbytes, "made": e.made, "used": e.used}
+        for e in entries
+    ]
+    now = time.time()
+    rows = [["key", "stage", "size", "used", "for"]]
+    rows += [
+        [e.key[:12], f"{e.graph}/{e.stage}", show_size(e.nbytes), f"{show_seconds(max(0.0, now - e.used))} ago", e.about]
+        for e in entries
+    ]
+    total = (
+        f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
+    )
+    screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"nothing is kept in {index.folder}"
+    cli._show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": data}, as_json, screen)
+
+
+@caches.command("rm")
+def remove_kept(keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="Everything that is kept.")] = False) -> None:
+    """Remove entries, by the first digits of their keys, or all of them."""
+    index = _index()
+    if bool(keys) == every:
+        raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
+    chosen = None
+    if keys:
+        known = [entry.key for entry in index.entries()]
+        found = {start: [key for key in known if key.startswith(start)] for start in keys}
+        if missing := [start for start, matching in found.items() if not matching]:
+            raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows what is kept")
+        chosen = sorted({key for matching in found.values() for key in matching})
+    typer.echo(f"removed {index.remove(chosen)} entries")
+
+
+@caches.command("verify")
+def verify_kept() -> None:
+    """Read every entry, and take out those that are damaged: they are computed again when they are needed."""
+    index = _index()
+    broken = index.verify()
+    for entry in broken:
+        typer.echo(f"damaged, and taken out: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
+    typer.echo(f"{len(index.entries())} entries are whole, {len(broken)} were not")
+
+
+def _index() -> Any:
+    from graphrun.outputs.index import Index
+
+    return Index((cli._cache(False) or Path()) / "outputs")

@@ -1,0 +1,30 @@
+"""Who hears how far a batch is. Decides nothing, and imports nothing that takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphrun.repeat.course import Course, Part
+    from graphrun.repeat.items import Item
+
+
+class Watcher:
+    """Hears how far a batch is. Does nothing; whoever shows it does more."""
+
+    def course(self, course: Course, counts: Mapping[str, int]) -> None:
+        """Items of equal settings are about to run in this way, ``counts[stage]`` runs of each stage."""
+
+    def part(self, part: Part, runs: int) -> None:
+        """A session of ``runs`` runs begins."""
+
+    def run(self, part: Part, item: Item) -> Callable[[int, int, int], None] | None:
+        """A run of it, for ``item``; what is returned hears of each call, as a run's ``progress``."""
+
+    def done(self, item: Item, files: Sequence[Path]) -> None:
+        """An item's outputs are where they belong."""
+
+    def left_out(self, item: Item) -> None:
+        """An item cannot be run: ``item.error`` says why."""

@@ -1,0 +1,108 @@
+"""Many inputs: the course that is predicted fastest, with the bits of single runs; equal work is done once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun
+from graphrun.errors import InputError
+from graphrun.planner.problem import Problem
+from graphrun.planner.simulate import simulate
+from graphrun.repeat.course import courses
+from graphrun.repeat.values import Values
+
+ITEMS = [{"prompt": f"prompt {number % 2}", "seed": number} for number in range(4)]
+SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
+
+
+def encoders(batch: Any) -> int:
+    """Bytes of text encoders that were copied to the device."""
+    events = [event for _, _, trace in batch.traces for event in trace.events if event.kind in ("load", "stream")]
+    return sum(event.nbytes for event in events if "text_encoder" in event.component)
+
+
+def test_every_item_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
+    flux: Any, batch: Any, problem: Problem, kept_dry_runs: Path
+) -> None:
+    found = batch(ITEMS)
+    solution = graphrun.plan(problem, cache=kept_dry_runs)
+    single = simulate(problem, solution.plan)
+    for number in (1, 4):
+        trace = graphrun.run(solution, flux, ITEMS[number - 1])
+        assert found.outputs[number]["image"].tobytes() == trace.outputs["image"].tobytes()
+    assert found.shared == {"encode": 2, "denoise": 0, "decode": 0}
+    assert found.moved_bytes < len(ITEMS) * single.moved_bytes
+    assert found.seconds < len(ITEMS) * single.seconds
+    assert found.seconds == pytest.approx(found.courses[0].seconds, rel=0.02)
+    assert encoders(found) <= sum(c.weight_bytes() for c in problem.components if "text_encoder" in c.name)
+
+
+def test_outputs_kept_by_one_batch_spare_the_next_its_encoders(batch: Any, tmp_path: Path) -> None:
+    first = batch(ITEMS[:2], cache=tmp_path, reuse="encoded")
+    assert encoders(first) > 0
+    again = batch([{"prompt": "prompt 0", "seed": 9}, ITEMS[0]], cache=tmp_path, reuse="encoded")
+    assert encoders(again) == 0
+    planned = {component.name for part in again.courses[0].parts for component in part.solution.problem.components}
+    assert planned == {"transformer", "vae"}
+    assert again.outputs[2]["image"].tobytes() == first.outputs[1]["image"].tobytes()
+
+
+def test_a_broken_item_is_left_out_and_the_rest_runs_unless_it_is_strict(batch: Any) -> None:
+    items = [ITEMS[0], {"prompt": "b", "steps": "many"}]
+    with pytest.raises(InputError, match="item 2: input 'steps'"):
+        batch(items, strict=True)
+    found = batch(items)
+    assert list(found.outputs) == [1]
+    assert found.errors == {2: "input 'steps': 'many' is not an int"}
+
+
+def test_other_sizes_are_planned_apart(batch: Any) -> None:
+    found = batch([{"prompt": "a", "steps": 1}, {"prompt": "a", "steps": 2}])
+    assert [course.items for course in found.courses] == [1, 1]
+    assert sorted(found.outputs) == [1, 2]
+
+
+def test_the_course_of_least_predicted_time_comes_first(flux: Any, problem: Problem) -> None:
+    counts = {"encode": 8, "denoise": 8, "decode": 8}
+    found = courses(flux, problem, counts, 8, graphrun.plan)
+    assert [len(course.parts) for course in sorted(found, key=lambda course: len(course.parts))] == [1, 2, 2, 3]
+    assert [course.seconds for course in found] == sorted(course.seconds for course in found)
+    staged = next(course for course in found if course.name == "stage by stage")
+    whole = next(course for course in found if course.name == "item by item")
+    assert staged.moved_bytes < whole.moved_bytes
+    assert staged.group == 8
+    given = courses(flux, problem, {**counts, "encode": 0}, 8, graphrun.plan)
+    assert all("encode" not in part.stages for course in given for part in course.parts)
+
+
+def test_groups_are_as_large_as_ram_and_disk_have_room(flux: Any, problem: Problem) -> None:
+    def staged(of: Problem) -> Any:
+        counts = {"encode": 8, "denoise": 8, "decode": 8}
+        return next(course for course in courses(flux, of, counts, 8, graphrun.plan) if course.name == "stage by stage")
+
+    free = staged(problem)
+    assert free.group == 8
+    each = free.waiting_bytes // 8
+    tight = staged(replace(problem, ram_bytes=problem.ram_bytes - free.room_bytes + 3 * each, disk_bytes=2 * each))
+    assert tight.group == 5
+    assert tight.waiting_bytes == 5 * each
+    assert tight.seconds > free.seconds, "weights are loaded for each group"
+
+
+def test_values_beyond_their_ram_wait_on_disk() -> None:
+    import torch
+
+    with Values(1000) as values:
+        values.put(1, "encode.embeds", {"a": torch.ones(200)})
+        values.put(2, "encode.embeds", {"a": torch.full((200,), 2.0)})
+        assert values.held_bytes == 800
+        assert values.stored_bytes > 800
+        assert torch.equal(values.get(2, "encode.embeds")["a"], torch.full((200,), 2.0))
+        values.drop(1)
+        values.drop(2)
+        assert (values.held_bytes, values.stored_bytes) == (0, 0)
+        assert not values.has(2, "encode.embeds")

@@ -1,0 +1,104 @@
+"""A batch that is killed at any moment goes on, and ends as one that was not: every item once, with the same bits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphrun.errors import InputError
+from graphrun.repeat.journal import Journal
+
+# The third has the first's prompt, which is encoded once.
+ITEMS = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}]
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def whole(batch: Any, sink: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The pictures of a batch that nothing broke."""
+    folder = tmp_path_factory.mktemp("whole")
+    batch(ITEMS, sink=sink(folder))
+    return pictures(folder)
+
+
+@pytest.mark.parametrize("first", random.Random(7).sample(range(1, 24), 3))
+def test_killed_at_any_write_it_goes_on_and_ends_with_the_same_bits(
+    batch: Any, sink: Any, killed: Any, whole: dict[str, bytes], first: int, tmp_path: Path
+) -> None:
+    def work() -> Any:
+        return batch(ITEMS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
+
+    kills = [moment for moment in (first, 5) if not killed(work, moment)]
+    assert first in kills
+    work()
+    assert pictures(tmp_path / "out") == whole
+    again = work()
+    assert again.done_before == (1, 2, 3)
+    assert not again.traces, "what is done is not done again"
+
+
+def test_it_goes_on_from_the_last_step(batch: Any, sink: Any, flux: Any, tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    class Broken(Journal):
+        def item(self, number: int) -> Any:
+            part = super().item(number)
+            save = part.save
+
+            def saved(stage: str, state: Any) -> None:
+                save(stage, state)
+                if state.done == 2:
+                    raise Interrupted
+
+            part.save = saved  # type: ignore[method-assign]
+            return part
+
+    import graphrun.repeat.journal as room
+
+    expected = batch(ITEMS[:1]).outputs[1]["image"]
+    kept, room.Journal = room.Journal, Broken  # type: ignore[misc]
+    try:
+        with pytest.raises(Interrupted):
+            batch(ITEMS[:1], resume=tmp_path / "state")
+    finally:
+        room.Journal = kept  # type: ignore[misc]
+    rest = batch(ITEMS[:1], resume=tmp_path / "state")
+    calls = {stages: sum(slot.calls for slot in trace.slots) for stages, _, trace in rest.traces}
+    assert calls == {("denoise",): 1, ("decode",): 1}, "one step of three is left, and no prompt is encoded"
+    assert rest.outputs[1]["image"].tobytes() == expected.tobytes()
+
+
+def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    batch(ITEMS[:1], resume=state)
+    vae = replace(flux.components["vae"], seed=5)
+    with pytest.raises(InputError, match=r"components.vae: weights: was .*, is "):
+        batch(ITEMS[:1], graph=replace(flux, components={**flux.components, "vae": vae}), resume=state)
+    with pytest.raises(InputError, match=r"inputs of item 1: was .*'a'.*, is .*'c'"):
+        batch([{"prompt": "c", "seed": 1}], resume=state)
+    more = batch([ITEMS[0], ITEMS[1]], resume=state)
+    assert more.done_before == (1,), "items may be added"
+    assert {number for _, number, _ in more.traces} == {2}
+
+
+def test_a_torn_state_does_not_count(tmp_path: Path) -> None:
+    item = Journal(tmp_path).item(1)
+    item.keep("encode", {"embeds": {"n": 3}})
+    assert item.values("encode") == {"embeds": {"n": 3}}
+    file = tmp_path / "1" / "encode.value"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert item.values("encode") is None
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(batch: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be kept there"):
+        batch(ITEMS[:1], resume=tmp_path / "file" / "state")

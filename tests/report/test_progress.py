@@ -1,0 +1,59 @@
+"""What is left of a run is what the plan says, at the pace so far; lines where there is no terminal."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from graphrun.planner.plan import Plan, Slot
+from graphrun.report.progress import BatchProgress, Pace, Progress, behind
+
+
+def test_what_is_left_is_predicted_at_the_pace_so_far() -> None:
+    now = [10.0]
+    pace = Pace(8.0, lambda: now[0])
+    assert pace.left_seconds == 8.0
+    now[0], pace.done_seconds = 14.0, 2.0
+    assert pace.left_seconds == 12.0, "two predicted seconds took four"
+    assert pace.text() == "about 12.0 s left"
+
+
+def test_the_seconds_behind_a_call() -> None:
+    assert behind([1.0, 2.0, 8.0], 2, 0, 4) == 3.0
+    assert behind([1.0, 2.0, 8.0], 2, 3, 4) == 7.0
+    assert behind([1.0, 2.0], 1, 0, 0) == 1.0
+
+
+def test_a_run_says_a_line_for_each_slot() -> None:
+    now, lines = [0.0], list[str]()
+    plan = Plan("p", (Slot("a/0:x", "load", 0, ()), Slot("a/0:x", "rest", 4, ())))
+    simulation = SimpleNamespace(slots=[SimpleNamespace(seconds=1.0), SimpleNamespace(seconds=4.0)])
+    with Progress(plan, simulation, lines.append, lambda: now[0]) as progress:  # type: ignore[arg-type]
+        now[0] = 100.0  # weights were built before the first slot
+        progress(0, 0, 0)
+        now[0] = 102.0
+        for call in range(5):
+            progress(1, call, 4)
+    assert lines == ["  slot 1/2 a/0:x load, about 5.0 s left", "  slot 2/2 a/0:x rest, about 8.0 s left"]
+
+
+def test_a_batch_says_a_line_for_each_run_with_its_rate_and_what_is_left() -> None:
+    now, lines = [0.0], list[str]()
+    slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
+    part = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    item = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
+    with BatchProgress(2, lines.append, lambda: now[0]) as progress:
+        progress.left_out(item)
+        progress.course(SimpleNamespace(seconds=4.0, items=2, name="item by item"), {})
+        progress.part(part, 2)
+        progress.run(part, item)(0, 1, 1)
+        now[0] = 3.0
+        progress.pace.done_seconds = 2.0
+        progress.run(part, item)
+        progress.done(item, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
+    assert lines[:4] == [
+        "graphrun: p.jsonl:3: is not JSON",
+        "  2 of 2 items item by item: predicted 4.0 s",
+        "  a 1/2, about 4.0 s left",
+        "  a 2/2, 3.0 s each, about 3.0 s left",
+    ]
+    assert lines[4].startswith("  done 1/2: ")
