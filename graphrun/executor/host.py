@@ -65,6 +65,7 @@ class Host:
         host = cls({}, replace(problem, components=()), device, spool=spool)
         host._shape = _shape(problem)
         given = modules or {}
+        host._spool.remove_stale()
         refuse_movers(given)
         used = {use.component for phase in problem.phases for use in phase.uses}
         host.ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}

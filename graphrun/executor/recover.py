@@ -107,6 +107,8 @@ def run_to_the_end(
             try:
                 if len(notes) == MOST:
                     raise BrokenPlan(f"planned again {MOST} times")
+                if lost := stages.lost:
+                    raise BrokenPlan(f"{', '.join(lost)} could not be copied from the device")
                 problem = rest_of(problem, plan, [stage.name for stage in stages.todo], error)
                 plan = solve(problem).plan
             except (Infeasible, BrokenPlan) as reason:

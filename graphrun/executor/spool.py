@@ -69,6 +69,10 @@ class Spool:
         }
         return _Blocks(FileSource(stored))
 
+    def remove_stale(self) -> None:
+        """What killed processes left in the root is gone."""
+        remove_stale(self._root or Path(tempfile.gettempdir()))
+
     def close(self) -> None:
         """The folder is gone."""
         if self._folder is not None and os.getpid() == self._process:
@@ -78,9 +82,8 @@ class Spool:
 
     def _made(self) -> Path:
         if self._folder is None:
-            root = self._root or Path(tempfile.gettempdir())
-            remove_stale(root)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+            self.remove_stale()
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._root))
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self._folder

@@ -82,6 +82,13 @@ class Stages:
                 self.named.clear()
                 return
 
+    @property
+    def lost(self) -> list[str]:
+        """Values that stages still to be run need, and that are neither kept nor to be made again."""
+        made = {f"{stage.name}." for stage in self.todo}
+        needed = {str(value)[1:] for stage in self.todo for value in stage.references if value.kind == "stage"}
+        return sorted(name for name in needed - self.named.keys() if not name.startswith(tuple(made)))
+
     def enter(self) -> None:
         """They are on the device again; a tensor that is there twice is one."""
         moved: dict[int, torch.Tensor] = {}

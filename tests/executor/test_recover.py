@@ -125,3 +125,18 @@ def test_a_run_as_planned_is_not_planned_again(whole: Whole) -> None:
     assert not told
     assert trace.notes == ()
     assert [slot.phase for slot in trace.slots] == [slot.phase for slot in simulate(problem, planned(problem)).slots]
+
+
+def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: Whole) -> None:
+    def broken(*_: Any) -> None:
+        whole.device.machine.fail_copy = 1
+
+    hook = whole.modules["transformer"].register_forward_pre_hook(broken)
+    try:
+        with shrinking(whole, "transformer", 100_000), pytest.raises(OutOfMemory) as caught:
+            run(whole, roomy(whole), [])
+    finally:
+        hook.remove()
+        whole.device.machine.fail_copy = None
+    assert "no plan fits what is left (encode.embeds could not be copied from the device)" in str(caught.value)
+    assert whole.device.allocated_bytes == 0
