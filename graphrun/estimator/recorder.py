@@ -192,8 +192,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cdata = storage._cdata
         if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
             return
-        self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
+        if nbytes == 0:  # LTX-Video pads some frames with none; in a record 0 bytes are a release
+            return
+        self._next += 1
         self._follow(tensor, self._next, nbytes)
         self._enter(self._next, nbytes)
 
