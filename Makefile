@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run test lint faults golden clean
+.PHONY: run test lint faults golden tables clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -24,6 +24,9 @@ lint: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest -m faults --override-ini="addopts=-q --import-mode=importlib" tests/executor
+
+tables: $(STAMP)
+	$(BIN)/python benchmarks/graph_table.py
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden

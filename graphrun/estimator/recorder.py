@@ -223,10 +223,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         cdata = storage._cdata
         known = cdata in self._live or cdata in self._names or cdata in self._ignored
-        if tensor.device.type != self._place or known or not storage.nbytes():  # what has no bytes is not allocated
+        if tensor.device.type != self._place or known or not storage.nbytes():  # in a record 0 bytes are a release
             return False
-        self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
+        self._next += 1
         self._follow(tensor, self._next, nbytes)
         self._enter(self._next, nbytes)
         return True

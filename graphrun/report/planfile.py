@@ -23,6 +23,7 @@ from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution
 
 VERSION = 1
+FRAME_MILLISECONDS = 60  # of a moving picture: some 16 frames a second, as Wan's videos are made for
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
@@ -116,24 +117,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write every picture among ``outputs``: the first to ``path``, others beside it with a number. Returns the paths.
+    """Write every picture among ``outputs``: the first to ``path``, others beside it with a number, so that frames sort as they
+    follow. With the suffix ``.gif`` each video becomes one moving picture instead. Returns the paths.
 
     Tensors (embeddings, latents) go together into ``path`` with the suffix ``.safetensors``, under names such as
     ``embeds.prompt_embeds``.
     """
-    pictures = [
-        picture
-        for value in outputs.values()
-        for picture in (value if isinstance(value, list) else [value])
-        if hasattr(picture, "save")
-    ]
+    kind = path.suffix.lstrip(".") or "png"
+    pictures = list(_pictures(list(outputs.values()), videos=kind == "gif"))
+    digits = len(str(len(pictures) - 1))
     written = []
     for number, picture in enumerate(pictures):
-        target = path if number == 0 else path.with_stem(f"{path.stem}-{number}")
-        kind = path.suffix.lstrip(".") or "png"
+        target = path if number == 0 else path.with_stem(f"{path.stem}-{number:0{digits}}")
 
         def write(temporary: Path, picture: Any = picture, kind: str = kind) -> None:
-            picture.save(temporary, format=kind)
+            if isinstance(picture, list):
+                picture[0].save(temporary, kind, save_all=True, append_images=picture[1:], duration=FRAME_MILLISECONDS, loop=0)
+            else:
+                picture.save(temporary, format=kind)
 
         _whole(target, write)
         written.append(target)
@@ -147,6 +148,15 @@ def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
         _whole(target, lambda temporary: temporary.write_bytes(data))
         written.append(target)
     return written
+
+
+def _pictures(values: list[Any], *, videos: bool) -> Iterator[Any]:
+    """Every picture in ``values`` and the lists in it; for ``videos`` a list of pictures is one thing."""
+    for value in values:
+        if hasattr(value, "save") or (videos and isinstance(value, list) and value and hasattr(value[0], "save")):
+            yield value
+        elif isinstance(value, list):
+            yield from _pictures(value, videos=videos)
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:

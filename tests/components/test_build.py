@@ -427,3 +427,13 @@ def test_a_broken_tokenizer_file_is_named(flux: Graph, tmp_path: Path) -> None:
     part = replace(flux.parts["tokenizer"], file=tmp_path / "t.json")
     with pytest.raises(GraphError, match=rf"{part.where}: parts\.tokenizer: {tmp_path}/t\.json"):
         build_part(part, flux)
+
+
+def test_while_planning_a_text_that_is_not_padded_to_a_length_is_as_long_as_it_may_be(flux: Graph) -> None:
+    part = flux.parts["tokenizer"]
+    planning, real = (build_part(part, flux, planning=planning) for planning in (True, False))
+    unpadded = {"padding": "longest", "max_length": 40, "truncation": True}
+    assert len(planning("a", **unpadded).input_ids) == 40 > len(real("a", **unpadded).input_ids)
+    assert [len(ids) for ids in planning(["a", "b c"], **unpadded).input_ids] == [40, 40]
+    padded = {"padding": "max_length", "max_length": 40, "truncation": True}
+    assert planning("a", **padded).input_ids == real("a", **padded).input_ids

@@ -155,3 +155,18 @@ def test_blocks_that_run_twice_in_a_call_stay_with_the_rest(dry: Any) -> None:
     streamed = {name: [path for k in facts.classes if k.streamable for path in k.blocks] for name, facts in probed.facts.items()}
     assert not any(path.startswith("decoder") for path in streamed["vae"])
     assert len(streamed["transformer"]) == 8
+
+
+def test_an_empty_tensor_leaves_no_mark() -> None:
+    class Padded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:0].clone(), x])
+
+    recorder = Recorder(Padded(), ())
+    x = torch.empty(4, 128, device="meta")
+    recorder.ignore([x])
+    with torch.no_grad(), recorder:
+        out = Padded()(x)
+    del out
+    recorder.close()
+    assert recorder.events == [(1, 2048), (1, 0)]

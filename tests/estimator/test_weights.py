@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphrun.estimator.weights import classify, unit_paths
+from graphrun.estimator.weights import choices_among, classify, unit_paths
 
 
 class Block(nn.Module):
@@ -80,3 +80,30 @@ def test_a_class_ends_where_blocks_of_another_are_called_between() -> None:
         ("double", ("double.0", "double.1")),
         ("single_2", ("single.2",)),
     ]
+
+
+class Mixture(nn.Module):
+    """A block most of which is experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.Linear(4, 4))
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(4)])
+
+
+def test_experts_of_which_data_picks_some_pass_with_their_block() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([Mixture() for _ in range(3)])
+    units = unit_paths(net)
+    assert units[:4] == [f"blocks.0.experts.{n}" for n in range(4)]
+    picked = choices_among(units, {f"blocks.{block}.experts.{n}" for block in range(3) for n in (0, 1)})
+    assert picked == {f"blocks.{n}.experts" for n in range(3)}
+    assert unit_paths(net, picked) == paths("blocks", 3)
+
+
+def test_a_list_may_have_one_block_that_is_not_like_the_others() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)), nn.Sequential(nn.Linear(32, 16))])
+    assert [k.blocks for k in classify(net, paths("blocks", 5), [])] == [("",), tuple(paths("blocks", 4))]
+    net.blocks.append(nn.Sequential(nn.Linear(32, 8)))
+    assert unit_paths(net) == []

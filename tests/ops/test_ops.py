@@ -119,3 +119,43 @@ def test_embeddings_are_named_as_the_pipeline_returns_them() -> None:
         "pooled_prompt_embeds",
         "negative_pooled_prompt_embeds",
     )
+
+
+def embeds(name: str, **inputs: Any) -> dict[str, torch.Tensor]:
+    graph = graphrun.load(GRAPHS / f"{name}.yaml").until("encode")
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    found: dict[str, torch.Tensor] = run_stages(graph, modules, CPU, graph.resolve(inputs))["embeds"]
+    return found
+
+
+def test_a_negative_prompt_that_takes_a_call_of_its_own_is_encoded_when_true_guidance_asks_for_it() -> None:
+    without = embeds("hunyuan-video-tiny", negative_prompt="dark")
+    guided = embeds("hunyuan-video-tiny", negative_prompt="dark", true_cfg_scale=2.0)
+    assert list(without) == ["prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"]
+    assert list(guided) == [*without, *(f"negative_{name}" for name in without)]
+    assert torch.equal(guided["prompt_embeds"], without["prompt_embeds"])
+    assert not torch.equal(guided["pooled_prompt_embeds"], guided["negative_pooled_prompt_embeds"])
+
+
+def test_a_second_encoder_s_embeddings_have_the_names_that_the_pipeline_takes_them_by() -> None:
+    found = embeds("hunyuan-dit-tiny")
+    first = [name for name in found if not name.endswith("_2")]
+    assert list(found) == [*first, *(f"{name}_2" for name in first)]
+    assert found["prompt_embeds"].shape == (1, 77, 64)
+    assert found["prompt_embeds_2"].shape == (1, 256, 96)
+
+
+def test_what_is_not_given_has_the_default_of_the_whole_pipeline(edited: Callable[..., Any]) -> None:
+    line = "  max_sequence_length: {type: int, default: 64, minimum: 1, maximum: 256}\n"
+    graph = edited("wan-tiny", (", max_sequence_length: $max_sequence_length}", "}"), (line, ""))
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    found = run_stages(graph.until("encode"), modules, CPU, graph.resolve({}))["embeds"]
+    assert found["prompt_embeds"].shape[1] == 512, "of WanPipeline.__call__; its encode_prompt alone says 226"
+
+
+def test_tiling_is_the_vaes_for_as_long_as_the_stage_says() -> None:
+    graph = graphrun.load(GRAPHS / "hunyuan-video-tiny.yaml")
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    for tiling in (True, False):
+        run_stages(graph, modules, CPU, graph.resolve({"steps": 1, "height": 32, "width": 32, "frames": 1, "tiling": tiling}))
+        assert modules["vae"].use_tiling is tiling

@@ -247,3 +247,18 @@ def test_random_states_can_be_forked_once_sim_is_registered() -> None:
     with torch.random.fork_rng():
         torch.rand(7)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_hollow_machine_takes_the_memory_of_large_tensors_and_computes_small_ones(sim: Machine) -> None:
+    seen = []
+    for hollow_bytes in (None, 1 << 16):
+        sim.hollow_bytes = hollow_bytes
+        before = sim.allocations
+        large, small = torch.ones(1 << 16, device="sim"), torch.ones(4, device="sim")
+        half = (large * 0.5 + 0.5).clamp(0, 1)[::2]
+        assert (half.shape, half.device.type) == ((1 << 15,), "sim")
+        assert (small * 3).tolist() == [3.0] * 4
+        seen.append((sim.peak_bytes, sim.allocations - before))
+        del large, small, half
+        sim.reset_peak()
+    assert seen[0] == seen[1]

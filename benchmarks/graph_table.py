@@ -1,0 +1,133 @@
+"""docs/graphs.md: every reference graph's components in GiB, and the predicted time and peak at four budgets on an RTX 4090.
+
+    python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
+
+Needs no weights and no GPU. Pyramid-Flow's classes are the stand-in's (tests/standins).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "graphs.md"
+HARDWARE = "rtx4090"
+BUDGETS = ("8G", "12G", "16G", "24G")
+RAM = "64G"
+LARGE = {"qwen-image": "128G", "hidream": "128G"}  # their weights alone do not fit in 64 GiB
+NAMES = (
+    "flux-dev",
+    "flux-schnell",
+    "sdxl",
+    "sd3",
+    "hidream",
+    "cogview4",
+    "auraflow",
+    "pixart-sigma",
+    "hunyuan-dit",
+    "qwen-image",
+    "wan-14b",
+    "hunyuan-video",
+    "cogvideox-5b",
+    "ltx",
+    "pyramid-flow",
+)
+
+HEAD = f"""# Reference graphs
+
+Each of these files in `graphs/` plans with no weights and no GPU: sizes come from configs, activations from a dry run of the
+pipeline's own code. Times are a first run's, from host memory, predicted for an RTX 4090 with {RAM} of RAM ({{large}})
+at each graph's default inputs; peaks are what `nvidia-smi` would show. Made by `make tables`.
+
+## Components
+
+GiB in the precision that the checkpoint is run in, buffers included.
+
+| graph | components |
+|---|---|
+"""
+MIDDLE = """
+## Predicted time and peak
+
+`-`: does not fit; the smallest budget that works stands beside it.
+
+| graph | """
+
+
+def component_line(name: str) -> str:
+    """One row of the first table: a graph's components, largest first."""
+    import graphrun
+    from graphrun.components.build import ghost
+
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml")
+    sizes = {key: nbytes(ghost(component, graph.allow)) for key, component in graph.components.items()}
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
+
+
+def nbytes(module: Any) -> int:
+    """Bytes of the distinct tensors of ``module``."""
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+
+
+def plan_line(name: str) -> str:
+    """One row of the second table."""
+    import graphrun
+    from graphrun.estimator.hardware import hardware
+    from graphrun.estimator.numbers import problem_of
+    from graphrun.estimator.probe import probe
+    from graphrun.planner.infeasible import Infeasible, smallest_budget
+    from graphrun.planner.simulate import simulate
+    from graphrun.units import parse_size
+
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml")
+    inputs = graph.for_planning({})
+    probed = probe(graph, inputs)
+    cells = []
+    for budget in BUDGETS:
+        ram = parse_size(LARGE.get(name, RAM), name="ram")
+        problem = problem_of(graph, probed, hardware(HARDWARE), parse_size(budget, name="vram"), ram, inputs)
+        try:
+            plan = graphrun.plan(problem).plan
+        except Infeasible:
+            cells.append(f"- ({smallest_budget(problem) / 2**30:.1f})")
+            continue
+        found = simulate(problem, plan)
+        outside = problem.budget_bytes - problem.effective_bytes
+        cells.append(f"{found.seconds:.1f} s, {(max(slot.peak_bytes for slot in found.slots) + outside) / 2**30:.1f}")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def lines_of(text: str) -> dict[str, list[str]]:
+    """The rows of both tables by graph, as they stand in the document."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if match := re.match(r"\| ([a-z0-9-]+) \|", line):
+            found.setdefault(match[1], []).append(line)
+    return {name: rows for name, rows in found.items() if name in NAMES and len(rows) == 2}
+
+
+def document(rows: dict[str, list[str]]) -> str:
+    """The whole document from its rows."""
+    large = ", ".join(f"{name} with {ram}" for name, ram in LARGE.items())
+    names = [name for name in NAMES if name in rows]
+    header = " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS) + " |\n|---" + "|---" * len(BUDGETS) + "|\n"
+    first, second = ("".join(f"{rows[name][table]}\n" for name in names) for table in (0, 1))
+    return HEAD.format(large=large) + first + MIDDLE + header + second
+
+
+def main(names: list[str]) -> None:
+    """Rewrites the rows of ``names``, of all graphs where none is named."""
+    sys.path.append(str(ROOT / "tests" / "standins"))
+    rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
+    for name in names or NAMES:
+        rows[name] = [component_line(name), plan_line(name)]
+        print(*rows[name], sep="\n", flush=True)
+        TABLE.write_text(document(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Values on meta that a dry run may read: sizes that code writes out, and the worst case of experts that data picks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphrun.estimator.recorder import FusedAttention, Recorder
+
+
+def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Recorder]:
+    recorder = Recorder(module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))])
+    recorder.ignore(args)
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = module(*args)
+    recorder.close()
+    return out, recorder
+
+
+class Crop(nn.Module):
+    """As HiDream's unpatchify: a size goes to the device as a tensor, and comes back as a slice's end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = torch.tensor([3, 5], device=x.device).unsqueeze(0).repeat(len(x), 1)
+        height, width = sizes[0]
+        return x[:, : height * width].reshape(len(x), height, width)
+
+
+class Experts(nn.Module):
+    """As HiDream's mixture: two of four experts for each token, each called with the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        picked = torch.topk(x[:, :4], k=2, dim=-1).indices.view(-1)
+        ends = picked.bincount().cpu().numpy().cumsum(0)
+        found = torch.zeros_like(x)
+        for expert, begin, end in zip(self.experts, [0, *ends], ends, strict=False):
+            if begin != end:
+                found[: end - begin] += expert(x[: end - begin])
+        return found
+
+
+def test_a_size_that_the_code_says_is_known_after_arithmetic() -> None:
+    out, _ = record(Crop(), torch.empty(2, 64, device="meta"))
+    assert out.shape == (2, 3, 5)
+
+
+def test_a_changed_tensor_is_no_longer_known() -> None:
+    class Overwritten(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = torch.tensor([7], device=x.device)
+            size.copy_(x[:1].long())
+            return x[: int(size)]
+
+    out, _ = record(Overwritten(), torch.empty(64, device="meta"))
+    assert out.shape == (1,), "what nobody can know answers 1"
+
+
+def test_at_worst_all_tokens_take_the_same_two_experts() -> None:
+    out, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
+    assert out.shape == (32, 8)
+    assert recorder.entered == ["experts.0", "experts.1"]
+    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token, whichever they are"
