@@ -325,7 +325,9 @@ def main() -> None:
     """Measure, write, and say where."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer prompts, runs, kills and seconds; nothing is written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", action="append", help="this part alone (the beginning of its name); the others' results stay")
+    told = parser.parse_args()
+    quick, path = told.quick, ROOT / "benchmarks/results/repeated.json"
     import torch
 
     torch.set_num_threads(1)
@@ -342,11 +344,14 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "scipy")},
     }
+    if told.only and path.exists():
+        result = {**json.loads(path.read_text()), **result}
     for name, measure in parts.items():
+        if told.only and not any(name.startswith(start) for start in told.only):
+            continue
         result[name] = measure()
         print(name, json.dumps(result[name], indent=1), flush=True)
         if not quick:
-            path = ROOT / "benchmarks/results/repeated.json"
             path.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(0)
 
