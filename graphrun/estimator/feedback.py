@@ -6,9 +6,11 @@
                                                                               of the peaks is the activation's
 
 Kept per device, versions of the libraries, component and shapes (`estimator.shapes`). Of several runs the largest activation
-counts. Seconds are those of streamed blocks, class by class, and of calls of which no block was copied in the slot (a call that is
-streamed also waits); a call's are shared among its blocks as its FLOPs are. A figure is replaced when it moved by more than
-`TOLERATED`, so that plans do not change with every run's noise.
+counts, and never less than was traced: a class of blocks is planned with its largest, so a run of many blocks takes less than
+planned, which is not the activation's doing and does not hold for a plan that keeps few. Seconds are those of streamed
+blocks, class by class, and of calls of which no block was copied in the slot (a call that is streamed also waits); a call's
+are shared among its blocks as its FLOPs are. A figure is replaced when it moved by more than `TOLERATED`, so that plans do
+not change with every run's noise.
 """
 
 from __future__ import annotations
@@ -21,11 +23,10 @@ from typing import Any
 from graphrun.estimator.shapes import known_shapes
 from graphrun.estimator.store import Store
 from graphrun.planner.plan import Load, Plan, Stream
-from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Problem, Use
+from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import simulate
 from graphrun.trace import Trace
-from graphrun.units import round_up
 
 TOLERATED = 0.02
 PARTS = ("first_bytes", "rest_bytes")
@@ -92,13 +93,11 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
     """Per phase, where a run shows them: ``first_bytes`` and ``rest_bytes`` of activation; ``seconds``, by component those of one
     call, and by ``component/class`` those of one block."""
     found: dict[str, dict[str, Any]] = {}
-    settled, plain = settle(problem, plan), {phase.name for phase in problem.phases if phase.stage not in dict(plan.options)}
-    overcounted = _overcounted_bytes(settled, trace)
+    plain = _as_traced(problem, plan)
     for planned, slot in trace.beside(simulate(problem, plan).slots):
         if slot.part in ("first", "rest") and slot.phase in plain:
-            less = planned.peak_bytes - slot.peak_bytes
-            activation = planned.activation_bytes - (max(0, less - overcounted) if less > 0 else less)
-            found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = max(0, activation)
+            activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
+            found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = activation
     durations: dict[tuple[str, str], list[float]] = {}
     classes = {(c.name, path): k.name for c in problem.components for k in c.classes for path in k.blocks}
     for event in trace.events:
@@ -116,17 +115,16 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
     return found
 
 
-def _overcounted_bytes(settled: Problem, trace: Trace) -> int:
-    """By how much weights may be less than planned: a class counts each of its blocks as the largest. What a peak is lower for that
-    reason is no activation's."""
-    planned = {
-        (component.name, path): round_up(nbytes, ALLOCATION_BYTES)
-        for component in settled.components
-        for k, nbytes in zip(component.classes, component.variants[0].block_bytes, strict=True)
-        for path in k.blocks
+def _as_traced(problem: Problem, plan: Plan) -> set[str]:
+    """Phases that ran as they were traced: the stage plainly, on the device, each component in the precision it has there."""
+    other = dict(plan.options)
+    chosen = {component.name: component.variants[0] for component in settle(problem, plan).components}
+    changed = {
+        component.name
+        for component in problem.components
+        if (chosen[component.name].precision, chosen[component.name].device) != (component.variants[0].precision, "device")
     }
-    copied = {(event.component, event.detail): event.nbytes for event in trace.events if event.kind in ("load", "stream")}
-    return sum(planned[key] - round_up(nbytes, ALLOCATION_BYTES) for key, nbytes in copied.items() if key in planned)
+    return {p.name for p in problem.phases if p.stage not in other and not changed & {use.component for use in p.uses}}
 
 
 def _merge(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,8 +143,8 @@ def _phase(problem: Problem, phase: PhaseNumbers, known: Mapping[str, Any]) -> P
     return replace(
         phase,
         uses=tuple(_use(problem, use, known["seconds"]) for use in phase.uses),
-        first_bytes=known.get("first_bytes", phase.first_bytes),
-        rest_bytes=known.get("rest_bytes", phase.rest_bytes),
+        first_bytes=max(phase.first_bytes, known.get("first_bytes", 0)),
+        rest_bytes=max(phase.rest_bytes, known.get("rest_bytes", 0)),
         basis="measured",
     )
 
