@@ -135,7 +135,6 @@ class Running:
         self._values = Values(work)
         work.before_stage = self._begin
         try:
-            work.enter()
             return work.run()
         finally:
             work.before_stage = None
