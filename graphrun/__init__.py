@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphrun.executor.device import Device
     from graphrun.graph.graph import Graph
     from graphrun.integrations.attach import Attachment
+    from graphrun.integrations.description import LivePipeline
     from graphrun.outputs.reuse import Reuse, What
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
@@ -43,6 +44,7 @@ __all__ = [
     "TransferFailed",
     "attach",
     "estimate",
+    "from_pipeline",
     "kept",
     "load",
     "plan",
@@ -60,7 +62,7 @@ def load(path: str | Path) -> Graph:
 
 
 def estimate(
-    graph: Graph,
+    graph: Graph | LivePipeline,
     *,
     vram: str | int,
     ram: str | int = "auto",
@@ -90,16 +92,22 @@ def estimate(
     other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a run ends behind
     it, with these outputs. ``given``: names of values (or of their stages) that a run is handed, such as those that `kept` finds:
     these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept:
-    with one found there, no torch is imported.
+    with one found there, no torch is imported. Of a pipeline (`from_pipeline`) ``inputs`` are a call's arguments.
     """
     from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.graph.graph import Graph as Declared
 
     hardware = _hardware(hardware, cache)
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
     ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
+    if not isinstance(graph, Declared):
+        if until is not None:
+            raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
+        return graph.problem(inputs or {}, hardware, budget_bytes, ram_bytes, (tuple(keep), tuple(exclude), reserve_bytes))
     graph = graph if until is None else graph.until(until)
-    graph = graph.directed(keep, exclude, None if reserve is None else parse_size(reserve, name="reserve"), pin)
+    graph = graph.directed(keep, exclude, reserve_bytes, pin)
     values = graph.for_planning(inputs or {})
 
     from graphrun.estimator.cache import problem_for
@@ -221,6 +229,16 @@ def run(
 
         remember(problem, solution.plan, trace, Store(cache))
     return trace
+
+
+def from_pipeline(pipe: Any) -> LivePipeline:
+    """``pipe``, a diffusers pipeline, as something that `estimate` plans: its weights may be on the CPU or on meta, and stay there.
+
+    ``estimate(from_pipeline(pipe), vram="8G", inputs={"prompt": "a lighthouse", "height": 1024})``. Raises InputError.
+    """
+    from graphrun.integrations.description import LivePipeline
+
+    return LivePipeline(pipe)
 
 
 def attach(

@@ -234,3 +234,19 @@ def test_an_error_in_the_run_leaves_nothing_and_the_next_call_works(sd: Attached
         sd.seeded()
     assert sd.device.allocated_bytes == 0
     assert equal(sd.seeded(), seeded(SD.build()))
+
+
+def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
+    pipe = SD.build()
+    live = graphrun.from_pipeline(pipe)
+    inputs = {"prompt": PROMPT, "height": 16, "width": 16, "num_inference_steps": 2}
+    problem = graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs)
+    assert dict(problem.settings)["height"] == "16"
+    assert [use.component for phase in problem.phases for use in phase.uses] == ["text_encoder", "unet", "vae"]
+    for part in (pipe.text_encoder, pipe.unet, pipe.vae):
+        part.to("meta")
+    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", hardware="sim", inputs=inputs)
+    assert bare == problem
+    assert graphrun.plan(bare).plan.problem == problem.digest
+    with pytest.raises(InputError, match="until"):
+        graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs, until="decode")

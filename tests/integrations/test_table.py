@@ -1,0 +1,28 @@
+"""The table of `docs/pipelines.md` is the list of what is tested, and of what is known to fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_cases import FAILING
+from tiny_pipelines import cases
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
+HEAD = "| pipeline | family | result |\n|---|---|---|\n"
+
+
+def table() -> str:
+    rows = {name: (case.family, "works") for name, case in cases().items()}
+    rows |= {name: (family, why) for name, (family, why) in FAILING.items()}
+    return HEAD + "".join(f"| {name} | {family} | {result} |\n" for name, (family, result) in sorted(rows.items()))
+
+
+def test_the_table_is_the_list(request: pytest.FixtureRequest) -> None:
+    before, _, found = DOCUMENT.read_text().partition(HEAD)
+    if request.config.getoption("--update-golden"):
+        DOCUMENT.write_text(before + table())
+    else:
+        assert HEAD + found == table()
+    assert len({name.split("-")[0] for name in cases()}) >= 40
+    assert not set(cases()) & set(FAILING)
