@@ -37,7 +37,7 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from peers_cell import GRAPHS, graph_file, process, subject  # noqa: E402
-from peers_tools import GRAPHRUN, TOOLS  # noqa: E402
+from peers_tools import OWN, TOOLS  # noqa: E402
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "scipy")
 SHARES = (0.0, 0.25, 0.5, 0.75)
@@ -72,7 +72,7 @@ class Bench:
     def __init__(self, asked: argparse.Namespace, cache: str) -> None:
         self.asked, self.cache = asked, cache
         wanted = asked.tools.split(",") if asked.tools else [""]
-        known = [*TOOLS, GRAPHRUN]
+        known = [*TOOLS, *OWN]
         self.tools = [name for name in known if any(part == name or (part not in known and part in name) for part in wanted)]
         self.path = asked.out or HERE / "results" / f"peers-{asked.device}.json"
         self.results: dict[str, Any] = {"about": about(asked), "models": {}, "cells": []}
@@ -110,9 +110,6 @@ class Bench:
 
     def facts(self, model: str) -> dict[str, Any]:
         """What the grid is made from: a run without a cap, its outputs, and graphrun's smallest budget."""
-        import graphrun
-        from graphrun.planner.infeasible import smallest_budget
-
         of = subject(model, self.asked.device, self.asked.steps)
         plain: dict[str, Any] = {"status": "", "message": "", "runs": []}
         for tool in REFERENCES:
@@ -121,9 +118,7 @@ class Bench:
         if plain["status"] != "finished":
             return {"failed": plain["message"]}
         embeds = plain if of.encodes_only else self.cell(model, plain["tool"], "encode")
-        hardware = "sim" if self.asked.device == "sim" else None
-        ample = graphrun.estimate(of.graph, vram=1 << 50, ram=1 << 50, hardware=hardware, inputs=of.given, cache=Path(self.cache))
-        sizes = [c.weight_bytes() for c in ample.components]
+        sizes = [c.weight_bytes() for c in self.ample(of).components]
         resident = plain["tool"] == REFERENCES[0]
         peak = _peak(plain)
         activation = max(0, peak - (plain["runs"][0]["left_bytes"] if resident else max(sizes)))
@@ -133,34 +128,45 @@ class Bench:
             "weight_bytes": sum(sizes),
             "resident_peak_bytes": peak if resident else sum(sizes) + activation,
             "activation_bytes": activation,
-            "graphrun_smallest_bytes": smallest_budget(ample) - ample.hardware.context_bytes,
             "outputs": plain["raw"][0],
             "embeds": embeds["raw"][0],
         }
 
+    def ample(self, of: Any) -> Any:
+        """graphrun's problem without limits."""
+        import graphrun
+
+        hardware = "sim" if self.asked.device == "sim" else None
+        return graphrun.estimate(of.graph, vram=1 << 50, ram=1 << 50, hardware=hardware, inputs=of.given, cache=Path(self.cache))
+
     def model(self, name: str) -> None:
         """All cells of one model: without a cap, the grid, encoding alone, tight RAM."""
+        from graphrun.planner.infeasible import smallest_budget
+
         path = graph_file(name, self.asked.device)
         if not path.exists():
             self.results["models"][name] = {"failed": f"there is no {path.name}"}
             return
+        of = subject(name, self.asked.device, self.asked.steps)
         if self.asked.device == "sim":
-            subject(name, self.asked.device, self.asked.steps).pipeline()  # forked cells share its modules and what it imports
+            of.pipeline()  # forked cells share its modules and what it imports
             gc.freeze()  # nor need their collectors look at all that
         known = self.results["models"].get(name, {})
         facts = known if "outputs" in known else self.facts(name)
         self.results["models"][name] = facts
         if "failed" in facts:
             return
-        tools = [tool for tool in self.tools if tool == GRAPHRUN or not TOOLS[tool].for_ram]
+        ample = self.ample(of)
+        facts["graphrun_smallest_bytes"] = smallest_budget(ample) - ample.hardware.context_bytes
+        tools = [tool for tool in self.tools if tool in OWN or not TOOLS[tool].for_ram]
         uncapped = self.many([(name, tool, "run", {}) for tool in tools])
         facts["caps"] = caps = self.caps(facts, [_peak(c) for c in uncapped if c["status"] == "finished"])
         runnable = [c for c in uncapped if c["status"] not in ("unavailable", "failed")]
         self.many([(name, c["tool"], "run", {"cap_bytes": cap}) for c in runnable for cap in self.caps_of(c, caps)])
-        if not subject(name, self.asked.device, self.asked.steps).encodes_only:
+        if not of.encodes_only:
             self.many([(name, c["tool"], "encode", {}) for c in runnable])
         facts["tight_ram_bytes"] = ram = int(TIGHT * facts["weight_bytes"])
-        tight = [tool for tool in self.tools if tool == GRAPHRUN or TOOLS[tool].for_ram]
+        tight = [tool for tool in self.tools if tool in OWN or TOOLS[tool].for_ram]
         at = [caps[len(caps) // 2], caps[-1]]
         self.many([(name, tool, "run", {"cap_bytes": cap, "ram_bytes": ram}) for cap in at for tool in tight])
         gc.unfreeze()
@@ -182,7 +188,7 @@ class Bench:
         Above its peak such a tool does the same as without a cap, below it it does not finish; the two show that this is so.
         """
         tool = uncapped["tool"]
-        if tool == GRAPHRUN or self.asked.device in TOOLS[tool].adapts or uncapped["status"] != "finished":
+        if tool in OWN or self.asked.device in TOOLS[tool].adapts or uncapped["status"] != "finished":
             return caps
         peak = _peak(uncapped)
         return [cap for cap in caps if cap < peak][-1:] + [cap for cap in caps if cap >= peak][:1]

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from peers_machine import Instrument, instrument
-from peers_tools import GRAPHRUN, TOOLS, Cell, Unavailable
+from peers_tools import OWN, SESSION, TOOLS, Cell, Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 GRAPHS = {
@@ -33,7 +33,7 @@ GRAPHS = {
     "sdxl": ("sdxl-tiny", "sdxl"),
     "cogview4": ("cogview4-tiny", "cogview4"),
     "hidream": ("hidream-encode-tiny", "hidream"),
-    "wan": ("wan-tiny", "wan"),
+    "wan": ("wan-tiny", "wan-14b"),
 }
 """Model -> its graph in small, for sim, and at full size, for CUDA."""
 
@@ -195,35 +195,37 @@ def _peer(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> 
 
 
 def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
-    """The same graph, planned for the cap and the RAM, and run twice from the same host memory. The executor opens the device."""
+    """The same graph, planned for the cap and the RAM, and run twice. The executor opens the device.
+
+    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads them as its plan says.
+    """
     import graphrun
-    from graphrun.executor.executor import execute
+    from graphrun.executor.executor import Session, stages_for
     from graphrun.executor.host import Host
+    from graphrun.planner.settle import settle
     from graphrun.planner.simulate import simulate
 
-    graph, until = of.graph, "encode" if encode and not of.encodes_only else None
-    hardware = "sim" if books.on.name == "sim" else None
-    context = 0 if hardware else _context_bytes()
-    problem = graphrun.estimate(
-        graph,
-        vram=(asked["cap_bytes"] or 1 << 40) + context if hardware or asked["cap_bytes"] else "90%",
-        ram=asked["ram_bytes"] or 1 << 40,
-        hardware=hardware,
-        inputs={key: value for key, value in of.given.items() if until is None or key in graph.until(until).inputs},
-        until=until,
-        cache=Path(asked["cache"]) if asked.get("cache") else None,
-    )
-    graph = graph if until is None else graph.until(until)
+    graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
+    problem = _problem(of, graph, asked, books.on.name)
     solution = graphrun.plan(problem)
-    planned = simulate(problem, solution.plan)
-    device = books.on.executor()
-    host = Host.of_graph(graph, problem, device, {n: m for n, m in of.modules.items() if n in {c.name for c in problem.components}})
+    plan, planned = solution.plan, simulate(problem, solution.plan)
+    given = of.modules if asked["ram_bytes"] is None else {}
+    books.modules, device = given, books.on.executor()
+    host = Host.of_graph(graph, settle(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})
     inputs = graph.resolve({key: value for key, value in of.inputs.items() if key in graph.inputs})
-    for _ in range(2):
-        with books.run():
-            trace = execute(problem, solution.plan, graph, inputs, device, host=host)
-            books.outputs.append(fingerprint(trace.outputs))
-            del trace
+
+    def once(session: Session) -> None:
+        books.outputs.append(fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs))
+
+    if asked["tool"] == SESSION:
+        with Session(problem, plan, host, device) as session:
+            for _ in range(2):
+                with books.run():
+                    once(session)
+    else:
+        for _ in range(2):
+            with books.run(), Session(problem, plan, host, device) as session:
+                once(session)
     books.host["pinned"] = device.arenas.nbytes("pinned")
     return {
         "planned": {"seconds": planned.seconds, "peak_bytes": planned.peak_bytes, "moved_bytes": planned.moved_bytes},
@@ -231,6 +233,26 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
         "bound_seconds": solution.bound_seconds,
         "versions": {"graphrun": graphrun.__version__},
     }
+
+
+def _problem(of: Subject, graph: Any, asked: Mapping[str, Any], device: str) -> Any:
+    """What graphrun plans: the cap is of tensors, and on a card a budget holds the context too."""
+    import graphrun
+
+    cap = asked["cap_bytes"]
+    if device == "sim":
+        hardware, vram = "sim", cap or 1 << 40
+    else:
+        hardware, vram = None, "90%" if cap is None else cap + _context_bytes()
+    return graphrun.estimate(
+        graph,
+        vram=vram,
+        ram=asked["ram_bytes"] or 1 << 40,
+        runs=2 if asked["tool"] == SESSION else 1,
+        hardware=hardware,
+        inputs={key: value for key, value in of.given.items() if key in graph.inputs},
+        cache=Path(asked["cache"]) if asked.get("cache") else None,
+    )
 
 
 def _context_bytes() -> int:
@@ -251,7 +273,7 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
     on = instrument(asked["device"], asked["cap_bytes"])
     books, told = Books(on), io.StringIO()
     found: dict[str, Any] = {"status": "finished", "message": ""}
-    work: Callable[..., dict[str, Any]] = _graphrun if asked["tool"] == GRAPHRUN else _peer
+    work: Callable[..., dict[str, Any]] = _graphrun if asked["tool"] in OWN else _peer
     try:
         with redirect_stdout(told), redirect_stderr(told):
             of = subject(asked["model"], asked["device"], asked["steps"])

@@ -59,7 +59,14 @@ class Sim:
         from graphrun.sim import Machine
 
         of = simulated()
-        self.machine = Machine(cap_bytes, of.h2d_bytes_per_second, of.d2h_bytes_per_second, of.flops_per_second)
+        self.machine = Machine(
+            capacity_bytes=cap_bytes,
+            h2d_bytes_per_second=of.h2d_bytes_per_second,
+            d2h_bytes_per_second=of.d2h_bytes_per_second,
+            flops_per_second=of.flops_per_second,
+            pageable_bytes_per_second=of.pageable_bytes_per_second,
+            disk_bytes_per_second=of.disk_bytes_per_second,
+        )
         self.device = torch.device("sim:0")
         self._highest_bytes = 0
 

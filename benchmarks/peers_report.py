@@ -17,7 +17,8 @@ from typing import Any
 from peers_plots import plot
 
 HERE = Path(__file__).resolve().parent
-GRAPHRUN = "graphrun"
+GRAPHRUN, SESSION = "graphrun", "graphrun, session of 2"
+OWN = (GRAPHRUN, SESSION)
 SLACK = 1.0005
 """A ratio above this is behind: figures are shown with three digits."""
 
@@ -41,7 +42,7 @@ class Results:
 
     def tools(self) -> list[str]:
         """In the order of the cells, graphrun last."""
-        return sorted(dict.fromkeys(c["tool"] for c in self.data["cells"]), key=lambda name: name == GRAPHRUN)
+        return sorted(dict.fromkeys(c["tool"] for c in self.data["cells"]), key=lambda name: name in OWN)
 
     def cells(self, model: str, kind: str, tight: bool = False) -> list[Cell]:
         """Of ``model``; with tight RAM or without a limit of it."""
@@ -64,7 +65,7 @@ class Results:
 
     def smallest(self, model: str, tool: str) -> tuple[int, bool] | None:
         """The least cap the tool finished with, and whether that is exact (else it is the least of the grid)."""
-        if tool == GRAPHRUN:
+        if tool in OWN:
             least = self.facts(model)["graphrun_smallest_bytes"]
             found = self.at(model, tool, least)
             return (least, True) if found is not None and good(found) else None
@@ -137,7 +138,7 @@ def _shown(cell: Cell | None, seconds: Callable[[Cell], float]) -> str:
 
 def best(of: Results, model: str, cap: int, seconds: Callable[[Cell], float]) -> tuple[float, str] | None:
     """The fastest peer that finishes."""
-    cells = [of.at(model, tool, cap) for tool in of.tools() if tool != GRAPHRUN]
+    cells = [of.at(model, tool, cap) for tool in of.tools() if tool not in OWN]
     return min(((seconds(c), c["tool"]) for c in cells if c is not None and good(c)), default=None)
 
 
@@ -149,34 +150,35 @@ def time_table(of: Results, model: str, seconds: Callable[[Cell], float]) -> str
         row = [_shown(of.at(model, tool, cap), seconds) for cap in caps]
         if any(cell not in ("-", "unavailable") for cell in row):
             rows.append([tool, *row])
-    ratios = ["**graphrun / best peer**"]
-    for cap in caps:
-        own, other = of.at(model, GRAPHRUN, cap), best(of, model, cap, seconds)
+    return table([*rows, *(_ratios(of, model, tool, seconds) for tool in OWN if tool in of.tools())])
+
+
+def _ratios(of: Results, model: str, tool: str, seconds: Callable[[Cell], float]) -> list[str]:
+    row = [f"**{tool} / best peer**"]
+    for cap in of.facts(model)["caps"]:
+        own, other = of.at(model, tool, cap), best(of, model, cap, seconds)
         if own is not None and good(own):
-            ratios.append("no peer" if other is None else f"**{seconds(own) / other[0]:.3f}**")
+            row.append("no peer" if other is None else f"**{seconds(own) / other[0]:.3f}**")
         else:
-            ratios.append("none" if other is None else "**behind**")
-    return table([*rows, ratios])
+            row.append("none" if other is None else "**behind**")
+    return row
 
 
 def behind(of: Results) -> list[str]:
-    """Every cell in which graphrun is behind, by model, cap and run."""
+    """Every cell in which graphrun is behind, by model, cap, run and regime."""
     lines = []
     for model in of.models:
         for cap in of.facts(model)["caps"]:
-            own, place = of.at(model, GRAPHRUN, cap), f"{model} within {mib(cap)} MiB"
-            for name, seconds in (("run 1", first), ("run 2", second)):
-                other = best(of, model, cap, seconds)
-                if other is None:
-                    continue
-                if own is None or not good(own):
-                    if name == "run 1":
-                        lines.append(f"{place}: does not fit graphrun; the fastest that finishes is {other[1]}")
-                elif seconds(own) > SLACK * other[0]:
-                    lines.append(
-                        f"{place}, {name}: {1e3 * seconds(own):.2f} ms, {other[1]} {1e3 * other[0]:.2f} ms "
-                        f"({seconds(own) / other[0]:.3f})"
-                    )
+            for tool in (tool for tool in OWN if tool in of.tools()):
+                own, place = of.at(model, tool, cap), f"{model} within {mib(cap)} MiB"
+                for name, seconds in (("run 1", first), ("run 2", second)):
+                    other = best(of, model, cap, seconds)
+                    if other is not None and (own is None or not good(own)):
+                        lines.append(f"{place}: does not fit {tool}; the fastest that finishes is {other[1]}")
+                        break
+                    if other is not None and own is not None and seconds(own) > SLACK * other[0]:
+                        mine, ratio = 1e3 * seconds(own), seconds(own) / other[0]
+                        lines.append(f"{place}, {tool}, {name}: {mine:.2f} ms, {other[1]} {1e3 * other[0]:.2f} ms ({ratio:.3f})")
     return lines
 
 

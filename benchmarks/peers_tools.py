@@ -202,4 +202,6 @@ TOOLS: Mapping[str, Tool] = {
         Tool("mmgp", ("mmgp",), _mmgp, BOTH),
     )
 }
-GRAPHRUN = "graphrun"
+GRAPHRUN, SESSION = "graphrun", "graphrun, session of 2"
+OWN = (GRAPHRUN, SESSION)
+"""graphrun's two regimes: every run begins and ends with nothing on the device, or the second finds what the first left there."""

@@ -146,3 +146,28 @@ def test_inference_mode_costs_the_same():
             torch.ones(3).to("sim").cpu()
             seen.append((sim.charge_flops, sim.peak_bytes, sim.allocations, sim.bytes_in, sim.bytes_out))
     assert seen[0] == seen[1]
+
+
+def test_a_stream_of_the_device_module_is_asynchronous_where_a_copy_is_asked_to_be():
+    with Machine(h2d_bytes_per_second=1e9, flops_per_second=1e9) as machine:
+        backend = torch.get_device_module("sim")
+        stream, host = backend.Stream(), torch.zeros(1_000_000, dtype=torch.uint8)
+        with backend.stream(stream):
+            assert backend.current_stream().timeline == "copy"
+            kept = [host.to("sim", non_blocking=True)]
+        machine.charge(1_000_000)
+        assert (machine.seconds("compute"), machine.seconds("copy")) == pytest.approx((1e-3, 1e-3))
+        stream.synchronize()
+        with backend.stream(stream):
+            kept.append(host.to("sim"))
+        machine.charge(1_000_000)
+        assert (machine.seconds("compute"), machine.seconds("copy")) == pytest.approx((3e-3, 2e-3))
+
+
+def test_a_stream_waits_for_another():
+    with Machine(flops_per_second=1e9) as machine:
+        backend = torch.get_device_module("sim")
+        stream = backend.Stream()
+        machine.charge(1_000_000)
+        stream.wait_stream(backend.current_stream())
+        assert machine.seconds("copy") == pytest.approx(1e-3)
