@@ -15,7 +15,7 @@ run: $(STAMP)
 	$(BIN)/graphrun run graphs/flux-tiny.yaml --device sim --vram 6M --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,16 +22,17 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 
 import torch
 from torch import nn
+from vae_report import reserved_bytes, vae, vae_bytes
+from videos import rows as video_rows
 
 import graphrun
 from graphrun.components.build import ghost
-from graphrun.estimator.allocator import Allocator, Caching, Counting, Native
+from graphrun.estimator.allocator import Allocator, Caching, Counting
 from graphrun.estimator.events import Tape
 from graphrun.estimator.extrapolate import Range, Size
 from graphrun.estimator.hardware import hardware
 from graphrun.estimator.numbers import phase_spans
 from graphrun.estimator.probe import probe
-from graphrun.estimator.recorder import FusedAttention, Recorder
 from graphrun.estimator.windows import windows_of
 from graphrun.graph.graph import Component, Graph, Input, Reference
 from graphrun.units import GIB, MIB, round_up
@@ -39,9 +40,13 @@ from graphrun.units import GIB, MIB, round_up
 ROOT = Path(__file__).parent.parent
 CARDS = {"H100": "h100", "A100-40": "a100", "RTX4090": "rtx4090", "": "a100"}
 FITTED = {
-    "convolution scratch, 16 bit": "VAE decode, FLUX AE and SDXL, 16 bit, RTX 4090 (the ten points of the design)",
-    "convolution scratch, 32 bit": "VAE decode, SDXL, fp32, 1024 x 1024, RTX 4090",
+    "convolution scratch, 16 bit": "VAE decode, FLUX AE and SDXL, 16 bit, allocated (the ten points of the design)",
+    "convolution scratch, 32 bit": "VAE decode, SDXL, fp32, 1024, allocated",
+    "convolution scratch, 32 bit, strided": "VAE encode, SDXL, fp32, 512, reserved",
+    "convolution scratch, 32 bit, 512 channels": "VAE encode, FLUX AE, fp32, 512, allocated; decode, 1536 and 2048, reserved",
+    "convolution of a picture": "VAE encode, SDXL, fp16, 512, reserved",
     "convolution scratch, compute capability 9.0": "Flux, batch 16, H100",
+    "outliers that old versions of bitsandbytes keep (not a rule of plans)": "HunyuanVideo, int8, nothing offloaded, not tiled",
 }
 
 
@@ -89,85 +94,6 @@ def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int
             row = found.setdefault(component, {"weights": weight_bytes(probed.ghosts[component]), "activation": 0})
             row["activation"] = max(row["activation"], window.entry_bytes, window.first_bytes, window.rest_bytes)
     return found
-
-
-def traced(module: nn.Module, call: Callable[[torch.Tensor], Any], x: torch.Tensor, allocator: Allocator) -> int:
-    """The most that one call takes beyond weights and input, through ``allocator``."""
-    recorder = Recorder(module, ())
-    recorder.ignore([x])
-    with torch.no_grad(), FusedAttention(recorder), recorder:
-        out = call(x)
-    del out
-    recorder.close()
-    peak = 0
-    for key, nbytes in recorder.events:
-        if nbytes == 0:
-            allocator.release(key)
-            continue
-        allocator.allocate(key if nbytes > 0 else -1, abs(nbytes))
-        peak = max(peak, allocator.used_bytes)
-        if nbytes < 0:
-            allocator.release(-1)
-    return peak
-
-
-class OneVariable(nn.Module):
-    """A decoder as the FLUX autoencoder's own repository writes it: one variable, so no caller holds an earlier tensor."""
-
-    def __init__(self, decoder: Any) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """Latents ``[b c h/8 w/8]`` to pictures ``[b 3 h w]``."""
-        decoder = self.decoder
-        h = decoder.conv_in(h)
-        h = self.resnet(decoder.mid_block.resnets[0], h)
-        h = decoder.mid_block.attentions[0](h)
-        h = self.resnet(decoder.mid_block.resnets[1], h)
-        for block in decoder.up_blocks:
-            for resnet in block.resnets:
-                h = self.resnet(resnet, h)
-            if block.upsamplers:
-                h = self.upsample(block.upsamplers[0], h)
-        h = nn.functional.silu(decoder.conv_norm_out(h))
-        return decoder.conv_out(h)
-
-    def resnet(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """x + f(x), with a 1 x 1 convolution on x where the channels differ."""
-        h = block.conv1(nn.functional.silu(block.norm1(x)))
-        h = block.conv2(nn.functional.silu(block.norm2(h)))
-        if block.conv_shortcut is not None:
-            x = block.conv_shortcut(x)
-        return x + h
-
-    def upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """Twice the size, then a convolution."""
-        x = nn.functional.interpolate(x, scale_factor=2.0, mode="nearest")
-        return block.conv(x)
-
-
-def vae(name: str, dtype: str) -> Any:
-    """The VAE of a reference graph on meta, in ``dtype``."""
-    graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
-    return ghost(replace(graph.components["vae"], dtype=dtype), graph.allow)
-
-
-def vae_bytes(model: str, mode: str, pixels: int, dtype: str, allocator: Allocator, tile: int = 0) -> int:
-    """What decoding or encoding one square picture takes."""
-    module = vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype)
-    place: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
-    if mode == "encode":
-        x = torch.empty(1, 3, pixels, pixels, **place)
-        return traced(module, lambda x: module.encode(x, return_dict=False), x, allocator)
-    z = torch.empty(1, module.config["latent_channels"], pixels // 8, pixels // 8, **place)
-    if tile:
-        module.enable_tiling()
-        module.tile_sample_min_size, module.tile_latent_min_size = tile, tile // 8
-    if model == "FLUX AE":
-        decoder = OneVariable(module.decoder)
-        return traced(decoder, decoder, z, allocator)
-    return traced(module, lambda z: module.decode(z, return_dict=False), z, allocator)
 
 
 def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ...]) -> int:
@@ -222,7 +148,7 @@ def predicted(row: dict[str, str]) -> tuple[float | None, float | None, str]:
         tile = int(row["offload"].split()[1]) if row["offload"].startswith("tile") else 0
         note = "load is the weights; the peak is what is taken beside them"
         weights = weight_bytes(vae("flux-dev" if "FLUX" in row["checkpoint"] else "sdxl", dtype))
-        return weights / GIB, vae_bytes(row["checkpoint"], mode, pixels, dtype, Counting(), tile) / GIB, note
+        return weights / GIB, vae_bytes(row["checkpoint"], mode, pixels, dtype, tile) / GIB, note
     if row["pipeline"].startswith("PixArt"):
         note = "cuBLAS workspace counted: the figure was read after a run. quanto: one byte and fp16 scales"
         return (pixart(row["quant"]) + workspace) / GIB, None, note
@@ -273,11 +199,11 @@ def published_rows() -> Iterator[dict[str, Any]]:
 
 
 def report_rows() -> Iterator[dict[str, Any]]:
-    """Every size of the VAE report: allocated, and reserved with native segments (the default when it was measured)."""
+    """Every size of the VAE report that was not tiled: allocated, and reserved with native segments (the default then)."""
     with (ROOT / "benchmarks/data/vae_report.csv").open() as file:
         for row in csv.DictReader(file):
             arguments = (row["model"], row["mode"], int(row["pixels"]), row["dtype"])
-            allocated, reserved = (vae_bytes(*arguments, kind()) / MIB for kind in (Counting, Native))
+            allocated, reserved = vae_bytes(*arguments) / MIB, reserved_bytes(*arguments) / MIB
             yield {
                 **{name: row[name] for name in ("model", "mode", "pixels", "dtype")},
                 "allocated_mib": compared(float(row["allocated_mib"]), allocated),
@@ -324,6 +250,7 @@ def main() -> None:
         "fitted_on": FITTED,
         "published_peaks": list(published_rows()),
         "vae_report": list(report_rows()),
+        "videos": list(video_rows()),
         "extrapolation": list(extrapolated()),
     }
     path = ROOT / "benchmarks/results/estimator.json"
@@ -333,6 +260,8 @@ def main() -> None:
         print(row["pipeline"], row["checkpoint"], row["quant"], row["offload"], row["height"], row["batch"], row["metric"], *texts)
     for row in result["vae_report"]:
         print(*(row[name] for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")))
+    for row in result["videos"]:
+        print(*(row[name] for name in ("pipeline", "precision", "offload", "tiling", "peak_gib")), row.get("with_outliers", ""))
     for row in result["extrapolation"]:
         print(*row.values())
     print(f"wrote {path}")

@@ -21,6 +21,7 @@ from graphrun.units import parse_size
 if TYPE_CHECKING:
     from graphrun.executor.device import Device
     from graphrun.graph.graph import Graph
+    from graphrun.integrations.attach import Attachment
     from graphrun.outputs.reuse import Reuse, What
     from graphrun.planner.problem import Hardware, Problem
     from graphrun.planner.solution import Solution
@@ -40,6 +41,7 @@ __all__ = [
     "OutOfMemory",
     "PlanError",
     "TransferFailed",
+    "attach",
     "estimate",
     "kept",
     "load",
@@ -195,6 +197,7 @@ def run(
     rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named; TransferFailed or BrokenPlan
     when reality differs otherwise. The device is back at its baseline then.
     """
+    from graphrun.estimator.machine import host_ram_bytes
     from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
     from graphrun.executor.recover import execute
@@ -210,6 +213,7 @@ def run(
 
         way, keeper = way_of(problem, solution.plan), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
         stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
+    stages["ram_bytes"] = host_ram_bytes()
     trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, tell=tell, **stages)
     if cache is not None:
         from graphrun.estimator.feedback import remember
@@ -217,6 +221,38 @@ def run(
 
         remember(problem, solution.plan, trace, Store(cache))
     return trace
+
+
+def attach(
+    pipe: Any,
+    *,
+    vram: str | int,
+    ram: str | int = "auto",
+    hardware: str | Hardware | None = None,
+    device: str | Device | None = None,
+    keep: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reserve: str | int | None = None,
+) -> Attachment:
+    """Takes over where the weights of ``pipe``, a diffusers pipeline on the CPU, are: in place of ``enable_model_cpu_offload()``.
+
+    Each call of it (and of its methods and components) is planned within the budgets from a dry run of that very call, then runs by
+    the plan, with the results of a pipeline that is wholly on the device. ``attached.report()`` shows planned beside measured,
+    ``attached.detach()`` undoes it; so does leaving it as a context manager. ``device`` is ``cuda``, ``sim`` or a device of
+    `graphrun.executor`; budgets, ``hardware`` and directives are as for `estimate`. Raises InputError where something else moves
+    the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    """
+    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.executor.open import open_hardware
+    from graphrun.integrations.attach import Attachment, demands_of, hardware_of, refuse_placed
+
+    refuse_placed(pipe)
+    place = hardware_of(device, hardware)
+    opened = open_hardware(place) if device is None or isinstance(device, str) else device
+    budget_bytes = parse_size(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None, name="vram")
+    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
+    return Attachment(pipe, opened, place, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
 
 
 def run_many(

@@ -10,13 +10,13 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
-    what it waited), ``run`` (one call), ``read`` (one block, from disk), ``free`` (a home), ``spill``, ``restore`` (a value, which
-    stands where else a component does), ``size`` (what a quantized component holds on the device behind its first call)."""
+    what it waited), ``run`` (one call), ``fill`` (one block of a home), ``read`` (one block, for its copy), ``free`` (a home),
+    ``spill`` and ``restore`` (a value), ``size`` (what a quantized component holds on the device behind its first call)."""
 
     kind: str
-    component: str
+    component: str  # empty for values
     slot: int
-    detail: str  # block path for load, evict, stream, block; entry point for run
+    detail: str  # block path for load, evict, stream, block, fill, read; entry point for run; name of a value
     nbytes: int
     start_seconds: float
     end_seconds: float

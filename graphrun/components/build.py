@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from graphrun.components.classes import resolve_class
+from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.quantize import QUANTIZED, convert, quantizable_layers
 from graphrun.components.random_weights import fill
 from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
@@ -56,7 +57,8 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
 
 
 def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
-    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone.
+    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone;
+    with its LoRAs fused.
 
     ``random`` gives the latter, from the module and a text to seed it with.
     Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
@@ -64,13 +66,16 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     """
     kind = _module_class(component, graph.allow)
     if component.source is not None:
-        return _from_source(kind, component, graph.allow)
+        module = _from_source(kind, component, graph.allow)
+        fuse(component, module)
+        return module
     with _empty_parameters():
         module = _construct(kind, component)
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
     random(module, f"{component.seed}/{component.name}")
+    fuse(component, module)
     return module
 
 
@@ -100,6 +105,8 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         names = list(dict.fromkeys((*parameters, *saved)))
         whole = set(saved) <= stored.keys()
         source = FileSource(stored) if whole else LoadedSource(partial(_from_source, kind, component, graph.allow))
+    if component.loras:
+        source = LoraSource(source, deltas_of(component, module))
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
         weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}
@@ -131,7 +138,7 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     kind = resolve_class(part.class_path, graph.allow, part.where)
     with _explained(f"parts.{part.name}", part.class_path, part.where):
         if part.file is not None and (planning or part.source is None):
-            return _tokenizer(part, part.file)
+            return _tokenizer(part, part.file, planning)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
                 if not _SAVED & part.config.keys():
@@ -145,13 +152,24 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
         return kind.from_pretrained(folder, local_files_only=True)
 
 
-def _tokenizer(part: Part, file: Path) -> Any:
+def _tokenizer(part: Part, file: Path, planning: bool) -> Any:
+    """The tokenizer in ``file``. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must
+    hold for every prompt.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    class Longest(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __call__(self, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
+            length = settings.get("max_length") if settings.get("truncation") else None
+            if length and padding in (True, "longest"):
+                text = [one + "." * length for one in text] if isinstance(text, list) else text + "." * length
+            return super().__call__(text, *args, padding=padding, **settings)
+
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
     with _explained(f"parts.{part.name}", str(file), part.where):
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+        kind = Longest if planning else PreTrainedTokenizerFast
+        return kind(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
 def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:

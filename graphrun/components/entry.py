@@ -1,15 +1,20 @@
 """The boundary of a component: its entry points are wrapped on the instance, and only the outermost entry counts.
 
-Decides nothing: it hands each entry to a function. The wrapping is a subclass given to the instance for as long as the boundary
-stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores everything. While it
-stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by its parameters.
-For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move or cast is refused.
+Decides nothing: it hands each entry to a function. The wrapping is a subclass given to the component and to every module in it for
+as long as the boundary stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores
+everything. While it stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by
+its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move or cast
+is refused.
+
+    pipeline's code   vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
+    entry             decode           text_model.final_layer_norm                    post_process_latents             a read
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +22,8 @@ from torch import nn
 
 from graphrun.errors import BrokenPlan
 
-# Entry points that pipelines of diffusers call besides the module itself. `forward` is reached through `__call__`.
+# Entry points that pipelines of diffusers call besides the module itself, whatever they are handed. Any other public method of a
+# module is an entry when it is handed a tensor. `forward` is reached through `__call__`.
 ENTRY_POINTS = (
     "encode",
     "decode",
@@ -29,6 +35,7 @@ ENTRY_POINTS = (
 )
 
 Around = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Reads = Callable[[str, str, torch.Tensor], torch.Tensor]
 
 
 class Boundary:
@@ -36,7 +43,9 @@ class Boundary:
 
     ``around(component, entry, proceed, args, kwargs)`` returns the entry's result; ``proceed(*args, **kwargs)`` runs the
     component's own code. In place of ``around``: ``on_enter(component, entry)`` before that code and ``on_exit`` after it returned.
-    ``device`` may be changed while the boundary stands. ``dtypes``: what ``module.dtype`` answers from outside, where the
+    ``entry`` is ``forward``, the name of a method, the path of a module in the component that is called directly, or
+    ``path:method``. ``reads(component, path, tensor)`` returns what code outside of the component gets in place of a weight that it
+    looks at. ``device`` may be changed while the boundary stands. ``dtypes``: what ``module.dtype`` answers from outside, where the
     component computes in another one.
     """
 
@@ -48,69 +57,135 @@ class Boundary:
         on_exit: Callable[[str, str], None] | None = None,
         *,
         around: Around | None = None,
+        reads: Reads | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
         self._around = around or functools.partial(_enter_and_exit, on_enter, on_exit)
+        self._reads = reads
         self._dtypes = dict(dtypes or {})
         self._inside = False
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._places: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
+        self._made: dict[type[nn.Module], type[nn.Module]] = {}
 
     def __enter__(self) -> Boundary:
         for name, module in self.modules.items():
-            self._classes.append((module, type(module)))
-            module.__class__ = self._bounded(name, type(module))
+            for path, child in module.named_modules():
+                if id(child) not in self._places and not isinstance(child, torch.jit.ScriptModule):
+                    self._places[id(child)] = name, path
+                    self._classes.append((child, type(child)))
+        for child, kind in self._classes:
+            child.__class__ = self._made[kind] if kind in self._made else self._made.setdefault(kind, self._bounded(kind))
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._classes:
             module, kind = self._classes.pop()
             module.__class__ = kind
+        self._places.clear()
 
-    def _bounded(self, name: str, kind: type[Any]) -> type[nn.Module]:
+    def _bounded(self, kind: type[Any]) -> type[nn.Module]:
         members: dict[str, Any] = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
-            "__call__": self._wrapped(name, "forward", kind.__call__),
-            "device": property(lambda _: self.device),
-            "to": self._moved(name),
-            "_apply": functools.partialmethod(_refuse_change, name),
+            "__call__": self._wrapped("", kind.__call__),
+            "to": self._moved(),
+            "_apply": lambda module, *_, **__: _refuse_change(self._places[id(module)][0], None),
         }
-        if name in self._dtypes:
-            members["dtype"] = property(lambda module: self._dtypes[name] if not self._inside else kind.dtype.fget(module))
-        for entry in ENTRY_POINTS:
-            if callable(method := getattr(kind, entry, None)):
-                members[entry] = self._wrapped(name, entry, method)
+        if self._reads is not None:
+            members["__getattr__"] = self._read(kind)
+        if self._dtypes and hasattr(kind, "dtype"):
+            members["dtype"] = property(functools.partial(self._dtype, kind))
+        if hasattr(kind, "device"):
+            members["device"] = property(lambda _: self.device)
+        members |= {name: self._wrapped(name, method) for name, method in _methods(kind)}
         return type(kind.__name__, (kind,), members)
 
-    def _moved(self, name: str) -> Callable[..., nn.Module]:
+    def _dtype(self, kind: type[Any], module: nn.Module) -> Any:
+        component, path = self._places.get(id(module), ("", ""))
+        outside = not self._inside and not path and component in self._dtypes
+        return self._dtypes[component] if outside else kind.dtype.fget(module)
+
+    def _moved(self) -> Callable[..., nn.Module]:
         def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             kept = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
             device, dtype, _, _ = torch._C._nn._parse_to(*args, **kept)
             here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
             same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
             if not here or not same:
-                _refuse_change(module, name, device if not here else dtype)
+                _refuse_change(self._places[id(module)][0], device if not here else dtype)
             return module
 
         return to
 
-    def _wrapped(self, name: str, entry: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, as an entry when nothing is entered yet. ``name`` is empty for the call of a module itself."""
+        always = not name or name in ENTRY_POINTS
+
         @functools.wraps(method)
         def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            place = self._places.get(id(module))  # a copy of a module has none
+            if self._inside or place is None or not (always or _holds_tensor((*args, *kwargs.values()))):
                 return method(module, *args, **kwargs)
+            component, path = place
+            entry = f"{path}:{name}" if path and name else path or name or "forward"
             self._inside = True
             try:
-                return self._around(name, entry, functools.partial(method, module), args, kwargs)
+                return self._around(component, entry, functools.partial(method, module), args, kwargs)
             finally:
                 self._inside = False
 
         return enter
 
+    def _read(self, kind: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
+        """``__getattr__``, through which a module's parameters and buffers are looked up."""
+        own: Callable[[nn.Module, str], Any] = kind.__getattr__
 
-def _refuse_change(module: nn.Module, name: str, wanted: object = None, *_: object) -> nn.Module:
+        def look_up(module: nn.Module, name: str) -> Any:
+            value = own(module, name)
+            place = self._places.get(id(module))
+            if self._inside or self._reads is None or place is None or not isinstance(value, torch.Tensor):
+                return value
+            component, path = place
+            return self._reads(component, f"{path}.{name}" if path else name, value)
+
+        return look_up
+
+
+def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
+    """What ``entry``, as a `Boundary` names it, is in ``module``: something to call."""
+    if entry == "forward":
+        return module
+    path, _, method = entry.rpartition(":")
+    if path:
+        return getattr(module.get_submodule(path), method)  # type: ignore[no-any-return]
+    return (
+        getattr(module, entry) if "." not in entry and callable(getattr(type(module), entry, None)) else module.get_submodule(entry)
+    )
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public methods of ``kind`` that not every module has."""
+    seen = set[str]()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and not name.startswith("_") and name not in seen and not hasattr(nn.Module, name):
+                yield name, value
+            seen.add(name)
+
+
+def _holds_tensor(values: tuple[Any, ...]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _holds_tensor(tuple(value))):
+            return True
+        if isinstance(value, dict) and _holds_tensor(tuple(value.values())):
+            return True
+    return False
+
+
+def _refuse_change(name: str, wanted: object) -> nn.Module:
     """In place of ``Module._apply``, through which every move and cast of torch goes, and of a ``to`` that changes something."""
     asked = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
     raise BrokenPlan(

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from graphrun.components.weights import config_file, file_stamps, local_folder
 from graphrun.errors import PlanError
-from graphrun.estimator.events import Call, Facts, Held, Mark, Probed, Tape
+from graphrun.estimator.events import Call, Facts, Mark, Probed, Product, Tape
 from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import Limits, problem_of, ways_of
 from graphrun.estimator.shapes import keep_shapes
@@ -224,11 +224,6 @@ def _imports_set_aside() -> Iterator[Callable[[], None]]:
             gc.unfreeze()
 
 
-def _held(data: Mapping[str, Any]) -> Held:
-    sizes = {name: tuple(data[name]) for name in ("block_bytes", "widened_bytes")}
-    return Held(**sizes, scratch_bytes=data["scratch_bytes"], transient_bytes=data["transient_bytes"])
-
-
 def to_json(probed: Probed) -> dict[str, Any]:
     """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered on the tape."""
     calls: dict[int, Call] = {id(item.call): item.call for item in probed.tape.items if isinstance(item, Mark) and item.call}
@@ -253,6 +248,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
                 "events": tuple((key, nbytes) for key, nbytes in call["events"]),
                 "touched": frozenset(call["touched"]),
                 "flops": tuple((path, flops) for path, flops in call["flops"]),
+                "products": tuple(Product(**product) for product in call["products"]),
             }
         )
         for call in data["calls"]
@@ -266,7 +262,8 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             found["parameters"],
             tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"]),
             tuple(found["block_bytes"]),
-            {precision: _held(of) for precision, of in found["held"].items()},
+            {precision: tuple(sizes) for precision, sizes in found["precisions"].items()},
+            {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
         )
         for name, found in data["facts"].items()
     }

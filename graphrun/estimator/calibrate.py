@@ -15,7 +15,7 @@ import ctypes
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -58,10 +58,10 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
     Takes about ``allowed_seconds`` besides imports. ``folder`` is on the disk to be measured. Raises InputError where there is no
     such device.
     """
-    before_bytes = _card_used_bytes() if kind == "cuda" else None  # before torch wakes the driver
+    before = _cards_used_bytes() if kind == "cuda" else {}  # before torch wakes the driver
     base, place = _open(kind)
     if kind == "cuda":
-        base = _with_context(base, before_bytes)
+        base = _with_context(base, before)
     share = allowed_seconds / 8
     figures = {
         f"{copy}_bytes_per_second": _rate(place, lambda copy=copy: _copied(place, copy), share)  # type: ignore[misc]
@@ -227,6 +227,7 @@ class _Cuda:
     """The first CUDA device. Copies on two side streams, so that both directions can run at once."""
 
     nbytes = 256 * MIB
+    repeats = 10
 
     def __init__(self) -> None:
         import torch
@@ -236,7 +237,7 @@ class _Cuda:
         self._pageable = torch.empty(self.nbytes, dtype=torch.uint8).fill_(1)
         self._device = [torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._streams = [torch.cuda.Stream(device=device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
         shapes = ((4608, 3072), (3072, 12288), (1, 24, 4608, 128))
         self._left, self._right, self._heads = (torch.randn(shape, dtype=half, device=device) for shape in shapes)
         torch.cuda.synchronize(device)
@@ -258,8 +259,8 @@ class _Cuda:
                 self._pinned[1].copy_(self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
-        """The products in 16 bits."""
-        return _compute(self._torch, kind, self._left, self._right, self._heads)
+        """The products in 16 bits, often enough (milliseconds) that waiting for the card does not count."""
+        return sum(_compute(self._torch, kind, self._left, self._right, self._heads) for _ in range(self.repeats))
 
 
 def _compute(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
@@ -272,35 +273,59 @@ def _compute(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
         return float(4 * heads.numel() * heads.shape[-2])
 
 
-def _with_context(base: Hardware, before_bytes: int | None) -> Hardware:
-    """``base`` with what the driver took when this process woke it: what the card lost beyond what torch reserved."""
+def _with_context(base: Hardware, before: Mapping[str, int]) -> Hardware:
+    """``base`` with what the driver took when this process woke it: what its card lost beyond what torch reserved."""
     import torch
 
     torch.mm(torch.ones(64, 64, device="cuda"), torch.ones(64, 64, device="cuda"))
     torch.cuda.synchronize(0)
-    after_bytes = _card_used_bytes()
-    if before_bytes is None or after_bytes is None:
-        return base
-    context_bytes = after_bytes - before_bytes - torch.cuda.memory_reserved(0)
-    return replace(base, context_bytes=context_bytes) if context_bytes in CONTEXT_BYTES else base
+    return replace(
+        base, context_bytes=taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)) or base.context_bytes
+    )
+
+
+def taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int) -> int | None:
+    """Bytes of the card ``uuid`` that went from ``before`` to ``after`` beyond ``reserved_bytes``. The management library numbers
+    cards otherwise than torch does, and knows nothing of those that are hidden from it: hence by UUID, or the only card there is.
+    None where that cannot be told, or is no context.
+    """
+    name = uuid if uuid in before else next(iter(before)) if len(before) == 1 else ""
+    if name not in before or name not in after:
+        return None
+    context_bytes = after[name] - before[name] - reserved_bytes
+    return context_bytes if context_bytes in CONTEXT_BYTES else None
+
+
+def _uuid() -> str:
+    """The first device's UUID as the management library writes it; empty where torch does not say."""
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(0)
+    return f"GPU-{getattr(properties, 'uuid', '')}"
 
 
 class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def _card_used_bytes() -> int | None:
-    """Bytes in use on the first card, all processes together, as the driver's management library (NVML) says; None without it."""
+def _cards_used_bytes() -> dict[str, int]:
+    """Bytes in use on each card, by all processes, by UUID, as the driver's management library (NVML) says; empty without it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return None
-    handle, memory = ctypes.c_void_p(), _Memory()
+        return {}
+    found: dict[str, int] = {}
+    count, handle, memory, name = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
     if nvml.nvmlInit_v2() != 0:
-        return None
+        return {}
     try:
-        if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) != 0:
-            return None
-        return int(memory.used) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else None
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return {}
+        for index in range(count.value):
+            known = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+            named = known and nvml.nvmlDeviceGetUUID(handle, name, len(name)) == 0
+            if named and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+                found[name.value.decode()] = int(memory.used)
     finally:
         nvml.nvmlShutdown()
+    return found

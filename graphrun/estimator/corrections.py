@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrun.units import GIB, MIB
+
 # Tensors from here on are beyond 32-bit offsets in bytes.
 LARGE_BYTES = 1 << 31
+
+# Tensor cores take channels in multiples of 8 (16 bit); below, cuDNN has kernels of its own for the first layer of a network.
+FEW_CHANNELS = 8
+MANY_CHANNELS = 512
+PART_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +37,23 @@ CORRECTIONS = (
     ),
     Correction(
         "convolution scratch, 32 bit",
-        "bytes(input) + bytes(weight): the output is written in place",
-        "the same report, SDXL decode in fp32 at 1024 x 1024; its other sizes and FLUX in fp32 judge it",
+        "bytes(input) + bytes(weight): the output is written in place; nothing where the stride is more than 1",
+        "the same report, SDXL in fp32: decode at 1024 (allocated), encode at 512 (reserved); other sizes and FLUX judge it",
+    ),
+    Correction(
+        "convolution scratch, 32 bit, 512 channels or more in and out",
+        "2 bytes(input) + 2 bytes(output) + bytes(weight) + 1 MiB; the second copies in parts where a tensor has more than 1 GiB",
+        "the same report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); all other fp32 rows judge it",
     ),
     Correction(
         "convolution scratch, compute capability 9.0",
         "bytes(input) + bytes(weight) where input or output has 2 GiB or more, in 16 bit too",
         "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; its rows with 4 and 8 images judge it",
+    ),
+    Correction(
+        "convolution of a picture",
+        "no scratch with fewer than 8 input channels: kernels for first layers read the tensors as they lie",
+        "the same report, reserved bytes of SDXL's encoder in fp16 at 512 x 512; its other sizes and FLUX's encoder judge it",
     ),
     Correction(
         "fused attention",
@@ -55,8 +72,8 @@ CORRECTIONS = (
     ),
     Correction(
         "int8 forward",
-        "the input in int8 with one fp32 scale a row, and the product in int32 before it is scaled",
-        "bitsandbytes.autograd.MatMul8bitLt: int8_vectorwise_quant, int8_linear_matmul, int8_mm_dequant",
+        "the input in int8 with one fp32 scale a row, the product in int32 before it is scaled, and in fp16 before it is cast",
+        "bitsandbytes.autograd.MatMul8bitLt: int8_vectorwise_quant, int8_linear_matmul, int8_mm_dequant of its CUDA backend",
     ),
     Correction(
         "cuBLAS workspace",
@@ -67,12 +84,40 @@ CORRECTIONS = (
 )
 
 
-def convolution_scratch(input_bytes: int, output_bytes: int, weight_bytes: int, element_bytes: int) -> tuple[int, int]:
-    """(scratch of a convolution, the part of it that a card does without that makes no large copies of outputs)."""
-    if element_bytes > 2:
-        return input_bytes + weight_bytes, 0
-    large = max(input_bytes, output_bytes) >= LARGE_BYTES
-    return input_bytes + output_bytes + weight_bytes, output_bytes if large else 0
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """One convolution: bytes of its tensors and of an element, channels, elements of a filter's window, whether it skips pixels."""
+
+    input_bytes: int
+    output_bytes: int
+    weight_bytes: int
+    element_bytes: int
+    inputs: int
+    outputs: int
+    taps: int = 9
+    strided: bool = False
+
+
+def convolution_scratch(of: Convolution) -> tuple[int, int]:
+    """(scratch of a convolution, what of it a card does without that makes no large copies of outputs)."""
+    if of.inputs < FEW_CHANNELS:
+        return 0, 0
+    if of.element_bytes > 2:
+        if of.strided:
+            return 0, 0
+        if of.taps > 1 and min(of.inputs, of.outputs) >= MANY_CHANNELS:
+            whole = of.input_bytes + of.output_bytes + of.weight_bytes + MIB
+            return whole + _part(of.input_bytes) + _part(of.output_bytes), 0
+        return of.input_bytes + of.weight_bytes, 0
+    large = max(of.input_bytes, of.output_bytes) >= LARGE_BYTES
+    return of.input_bytes + of.output_bytes + of.weight_bytes, of.output_bytes if large else 0
+
+
+def _part(nbytes: int) -> int:
+    """What of a tensor is worked on at a time: all of it up to 1 GiB, else as many quarters as stay within, or one GiB."""
+    if nbytes <= PART_BYTES:
+        return nbytes
+    return PART_BYTES * 4 // nbytes * nbytes // 4 or PART_BYTES
 
 
 def attention_scratch(rows: int, keys: int, width: int, element_bytes: int, *, fused: bool) -> int:
@@ -87,6 +132,12 @@ def nf4_scratch(weights: int, compute_bytes: int) -> int:
     return weights * compute_bytes
 
 
-def int8_scratch(rows: int, inputs: int, outputs: int) -> int:
-    """Scratch of one int8 layer for ``rows`` tokens of ``inputs`` features to ``outputs``."""
-    return rows * (inputs + 4) + 4 * rows * outputs
+def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
+    """Scratch of one int8 layer for ``rows`` tokens of ``inputs`` features to ``outputs``: (before its result is made, beside it).
+
+    ``half``: it computes in fp16. First the input in fp16, its magnitudes, where they are large, and the input in int8; then the
+    input in int8, the product in int32 and, unless it is the result, in fp16.
+    """
+    kept = rows * (inputs + 4)
+    first = kept + rows * inputs * (3 if half else 5)
+    return first, kept + rows * outputs * (4 if half else 6)

@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from graphrun.estimator import hardware, profiles
 from graphrun.estimator.machine import host_ram_bytes, memory_limits
+from graphrun.estimator.precision import NEEDS, flags
 from graphrun.estimator.store import Store
 from graphrun.units import GIB, show_size
 
@@ -57,6 +58,7 @@ def examine(cache: Path | None) -> dict[str, Any]:
         "platform": sys.platform,
         "device": device,
         "versions": versions,
+        "precisions": {name: asdict(flags(name, {of["name"]: of["version"] for of in versions})) for name in NEEDS},
         "memory": memory,
         "disk": disk,
         "cache": {

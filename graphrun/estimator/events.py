@@ -13,6 +13,15 @@ from graphrun.planner.problem import BlockClass
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A product of ``rows`` tokens with the weight ``name``; its result is allocated by the event number ``event`` of its call."""
+
+    event: int
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One kind of call into a component, traced once for a signature of argument shapes.
 
@@ -20,7 +29,7 @@ class Call:
     nbytes < 0 is scratch of that size, of which ``key`` bytes are not taken by cards that spare large copies.
     ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
     ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
-    each with the path of the block it ran in (``""`` outside of all).
+    each with the path of the block it ran in (``""`` outside of all). ``products``: the matrix products with a weight.
     """
 
     component: str
@@ -30,6 +39,7 @@ class Call:
     input_bytes: int
     touched: frozenset[str]
     flops: tuple[tuple[str, float], ...]
+    products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +84,15 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A component in one precision. Per class: bytes of its largest block, and of the weights that a block widens to the dtype it
-    computes in, in each call. ``scratch_bytes``: activation beyond the traced one; ``transient_bytes``: RAM while it is made."""
-
-    block_bytes: tuple[int, ...]
-    widened_bytes: tuple[int, ...] = ()
-    scratch_bytes: int = 0
-    transient_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
-    """What a component's structure says: its parameters, its classes of blocks, and per class the bytes of its largest block, as
-    traced. ``held``: the same for the precisions that the graph lists, the traced one left out."""
+    """What a component's structure says: its parameters, its classes of blocks, per class the bytes of its largest block, as the
+    graph declares it, and in every precision. ``layers``: the weights that int8 and nf4 quantize, each (outputs, inputs)."""
 
     parameters: int
     classes: tuple[BlockClass, ...]
     block_bytes: tuple[int, ...]
-    held: Mapping[str, Held] = field(default_factory=dict)
+    precisions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

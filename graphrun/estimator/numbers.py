@@ -63,12 +63,15 @@ def problem_of(
 
     ``ways``: (stage, option, dry run with it) for each other way to run a stage that a plan may choose.
     """
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in {id(call): call for _, call in probed.tape.entries()}.values():
+        calls[call.component].append(call)
     components = {
         name: ComponentNumbers(
             name,
             facts.parameters,
             facts.classes,
-            variants_of(graph.components[name], facts, hardware, homes=limits.homes, allow=limits.allow),
+            variants_of(graph.components[name], facts, calls.get(name, []), hardware, homes=limits.homes, allow=limits.allow),
         )
         for name, facts in probed.facts.items()
     }
@@ -204,6 +207,8 @@ def _use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware)
     class_calls, seconds = [], []
     for number, k in enumerate(component.classes):
         read = sum(number in reads[id(call)] for call in calls)
+        if read and number not in reads[id(calls[0])]:
+            read += 1  # `Use` has the first of a class's calls in the first of the component's: be there then, too
         class_calls.append(read)
         seconds.append(sum(hiding[id(call)][number] for call in calls) / (len(k.blocks) * max(1, read)))
     return Use(component.name, len(calls), tuple(class_calls), tuple(seconds), orders[id(calls[0])] if len(kinds) == 1 else ())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +23,22 @@ from graphrun import sim
 from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
+from graphrun.components.memos import forget
+from graphrun.components.quantize import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
-from graphrun.estimator.precisions import held_in
-from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
-from graphrun.estimator.weights import classify, unit_paths
-from graphrun.graph.graph import Component, Graph
+from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
+from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
+from graphrun.estimator.repeats import Repeats
+from graphrun.estimator.weights import choices_among, classify, unit_paths
+from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
+from graphrun.planner.problem import BlockClass
 from graphrun.sim.tensor import SimTensor
-from graphrun.units import round_up
+from graphrun.units import MIB, round_up
+
+# What is larger is a picture or a video on its way out, whose values decide nothing.
+HOLLOW_BYTES = 64 * MIB
 
 
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
@@ -43,9 +51,10 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     for name, component in graph.components.items():
         holding(component, ghosts[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
-    prober = _Prober(ghosts)
+    prober = Prober(ghosts)
     with sim.Machine() as machine, prober.boundary:
         machine.listener = prober.tape
+        machine.hollow_bytes = HOLLOW_BYTES
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             for name, value in outputs.items():
@@ -53,18 +62,34 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
                 prober.tape.values[f"{stage}.{name}"] = frozenset(keys)
             prober.tape.items.append(Mark("stage", stage))
 
-        run_stages(graph, ghosts, sim.device, inputs, after_stage=after_stage, parts=parts, ghosts=ghosts, options=options)
+        observed = {"after_stage": after_stage, "parts": parts, "ghosts": ghosts, "options": options, "planning": True}
+        run_stages(graph, ghosts, sim.device, inputs, **observed)
     return Probed(prober.tape, prober.facts(graph), ghosts)
 
 
-class _Prober:
+class Prober:
+    """Answers entries into ``ghosts`` from traces on meta, and writes them on ``tape``. A trace serves every later probe too."""
+
     def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
         self.ghosts = ghosts
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
-        self.boundary = Boundary(ghosts, sim.device, around=self.answer)
+        self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank)
+        self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
+        self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
         self._known: dict[Any, tuple[Call, Any]] = {}
+
+    def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
+        """What two calls have in common that one trace serves: the shapes of what they are handed."""
+        return component, entry, _signature(args), _signature(kwargs)
+
+    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+        """The call as it is traced for its signature, and what it returns, on meta."""
+        signature = self.signature(component, entry, args, kwargs)
+        if signature not in self._known:
+            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
+        return self._known[signature]
 
     def once(self, component: str) -> tuple[str, ...]:
         """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
@@ -72,57 +97,88 @@ class _Prober:
         return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = (component, entry, _signature(args), _signature(kwargs))
-        if signature not in self._known:
-            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
-        call, template = self._known[signature]
+        """In the place of an entry: a mark on the tape, and zeros on `sim` in the shape of what it returns."""
+        call, template = self.trace(component, entry, proceed, args, kwargs)
         self.tape.items.append(Mark("enter", component, call))
         return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
 
-    def facts(self, graph: Graph) -> dict[str, Facts]:
-        """The facts of every component, with the classes of its blocks in the order in which they were entered."""
+    def facts(self, graph: Graph | None = None) -> dict[str, Facts]:
+        """The facts of every component, with the classes of its blocks in the order in which they were entered; with ``graph``, in
+        every precision."""
         found = {}
         for name, module in self.ghosts.items():
             calls = [call for call, _ in self._known.values() if call.component == name]
-            classes = classify(module, self.once(name), [call.touched for call in calls])
-            component = graph.components[name]
-            own = getattr(torch, component.dtype)
-
-            def other(dtype: str, component: Component = component) -> nn.Module:
-                return ghost(replace(component, dtype=dtype), graph.allow)
-
-            listed = [precision for precision in component.precision if precision != component.dtype]
-            held = {precision: held_in(precision, module, own, classes, calls, other) for precision in listed}
+            classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
             layouts = lay_out(module, [path for k in classes for path in k.blocks])
             nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-            found[name] = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes, held)
+            found[name] = Facts(
+                parameters=sum(p.numel() for p in module.parameters()),
+                classes=classes,
+                block_bytes=nbytes,
+                precisions=self._precisions(graph, name, classes) if graph else {},
+                layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
+            )
         return found
 
-    def _trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
+    def _precisions(self, graph: Graph, name: str, classes: Sequence[BlockClass]) -> dict[str, tuple[int, ...]]:
+        """Bytes of the blocks in every precision. What a class keeps in fp32 depends on the dtype it is made in."""
+        component = graph.components[name]
+        found = block_bytes_by_precision(self.ghosts[name], classes, component.dtype)
+        for dtype in set(component.precision) - {component.dtype, *QUANTIZED}:
+            module = ghost(replace(component, dtype=dtype), graph.allow)
+            found[dtype] = block_bytes_by_precision(module, classes, dtype)[dtype]
+        return found
+
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+    ) -> tuple[Call, Any]:
+        """The call on ``place``: on meta, or on the CPU, where ``component`` has its weights."""
         module = self.ghosts[component]
-        meta = torch.device("meta")
-        self.boundary.device = meta
-        try:
-            with _disable_current_modes():
-                recorder = Recorder(module, unit_paths(module))
-                on_meta = walk((args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=meta))
-                recorder.ignore(tensors_in(on_meta))
-                with torch.no_grad(), FusedAttention(recorder), recorder:
-                    out = proceed(*on_meta[0], **on_meta[1])
-                peak_bytes = recorder.peak_bytes
-                template = walk(out, lambda t: torch.empty_like(t))
-                del out
-                recorder.close()
-        finally:
-            self.boundary.device = sim.device
+        units = unit_paths(module, self.choices[component])
+        recorder, template = self._record(module, units, proceed, args, kwargs, place)
+        if picked := choices_among(units, set(recorder.entered)):
+            self.choices[component] |= picked
+            recorder, template = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs, place)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
         )
-        return Call(
-            component, entry, tuple(recorder.events), peak_bytes, input_bytes, frozenset(recorder.touched), tuple(recorder.flops)
-        ), template
+        events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
+        peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
+        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products), template
+
+    def _record(
+        self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device
+    ) -> tuple[Recorder, Any]:
+        on_meta = place == META
+        self.boundary.device = place
+        recorder = Recorder(module, units, place)
+        try:
+            with _disable_current_modes():
+                handed = walk((args, kwargs), _blank_like if on_meta else torch.Tensor.cpu)
+                recorder.ignore(tensors_in(handed))
+                repeats = Repeats(module, recorder) if on_meta else nullcontext()
+                fused = FusedAttention(recorder) if on_meta else nullcontext()
+                with torch.no_grad(), repeats, fused, recorder:
+                    out = proceed(*handed[0], **handed[1])
+                template = walk(out, lambda t: torch.empty_like(t, device=META))
+                del out
+                self.kept_bytes = recorder.live_bytes
+        finally:
+            self.boundary.device = sim.device
+            recorder.close()
+            forget([module])
+        return recorder, template
+
+
+def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight that the pipeline's own code looks at: it is copied to the device, where it is one more tensor of that code."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
+
+
+def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""What a component weighs in each precision that a graph may allow, layer by layer. No quantization is run, nothing is imported.
+"""What a component weighs in each precision that a graph may allow, layer by layer. Nothing is quantized for it.
 
 Formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
 
@@ -6,19 +6,25 @@ Formulas are those of bitsandbytes 0.50, checked byte for byte against its layer
     nf4    half a byte an element; one fp32 maximum for each 64 elements; the 16 values of the code
     nf4 with doubly quantized statistics: the maxima in one byte, for each 256 of them one fp32 maximum; both codes; an offset
 
-Linear layers are quantized, and nothing else is: not what a component keeps in fp32, not an output layer tied to an embedding.
-A bias stays as it is.
+    fp8    one byte an element, no statistics
+
+Which layers are quantized says `components.quantize`: linear ones, and nothing else. A bias stays as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import nn
 
-from graphrun.components.quantize import quantizable_layers
+from graphrun.components.blocks import ALIGNMENT, BlockLayout, lay_out
+from graphrun.components.quantize import QUANTIZED, quantizable_layers
+from graphrun.estimator.allocator import ROUND_BYTES
+from graphrun.planner.problem import BlockClass
 from graphrun.units import round_up
 
-PRECISIONS = ("float32", "bfloat16", "float16", "int8", "nf4")
+PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4")
 BLOCK, NESTED_BLOCK = 64, 256  # elements to a maximum, maxima to a maximum of maxima
 CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
 
@@ -29,8 +35,10 @@ def layer_bytes(outputs: int, inputs: int, precision: str, *, nested: bool = Fal
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> tuple[int, ...]:
-    """Bytes of each tensor that holds the weight [outputs inputs] in int8 or nf4."""
+    """Bytes of each tensor that holds the weight [outputs inputs] in fp8, int8 or nf4."""
     count = outputs * inputs
+    if precision == "fp8":
+        return (count,)
     if precision == "int8":
         return count, 4 * outputs
     if precision != "nf4":
@@ -48,19 +56,58 @@ def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = Fal
     What is not of ``dtype`` stays as it is in every precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``
     rounds each tensor up to what an allocation takes.
     """
-    own: torch.dtype = getattr(torch, dtype)
     step = 512 if allocated else 1
-    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
-    sizes = dict.fromkeys(PRECISIONS, 0)
-    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
-        for precision in PRECISIONS:
-            layer = layers.get(id(tensor))
-            if precision in ("int8", "nf4") and layer is not None:
-                tensors = layer_tensors(layer.out_features, layer.in_features, precision)
-            else:
-                wanted: torch.dtype = getattr(torch, precision, own)
-                if precision in ("int8", "nf4") or tensor.dtype != own:
-                    wanted = tensor.dtype
-                tensors = (tensor.numel() * wanted.itemsize,)
-            sizes[precision] += sum(round_up(nbytes, step) for nbytes in tensors)
-    return sizes
+    return {
+        precision: sum(round_up(nbytes, step) for held in held_in(module, dtype, precision).values() for nbytes in held)
+        for precision in PRECISIONS
+    }
+
+
+def held_in(module: nn.Module, dtype: str, precision: str, *, nested: bool = False) -> dict[int, tuple[int, ...]]:
+    """For each distinct tensor of ``module``, by its `id`, the bytes of each tensor that holds it in ``precision``.
+
+    ``nested``: nf4's statistics are quantized too.
+    """
+    own: torch.dtype = getattr(torch, dtype)
+    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()} if precision in QUANTIZED else {}
+    wanted: torch.dtype = getattr(torch, precision, own) if precision in ("float32", "bfloat16", "float16") else own
+    found: dict[int, tuple[int, ...]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        layer = layers.get(id(tensor))
+        if layer is not None:
+            found[id(tensor)] = layer_tensors(layer.out_features, layer.in_features, precision, nested=nested)
+        else:
+            size = (wanted if tensor.dtype == own else tensor.dtype).itemsize
+            found[id(tensor)] = (tensor.numel() * size,)
+    return found
+
+
+def block_bytes(
+    module: nn.Module, classes: Sequence[BlockClass], dtype: str, precision: str, *, nested: bool = False
+) -> tuple[int, ...]:
+    """Per class the bytes of its largest block in ``precision``, laid out as `components.blocks` does: every tensor, statistics
+    included, at a multiple of `ALIGNMENT`, the block rounded to what an allocation takes."""
+    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    return _block_bytes(layouts, classes, held_in(module, dtype, precision, nested=nested))
+
+
+def block_bytes_by_precision(module: nn.Module, classes: Sequence[BlockClass], dtype: str) -> dict[str, tuple[int, ...]]:
+    """`block_bytes` in each of `PRECISIONS`."""
+    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    return {precision: _block_bytes(layouts, classes, held_in(module, dtype, precision)) for precision in PRECISIONS}
+
+
+def _block_bytes(
+    layouts: Mapping[str, BlockLayout], classes: Sequence[BlockClass], held: Mapping[int, tuple[int, ...]]
+) -> tuple[int, ...]:
+    sizes = {
+        path: sum(round_up(nbytes, ALIGNMENT) for entry in layout.entries for nbytes in held[id(entry.tensor)])
+        for path, layout in layouts.items()
+    }
+    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in classes)
+
+
+def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
+    """The weights of ``module`` that int8, nf4 and fp8 quantize, by name: (outputs, inputs)."""
+    layers = quantizable_layers(module, getattr(torch, dtype))
+    return {f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()}

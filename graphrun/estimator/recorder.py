@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,37 +23,79 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from graphrun.estimator.corrections import attention_scratch, convolution_scratch
+from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
+from graphrun.estimator.events import Product
+from graphrun.estimator.known import Known
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
+META = torch.device("meta")
 aten = torch.ops.aten
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+# Where values go from the device to the host, or decide a size.
+_ANSWERED = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A stretch of a record that can be replayed: as the fields of `Recorder`; ``left`` holds the keys that live on after it."""
+
+    events: tuple[tuple[int, int], ...]
+    flops: tuple[tuple[str, float], ...]
+    entered: tuple[str, ...]
+    touched: frozenset[str]
+    left: tuple[int, ...]
+    products: tuple[Product, ...] = ()  # their events counted from the stretch's first
+
+    def elsewhere(self, path: str, other: str) -> Excerpt:
+        """What a block at ``other`` does that is like the one at ``path``."""
+
+        def there(name: str) -> str:
+            return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
+
+        flops = tuple((there(name), number) for name, number in self.flops)
+        products = tuple(replace(product, name=there(product.name)) for product in self.products)
+        entered, touched = tuple(map(there, self.entered)), frozenset(map(there, self.touched))
+        return replace(self, flops=flops, entered=entered, touched=touched, products=products)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active: live bytes by storage, parameters read, and FLOPs by the block that is running.
 
-    On meta an index hits everything: ``item()`` answers True or 1, ``nonzero`` its largest shape. ``mask.all()`` answers False:
-    encoders leave a full mask out, and one that is not full takes memory.
+    On meta an index hits everything: ``item()`` of what is not `Known` answers True or 1, ``nonzero`` its largest shape.
+    ``mask.all()`` answers False: encoders leave a full mask out, and one that is not full takes memory. A copy to the host: zeros.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, blocks: Iterable[str], place: torch.device = META) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.peak_bytes = 0
         self.touched: set[str] = set()
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
+        self.products: list[Product] = []
+        self._place = place.type
+        self.known = Known()
         self._now = 0
         self._next = 0
         self._live: dict[int, tuple[int, int, Any]] = {}
         self._stack = [""]
         self._names: dict[int, str] = {}
-        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        if self._place != "meta":  # weights may lie in one storage, so that which of them is read cannot be told
+            self.touched |= {name for name, _ in weights}
+        for name, tensor in weights:
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
-        self._whole: set[int] = set()  # results of ``tensor.all()``
+        self._whole: set[int] = set()  # results of ``mask.all()``, or of ``mask.sum() == mask.numel()``
+        self._sums: set[int] = set()  # results of ``mask.sum()``
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that live now."""
+        return self._now
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The inputs of the call: they are there already."""
@@ -64,6 +107,47 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
         for cdata in list(self._live):
             self._release(cdata)
+
+    def begin(self) -> tuple[int, int, int, set[str]]:
+        """A place in the record, which `since` must be called with."""
+        self.flops.append((self._stack[-1], 0.0))
+        before, self.touched = self.touched, set()
+        return len(self.events), len(self.flops) - 1, len(self.entered), before
+
+    def since(self, begin: tuple[int, int, int, set[str]], outs: Sequence[torch.Tensor]) -> Excerpt | None:
+        """What was recorded since ``begin``, where nothing of it lives on but ``outs``, each in a storage of its own; else None."""
+        touched = frozenset(self.touched)
+        self.touched |= begin[3]
+        events = tuple(self.events[begin[0] :])
+        made = {key for key, nbytes in events if nbytes > 0}
+        left = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
+        alive = {key for key, _, _ in self._live.values()} & made
+        if len(left) != len(outs) or len(set(left)) != len(outs) or alive != set(left):
+            return None
+        products = tuple(replace(of, event=of.event - begin[0]) for of in self.products if of.event >= begin[0])
+        return Excerpt(events, tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :]), touched, left, products)
+
+    def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
+        """Record ``excerpt`` once more. ``outs``, new tensors that are nowhere recorded, take the places of what it left."""
+        keys: dict[int, tuple[int, int]] = {}
+        places = []
+        for key, nbytes in excerpt.events:
+            places.append(len(self.events))
+            if nbytes < 0:
+                self.events.append((key, nbytes))
+            elif nbytes > 0:
+                self._next += 1
+                keys[key] = self._next, nbytes
+                self._enter(self._next, nbytes)
+            elif (found := keys.pop(key, None)) is not None:
+                self.events.append((found[0], 0))
+                self._now -= found[1]
+        for key, out in zip(excerpt.left, outs, strict=True):
+            self._follow(out, *keys[key])
+        self.flops += excerpt.flops
+        self.entered += excerpt.entered
+        self.touched |= excerpt.touched
+        self.products += (replace(product, event=places[product.event]) for product in excerpt.products)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Note ``nbytes`` that are taken and given back within one kernel, and how many of them some cards do without."""
@@ -83,26 +167,43 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ANSWERED and args[0].is_meta and (answer := self._answer(func, args, kwargs)) is not None:
+            return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             full = args[0].untyped_storage()._cdata not in self._whole
             return full if args[0].dtype == torch.bool else 1
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
+        elif func is aten._to_copy.default and args[0].is_meta and _leaves_meta(kwargs.get("device")):
+            out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = func(*args, **kwargs)
+            self.known.follow(func, args, kwargs, out)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)
         for tensor in _tensors((out,)):
-            self._keep(tensor)
-            if func is aten.all.default:
+            if self._keep(tensor) and func in MATRIX_PRODUCTS:
+                self._note_product(args, tensor)
+            if func is aten.all.default or (func is aten.eq.Scalar and args[0].untyped_storage()._cdata in self._sums):
                 self._whole.add(tensor.untyped_storage()._cdata)
+            elif func is aten.sum.default and args[0].dtype == torch.bool:
+                self._sums.add(tensor.untyped_storage()._cdata)
         if func is aten.convolution.default:
-            source, made, weight = (t.numel() * t.element_size() for t in (args[0], out, args[1]))
-            self.scratch(*convolution_scratch(source, made, weight, out.element_size()))
+            self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
         return out
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the host reads from the device, where it is known; a count of what data chooses."""
+        if func is aten.bincount.default:
+            return self.known.counted(args[0])
+        if (value := self.known.value(args[0])) is None:
+            return None
+        if func is aten._local_scalar_dense.default:
+            return value.item()
+        return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, flops: float) -> None:
         """Add FLOPs to the block that is running: to its last stretch, if nothing else computed since."""
@@ -111,23 +212,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops += self.flops.pop()[1]
         self.flops.append((path, flops))
 
-    def _keep(self, tensor: torch.Tensor) -> None:
+    def _note_product(self, args: Any, made: torch.Tensor) -> None:
+        for factor in _tensors(args):
+            name = self._names.get(factor.untyped_storage()._cdata)
+            if name is not None and factor.dim() == 2:
+                self.products.append(Product(len(self.events) - 1, name, made.numel() // made.shape[-1]))
+
+    def _keep(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a new tensor: its allocation is then the last event."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        if not tensor.is_meta or cdata in self._live or cdata in self._names or cdata in self._ignored:
-            return
+        known = cdata in self._live or cdata in self._names or cdata in self._ignored
+        if tensor.device.type != self._place or known or not storage.nbytes():  # what has no bytes is not allocated
+            return False
         self._next += 1
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
-        self._live[cdata] = self._next, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
-        self.events.append((self._next, nbytes))
+        self._follow(tensor, self._next, nbytes)
+        self._enter(self._next, nbytes)
+        return True
+
+    def _enter(self, key: int, nbytes: int) -> None:
+        self.events.append((key, nbytes))
         self._now += nbytes
         self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def _follow(self, tensor: torch.Tensor, key: int, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        cdata = storage._cdata
+        self._live[cdata] = key, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
 
     def _gone(self, cdata: int, _: object) -> None:
         self._release(cdata)
 
     def _release(self, cdata: int) -> None:
         self._whole.discard(cdata)
+        self.known.gone(cdata)
+        self._sums.discard(cdata)
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]
@@ -146,6 +266,8 @@ class FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.tensor:
+            return self.recorder.known.written(func(*args, **kwargs), args, kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
@@ -155,6 +277,17 @@ class FusedAttention(TorchFunctionMode):
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
         self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
         return out
+
+
+def _convolution(source: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, stride: Sequence[int]) -> Convolution:
+    read, written, filters = (tensor.numel() * tensor.element_size() for tensor in (source, made, weight))
+    taps, strided = weight.numel() // (weight.shape[0] * weight.shape[1]), max(stride) > 1
+    return Convolution(read, written, filters, made.element_size(), source.shape[1], made.shape[1], taps, strided)
+
+
+def _leaves_meta(device: torch.device | None) -> bool:
+    """Whether a copy to ``device`` asks for numbers that meta does not have."""
+    return device is not None and device.type != "meta"
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:

@@ -83,7 +83,7 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
             precision: {
                 "bytes": sizes[precision],
                 "allowed": precision in allowed,
-                "basis": "formula" if precision in ("int8", "nf4") else known if precision == declared.dtype else "declared",
+                "basis": "formula" if precision in ("fp8", "int8", "nf4") else known if precision == declared.dtype else "declared",
             }
             for precision in PRECISIONS
         },

@@ -10,75 +10,109 @@ page-locked memory. Must not know budgets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from graphrun.estimator.events import Facts, Held
+from graphrun.components.quantize import QUANTIZED
+from graphrun.estimator.events import Call, Facts
+from graphrun.estimator.precision import ELEMENT_BYTES, dequantization_seconds, peak_of, quantizing_bytes, requantized
 from graphrun.graph.graph import Component
-from graphrun.planner.problem import Hardware, Home, Variant
+from graphrun.planner.problem import ALLOCATION_BYTES, Hardware, Home, Variant
+from graphrun.units import round_up
 
 HOMES: tuple[Home, ...] = ("pinned", "pageable", "disk")
 ON_CPU = "cpu"
-QUANTIZED = ("int8", "nf4")
 
 # int8 layers multiply in int8 and add what outliers contribute in 16 bits: 15 to 23 % slower than 16 bits throughout (Hugging Face,
 # "A Gentle Introduction to 8-bit Matrix Multiplication", of Dettmers et al. 2022).
 SLOWDOWNS = {"int8": 1.2}
 
 # bitsandbytes 0.50 quantizes a weight on a CPU core at about this rate of 16-bit bytes (2.10 GHz Xeon core, idle).
-QUANTIZED_PER_SECOND = {"int8": 0.2e9, "nf4": 0.07e9}
+# A cast to fp8 runs at the speed of memory.
+QUANTIZED_PER_SECOND = {"int8": 0.2e9, "nf4": 0.07e9, "fp8": 5e9}
 
 
 def variants_of(
-    component: Component, facts: Facts, hardware: Hardware, *, homes: Collection[str], allow: Collection[str]
+    component: Component,
+    facts: Facts,
+    calls: Sequence[Call],
+    hardware: Hardware,
+    *,
+    homes: Collection[str],
+    allow: Collection[str],
 ) -> tuple[Variant, ...]:
-    """Every variant of ``component``, the plain one first. ``homes``: those that make a difference here; ``allow`` decides only
-    whether computing on the CPU is offered."""
+    """Every variant of ``component``, the plain one first. ``calls``: its distinct ones; ``homes``: those that make a difference
+    here; ``allow`` decides only whether computing on the CPU is offered."""
     found = [
         variant
         for precision in component.precision
-        for variant in _in_homes(component, precision, facts, hardware, component.home or homes)
+        for variant in _in_homes(component, precision, facts, calls, hardware, component.home or homes)
     ]
     if ON_CPU in allow and found[0].precision not in QUANTIZED:
         found.append(_on_cpu(found[0], hardware))
     return tuple(found)
 
 
-def _in_homes(component: Component, precision: str, facts: Facts, hardware: Hardware, homes: Collection[str]) -> Iterator[Variant]:
-    held = Held(facts.block_bytes) if precision == component.dtype else facts.held[precision]
-    quantized = precision in QUANTIZED
-    read = _fill_seconds(component, precision, facts, held, hardware)
+def _in_homes(
+    component: Component, precision: str, facts: Facts, calls: Sequence[Call], hardware: Hardware, homes: Collection[str]
+) -> Iterator[Variant]:
+    dtype, quantized = component.dtype, precision in QUANTIZED
+    block_bytes = facts.block_bytes if precision == dtype else facts.precisions[precision]
+    whole = sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, block_bytes, strict=True))
+    widened = _widened_bytes(facts, precision, ELEMENT_BYTES[dtype]) if quantized else ()
+    read = _fill_seconds(component, precision, facts.block_bytes, block_bytes, hardware)
     for home in (home for home in HOMES if home in homes):
         if home == "disk" and (quantized or component.source is None):
             continue  # nothing there can be read block by block
         rate = hardware.pageable_bytes_per_second if home == "pageable" else hardware.h2d_bytes_per_second
-        whole = sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, held.block_bytes, strict=True))
         yield Variant(
             precision=precision,
             home=home,
             device="device",
-            block_bytes=held.block_bytes,
-            load_seconds=tuple(nbytes / rate for nbytes in held.block_bytes),
-            host_bytes=2 * max(held.block_bytes) if home == "disk" else whole,
+            block_bytes=block_bytes,
+            load_seconds=tuple(nbytes / rate for nbytes in block_bytes),
+            host_bytes=2 * max(block_bytes) if home == "disk" else whole,
             fill_seconds=() if home == "disk" else read,
             disk_seconds=read if home == "disk" else (),
-            block_seconds=tuple(2 * nbytes / hardware.memory_bytes_per_second for nbytes in held.widened_bytes),
+            block_seconds=tuple(dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in widened),
             slowdown=SLOWDOWNS.get(precision, 1.0),
-            scratch_bytes=held.scratch_bytes,
-            transient_bytes=held.transient_bytes if home != "disk" else 0,
+            scratch_bytes=_scratch_bytes(facts, calls, precision, dtype),
+            transient_bytes=quantizing_bytes(facts.layers.values(), precision, ELEMENT_BYTES[dtype]) if quantized else 0,
             needs="" if precision == component.precision[0] else precision,
         )
 
 
-def _fill_seconds(component: Component, precision: str, facts: Facts, held: Held, hardware: Hardware) -> tuple[float, ...]:
+def _widened_bytes(facts: Facts, precision: str, element_bytes: int) -> tuple[int, ...]:
+    """Per class, what a block's weights take when they are cast to compute with them; int8 multiplies as it is."""
+    found = [0] * len(facts.classes)
+    if precision == "int8":
+        return tuple(found)
+    for number, k in enumerate(facts.classes):
+        for path in k.blocks:
+            inside = (size for name, size in facts.layers.items() if path and name.startswith(f"{path}."))
+            found[number] = max(found[number], sum(element_bytes * outputs * inputs for outputs, inputs in inside))
+    rest = sum(element_bytes * outputs * inputs for outputs, inputs in facts.layers.values())
+    rest -= sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, found, strict=True))
+    return tuple(max(0, rest) if "" in k.blocks else nbytes for k, nbytes in zip(facts.classes, found, strict=True))
+
+
+def _scratch_bytes(facts: Facts, calls: Sequence[Call], precision: str, dtype: str) -> int:
+    """By how much the peak of a call rises with quantized layers, the most of all calls."""
+    more = (requantized(call, facts.layers, precision, dtype).peak_bytes - peak_of(call.events) for call in calls)
+    return round_up(max((0, *more)), ALLOCATION_BYTES) if precision in QUANTIZED else 0
+
+
+def _fill_seconds(
+    component: Component, precision: str, traced: tuple[int, ...], block_bytes: tuple[int, ...], hardware: Hardware
+) -> tuple[float, ...]:
     """Per class, to read one block into its home: what the files hold is read, which for quantized weights is what was traced, and
     these are then quantized. () without a source: weights are made before the run."""
     if component.source is None:
         return ()
     if precision not in QUANTIZED:
-        return tuple(nbytes / hardware.disk_bytes_per_second for nbytes in held.block_bytes)
+        return tuple(nbytes / hardware.disk_bytes_per_second for nbytes in block_bytes)
     each = 1 / hardware.disk_bytes_per_second + 1 / QUANTIZED_PER_SECOND[precision]
-    return tuple(nbytes * each for nbytes in facts.block_bytes)
+    return tuple(nbytes * each for nbytes in traced)
 
 
 def _on_cpu(variant: Variant, hardware: Hardware) -> Variant:

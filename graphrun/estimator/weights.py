@@ -10,7 +10,7 @@ Decides names and classes from the module's structure and from a trace's order; 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 from torch import nn
@@ -25,43 +25,60 @@ SMALLEST_SHARE = 1 / 8
 SAME_SIZE = 1.1
 
 
-def unit_paths(module: nn.Module) -> list[str]:
+def unit_paths(module: nn.Module, choices: Collection[str] = ()) -> list[str]:
     """Paths of the modules in which ``module`` may be streamed, in the order of their creation.
 
-    A unit is an element of a list of at least two modules of one class and equal bytes. Where the elements themselves hold such
-    lists that make up most of them (a UNet's attention: ten transformer blocks each), the inner elements are the units.
+    A unit is an element of a list of at least two modules of one class, all but one of which have others of equal bytes beside them
+    (SD3's last block does without a part; HunyuanDiT's second half has skips). Where the elements themselves hold such
+    lists that make up most of them (a UNet's attention: ten transformer blocks each), the inner elements are the units. The lists
+    in ``choices`` are left out (see `choices_among`).
     """
-    return [path for path, _ in _units(module, "")]
+    return [path for path, _ in _units(module, "", choices)]
 
 
-def _units(module: nn.Module, prefix: str) -> list[tuple[str, int]]:
+def choices_among(units: Iterable[str], entered: Collection[str]) -> set[str]:
+    """The lists of which one call enters some elements and not others: experts, of which data picks some, have no fixed order."""
+    lists: dict[str, set[bool]] = defaultdict(set)
+    for path in units:
+        lists[path.rpartition(".")[0]].add(path in entered)
+    return {path for path, found in lists.items() if len(found) == 2}
+
+
+def _units(module: nn.Module, prefix: str, choices: Collection[str]) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
+        if path in choices:
+            continue
         if isinstance(child, nn.ModuleList) and _alike(child):
-            found += [unit for index, element in enumerate(child) for unit in _element(element, f"{path}.{index}")]
+            found += [unit for index, element in enumerate(child) for unit in _element(element, f"{path}.{index}", choices)]
         else:
-            found += _units(child, f"{path}.")
+            found += _units(child, f"{path}.", choices)
     return found
 
 
-def _element(element: nn.Module, path: str) -> list[tuple[str, int]]:
+def _element(element: nn.Module, path: str, choices: Collection[str]) -> list[tuple[str, int]]:
     nbytes = _nbytes(element)
-    inner = _units(element, f"{path}.")
+    inner = _units(element, f"{path}.", choices)
     return inner if 2 * sum(size for _, size in inner) > nbytes else [(path, nbytes)]
 
 
 def _alike(modules: nn.ModuleList) -> bool:
-    sizes = [_nbytes(element) for element in modules]
+    if any(element is None for element in modules):  # CogView4's VAE keeps a place for attention that it does without
+        return False
+    sizes = sorted(_nbytes(element) for element in modules)
     same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
-    return same and 0 < max(sizes) <= SAME_SIZE * min(sizes)
+    alone = sum(sum(a <= SAME_SIZE * b and b <= SAME_SIZE * a for b in sizes) == 1 for a in sizes)
+    return same and sizes[0] > 0 and alone <= min(1, len(modules) - 2)
 
 
 def _nbytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
-def classify(module: nn.Module, entered: Sequence[str], touched: Sequence[Iterable[str]]) -> tuple[BlockClass, ...]:
+def classify(
+    module: nn.Module, entered: Sequence[str], touched: Sequence[Iterable[str]], choices: Collection[str] = ()
+) -> tuple[BlockClass, ...]:
     """The classes of blocks of ``module``, in call order, the rest first.
 
     ``entered``: paths of `unit_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the names of
@@ -69,7 +86,7 @@ def classify(module: nn.Module, entered: Sequence[str], touched: Sequence[Iterab
     bytes. A child outside all classes that other calls read than the rest becomes a class of one under its own name (a VAE's
     encoder where only `decode` is called).
     """
-    known = set(unit_paths(module))
+    known = set(unit_paths(module, choices))
     units = [path for path in dict.fromkeys(entered) if path in known]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
     groups: list[list[str]] = []

@@ -23,7 +23,7 @@ from graphrun.executor.device import Device
 from graphrun.executor.failure import settled
 from graphrun.executor.holders import leftovers
 from graphrun.executor.host import Host
-from graphrun.executor.running import Progress, Running, Work
+from graphrun.executor.running import Detour, HandedOut, Progress, Running, Work
 from graphrun.graph.graph import Graph
 from graphrun.ops import Stages
 from graphrun.planner.check import check
@@ -51,13 +51,23 @@ def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Devi
 
 
 def follow(
-    problem: Problem, plan: Plan, host: Host, device: Device, work: Work | Stages, progress: Progress | None = None
+    problem: Problem,
+    plan: Plan,
+    host: Host,
+    device: Device,
+    work: Work | Stages,
+    progress: Progress | None = None,
+    *,
+    detour: Detour | None = None,
+    handed_out: HandedOut | None = None,
 ) -> Trace:
     """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
 
-    Errors as for `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
+    Where reality leaves the plan, ``detour`` makes the next one; without it that is an error, as it is when the run ends before
+    the plan does. ``handed_out``: bytes of the outputs that stay on the device because the caller gets them there. Errors as for
+    `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
     """
-    with Session(problem, plan, host, device) as session:
+    with Session(problem, plan, host, device, detour=detour, handed_out=handed_out) as session:
         trace = session.run(work, progress)
     return trace
 
@@ -73,9 +83,19 @@ class Session:
                 trace = session.run(work(prompt))
     """
 
-    def __init__(self, problem: Problem, plan: Plan, host: Host, device: Device) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        host: Host,
+        device: Device,
+        *,
+        detour: Detour | None = None,
+        handed_out: HandedOut | None = None,
+    ) -> None:
         _refuse_plan(problem, plan)
-        self._unsettled, self._problem, self._plan = problem, settle(problem, plan), plan
+        self._detour, self._handed_out = detour, handed_out
+        self._problem, self._plan, self._simulation = settle(problem, plan), plan, simulate(problem, plan)
         self._slowdowns = slowdowns(problem, plan)
         host.refuse_other(self._problem)
         _refuse_free(plan, host)
@@ -97,10 +117,11 @@ class Session:
             self._baseline_bytes = self._device.allocated_bytes
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
-        simulation = simulate(self._unsettled, self._plan)
-        peaks = [slot.peak_bytes for slot in (simulation.again if self._begun else simulation.slots)]
+        slots_planned = self._simulation.again if self._begun else self._simulation.slots
+        peaks = [slot.peak_bytes for slot in slots_planned]
         plan = replace(self._plan, slots=slots)
         run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
+        run.detour, run.handed_out = self._detour, self._handed_out
         self._begun = True
         try:
             trace = run.perform(work, kept=bool(self._plan.again))

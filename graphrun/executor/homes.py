@@ -8,14 +8,15 @@ disk                files --read--> | bounce buffer |    two of the largest bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from graphrun.components.blocks import BlockLayout
-from graphrun.components.source import Writer
+from graphrun.errors import GraphrunError
 from graphrun.executor.device import Device, Mark
 from graphrun.planner.ring import Ring
 
@@ -52,10 +53,14 @@ class Arena:
             self.nbytes += layout.nbytes
         self.memory: torch.Tensor | None = None
         self._fillings: dict[str, _Filling] = {}
+        self._jobs: dict[str, _Filling] = {}  # to be begun
+        self._writer: Blocks | None = None
+        self.wanted: Callable[[str], None] | None = None  # called for a block that is needed before its fill was begun
+        self._dropped = False
 
     def hold(self) -> None:
         """The memory is there, its bytes are not yet."""
-        self.memory = self._device.arena(self.nbytes)
+        self.memory, self._dropped = self._device.arena(self.nbytes), False
 
     def lock(self) -> None:
         """Locks the pages, where the home asks for it."""
@@ -68,16 +73,26 @@ class Arena:
         return self.memory[self._starts[path] : self._starts[path] + self._layouts[path].nbytes]
 
     def fill(self, writer: Blocks) -> list[tuple[str, int]]:
-        """Begins to read all blocks, in order, beside what else happens: paths and bytes."""
+        """Blocks that `begin` is to read from ``writer``, in order: paths and bytes."""
         for path, layout in self._layouts.items():
             marks: list[Mark] = []
-            job = _job(self._device, writer, layout, self.block(path), marks)
-            self._fillings[path] = _Filling(self._device.background(job), marks)
-        self._device.background(writer.close)
+            job = _job(self._device, writer, layout, self.block(path), marks, lambda: self._dropped)
+            self._jobs[path] = _Filling(job, marks)
+        self._writer = writer
         return [(path, layout.nbytes) for path, layout in self._layouts.items()]
+
+    def begin(self, path: str) -> None:
+        """Begins to read block ``path``, beside what else happens; one block after another."""
+        if (filling := self._jobs.pop(path, None)) is None:
+            return
+        self._fillings[path] = _Filling(self._device.background(filling.join), filling.marks)
+        if not self._jobs and self._writer is not None:
+            self._device.background(self._writer.close)
 
     def filled(self, path: str) -> Marks | None:
         """Waits for the fill of block ``path``: from when to when it was read; None if it was there before the run."""
+        if path in self._jobs:
+            (self.wanted or self.begin)(path)
         if path not in self._fillings:
             return None
         filling = self._fillings[path]
@@ -86,12 +101,17 @@ class Arena:
 
     def ready(self, path: str) -> bool:
         """Whether a copy of block ``path`` would wait for nothing but copies."""
+        if path in self._jobs:
+            return False
         return path not in self._fillings or self._device.reached(self._fillings[path].marks)
 
     def settle(self) -> list[tuple[str, Marks]]:
-        """Waits for all fills: blocks that were read since the last call, with their marks."""
+        """Begins and awaits what is to be filled: blocks that were read since the last call, with their marks."""
+        for path in list(self._jobs):
+            self.begin(path)
         found = [(path, marks) for path in self._fillings if (marks := self.filled(path)) is not None]
         self._fillings.clear()
+        self.wanted = None
         return found
 
     def copy(self, path: str, target: torch.Tensor) -> Marks:
@@ -103,10 +123,14 @@ class Arena:
         return start, self._device.mark("copy")
 
     def drop(self) -> None:
-        """The memory is gone, when nothing else holds views of it."""
+        """The memory is gone, when nothing else holds views of it. What is still to be read is not."""
+        self._dropped = True
         for filling in self._fillings.values():
-            filling.join()
+            with contextlib.suppress(GraphrunError, OSError, RuntimeError):  # whoever waited for it was told
+                filling.join()
         self._fillings.clear()
+        self._jobs.clear()
+        self.wanted = None
         self.memory = None
 
 
@@ -118,6 +142,7 @@ class Disk:
         self.nbytes = bounce_bytes
         self.memory: torch.Tensor | None = None
         self._ring = Ring(bounce_bytes)
+        self.before_read: Callable[[int, bool], None] = _nothing  # told of each read: its bytes, and whether the buffer was full
         self._copied: dict[int, Mark] = {}
         self._placements = 0
         self.reads: list[tuple[str, int, Marks]] = []
@@ -134,6 +159,7 @@ class Disk:
             return device.mark("copy"), device.mark("copy")
         assert self.memory is not None, f"the bounce buffer of block {path!r} is not held"
         place = self._ring.place(layout.nbytes)
+        self.before_read(layout.nbytes, bool(place.released))
         for number in place.released:
             device.wait("disk", self._copied.pop(number))
         buffer = self.memory[place.offset : place.offset + layout.nbytes]
@@ -155,6 +181,7 @@ class Disk:
         return found
 
     def _restart(self) -> None:
+        self.before_read = _nothing
         self._ring, self._placements = Ring(self.nbytes), 0
         self._copied.clear()
 
@@ -165,18 +192,23 @@ class Disk:
         self._writer.close()
 
 
-def bounce_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """What a bounce buffer needs: room for two of the largest block."""
-    return 2 * max((layout.nbytes for layout in layouts), default=0)
+def _nothing(nbytes: int, full: bool) -> None:
+    pass
 
 
-def _job(device: Device, writer: Blocks, layout: BlockLayout, buffer: torch.Tensor, marks: list[Mark]) -> Callable[[], None]:
+def _job(
+    device: Device,
+    writer: Blocks,
+    layout: BlockLayout,
+    buffer: torch.Tensor,
+    marks: list[Mark],
+    dropped: Callable[[], bool] = lambda: False,
+) -> Callable[[], None]:
     def read() -> None:
+        if dropped():
+            return
         start = device.mark("disk")
         device.read(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
         marks.extend((start, device.mark("disk")))
 
     return read
-
-
-__all__ = ["Arena", "Blocks", "Disk", "Marks", "Writer", "bounce_bytes"]

@@ -70,6 +70,8 @@ class Host:
         host.ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
         host.modules = dict(host.ghosts)  # a stage may list a component that no call enters
         for numbers in problem.components:
+            if numbers.name in given and graph.component(numbers.name).loras:
+                raise InputError(f"{numbers.name} was handed in, and the graph fuses a LoRA into it: leave it out of modules=")
             if numbers.name in given:
                 host._add(given[numbers.name], numbers, device, None)
             elif numbers.name in used:
@@ -101,6 +103,13 @@ class Host:
         for name, residency in self.residencies.items():
             if self._variants[name].fill_seconds and not residency.given:
                 residency.free()
+
+    def close(self) -> None:
+        """Homes and files are gone at once, not when garbage is collected; what was handed in stays its owner's."""
+        for residency in self.residencies.values():
+            if not residency.given:
+                residency.free()
+        self._spool.close()
 
     def refuse_other(self, problem: Problem) -> None:
         """Raises InputError unless ``problem`` has the graph and the blocks that this was built for."""

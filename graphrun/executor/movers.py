@@ -22,8 +22,11 @@ MOVING_HOOKS = frozenset({"CpuOffload", "AlignDevicesHook", "LayerwiseCastingHoo
 MOVING_NAMES = ("offload", "layerwise_casting")
 
 
-def refuse_movers(modules: Mapping[str, nn.Module]) -> None:
-    """Raises InputError naming the component, who else moves it and how to stop that; also for weights that are not on the CPU."""
+def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -> None:
+    """Raises InputError naming the component, who else moves it and how to stop that; also for weights that are not on the CPU.
+
+    ``adapters``: LoRAs may be there, because whoever plans counts them.
+    """
     for name, module in modules.items():
         for path, child in module.named_modules():
             place = f"{name}.{path}" if path else name
@@ -37,9 +40,9 @@ def refuse_movers(modules: Mapping[str, nn.Module]) -> None:
                     f"{place} carries diffusers' {hook} hook, which moves or casts its weights too: load the component again "
                     "without it, or leave modules= out"
                 )
-            if adapters := _adapters(child):
+            if not adapters and (names := _adapters(child)):
                 raise InputError(
-                    f"{place} carries the LoRA {', '.join(adapters)}, which the graph does not have, so that the plan does not "
+                    f"{place} carries the LoRA {', '.join(names)}, which the graph does not have, so that the plan does not "
                     "count it: call pipeline.unload_lora_weights(), or fuse it (pipeline.fuse_lora(), then unload_lora_weights())"
                 )
         _refuse_device_map(name, module)

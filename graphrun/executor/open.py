@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
-from graphrun.planner.problem import Problem
+from graphrun.planner.problem import Hardware, Problem
 
 
 def open_device(problem: Problem) -> Device:
     """A device of the problem's kind: its rates on ``sim``, the first CUDA device on ``cuda``. InputError where there is none."""
-    hardware = problem.hardware
+    return open_hardware(problem.hardware)
+
+
+def open_hardware(hardware: Hardware) -> Device:
+    """The device that ``hardware`` describes. InputError where there is none."""
     if hardware.device == "sim":
         from graphrun.executor.simulated import SimulatedDevice
         from graphrun.sim import Machine

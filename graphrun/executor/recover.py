@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.errors import BrokenPlan, OutOfMemory
+from graphrun.errors import BrokenPlan, OutOfMemory, PlanError
 from graphrun.executor.device import Device
 from graphrun.executor.executor import Session, refuse_unfit, stages_for
 from graphrun.executor.host import Host
@@ -52,21 +52,30 @@ def execute(
     host: Host | None = None,
     tell: Tell | None = None,
     keep: Path | None = None,
+    ram_bytes: int | None = None,
     **more: Any,
 ) -> Trace:
     """Runs ``graph`` on resolved ``inputs`` by ``plan`` and returns what was measured, with the graph's outputs on the host.
 
     ``modules``: components built before. ``host``: homes of an earlier run, in place of ``modules``; without it they are made for
-    this run and dropped with it. ``tell``, ``keep``: as for `run_to_the_end`; ``more`` as for `Stages`. Raises PlanError before
-    anything is loaded when the plan is not to be run; OutOfMemory when no plan fits what the device has, TransferFailed when a copy
-    fails, BrokenPlan when reality leaves the plan. After any error the device is back at its baseline and the next run starts as if
-    there had been none.
+    this run and dropped with it. ``tell``, ``keep``: as for `run_to_the_end`; ``more`` as for `Stages`. ``ram_bytes``: what this
+    machine, or this process's cgroup, has. Raises PlanError before anything is loaded when the plan is not to be run, or holds more
+    than that in RAM; OutOfMemory when no plan fits what the device has, TransferFailed when a copy fails, BrokenPlan when reality
+    leaves the plan. After any error the device is back at its baseline and the next run starts as if there had been none.
     """
     refuse_unfit(problem, plan, graph)
-    if host is None:
-        host = Host.of_graph(graph, settle(problem, plan), device, modules)
-    stages = stages_for(plan, graph, inputs, device, host, **more)
-    return run_to_the_end(problem, plan, stages, host, device, progress, tell=tell, keep=keep)
+    if ram_bytes is not None and (held := simulate(problem, plan).host_peak_bytes) > ram_bytes:
+        raise PlanError(
+            f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)}: "
+            f"plan again with --ram {ram_bytes}"
+        )
+    own = Host.of_graph(graph, settle(problem, plan), device, modules) if host is None else host
+    try:
+        stages = stages_for(plan, graph, inputs, device, own, **more)
+        return run_to_the_end(problem, plan, stages, own, device, progress, tell=tell, keep=keep)
+    finally:
+        if host is None:
+            own.close()
 
 
 def run_to_the_end(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from graphrun.components.entry import Boundary
+from graphrun.components.memos import forget
 from graphrun.components.quantize import QUANTIZED
 from graphrun.components.trees import walk
 from graphrun.errors import BrokenPlan, OutOfMemory
@@ -25,6 +26,7 @@ from graphrun.executor.values import Values
 from graphrun.ops import Stages
 from graphrun.planner.plan import Plan, slot_text
 from graphrun.planner.problem import Problem
+from graphrun.planner.settle import settle
 from graphrun.trace import SlotTrace, Tier, Trace
 from graphrun.units import show_size
 
@@ -34,6 +36,22 @@ Progress = Callable[[int, int, int], None]
 Proceed = Callable[..., Any]
 Work = Callable[[], dict[str, Any]]
 """What computes: the stages of a graph, or anything that calls the components. Returns the run's outputs, on the host."""
+
+
+HandedOut = Callable[[Mapping[str, Any]], int]
+"""Bytes on the device of the outputs that the caller gets there."""
+
+
+class Detour(Protocol):
+    """Who makes a plan for an entry that the plan in force does not have: whatever a pipeline does that graphrun is attached to."""
+
+    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this entry is as the plan in force expects it."""
+
+    def around(
+        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
+    ) -> tuple[Problem, Plan]:
+        """A plan that begins with this entry. No weights are on the device, and ``live_bytes`` of other tensors."""
 
 
 class Running:
@@ -64,6 +82,8 @@ class Running:
         self._open: OpenSlot | None = None
         self._recorder: Recorder | None = None
         self._boundary: Boundary | None = None
+        self.detour: Detour | None = None
+        self.handed_out: HandedOut | None = None
         self._baseline_bytes = device.allocated_bytes - self._loaded_bytes()
         self._before = self._tiers()
         self.seen = (-1, 0, 0)  # when it failed: slot, peak bytes in it, bytes that the device had for this process
@@ -81,11 +101,11 @@ class Running:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
                 outside = {name: own for name, (own, _) in self._host.casts.items()}
-                with Boundary(self._host.modules, device.torch_device, around=self._around, dtypes=outside) as self._boundary:
+                modules, place = self._host.modules, device.torch_device
+                self._boundary = Boundary(modules, place, around=self._around, reads=self._read, dtypes=outside)
+                with self._boundary:
                     outputs = self._work(work)
-                for index in self._turns.finish():
-                    self._turn_to(index)
-                self._close()
+                self._finish()
                 done = True
             finally:
                 self._note_failure(done)
@@ -94,7 +114,9 @@ class Running:
                 self._host.finish()
             gc.collect()
             device.release_cached()
-        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in self._tiers().items())
+        after = self._tiers()
+        after["device"] -= self.handed_out(outputs) if self.handed_out is not None else 0
+        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
         self._refuse_leftovers(tiers, kept)
         return Trace(
             plan_digest=self._plan.digest,
@@ -128,7 +150,7 @@ class Running:
             self._turn_to(index)
 
     def _around(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for index in self._turns.enter(component):
+        for index in self._turns_of(component, entry, args, kwargs):
             self._turn_to(index)
         assert self._open is not None
         assert self._recorder is not None
@@ -145,6 +167,36 @@ class Running:
             size = self._host.residencies[component].held_bytes()
             self._recorder.note("size", component, "after its first call", size, (ended, ended))
         return result
+
+    def _turns_of(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        if self.detour is None:
+            return self._turns.enter(component)
+        if self.detour.holds(component, entry, args, kwargs):
+            with contextlib.suppress(BrokenPlan):
+                return self._turns.enter(component)
+        self._close()
+        for residency in self._host.residencies.values():
+            residency.release()
+        self._device.release_cached()
+        problem, self._plan = self.detour.around(component, entry, args, kwargs, self._device.allocated_bytes)
+        self._problem = settle(problem, self._plan)
+        self._variants = {numbers.name: numbers.variants[0] for numbers in self._problem.components}
+        self._turns = Turns(self._problem, self._plan)
+        return self._turns.enter(component)
+
+    def _read(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight that code outside of its component looks at, where that code computes."""
+        return tensor.to(self._device.torch_device)
+
+    def _finish(self) -> None:
+        """The slots that no entry opens any more."""
+        try:
+            for index in self._turns.finish():
+                self._turn_to(index)
+        except BrokenPlan:
+            if self.detour is None:
+                raise
+        self._close()
 
     def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The component's own code on the CPU: its inputs are copied there, its outputs to the device."""
@@ -173,6 +225,8 @@ class Running:
         self._close()
         assert self._recorder is not None
         slot, residencies = self._plan.slots[index], self._host.residencies
+        if self._open is not None and slot.phase != self._open.slot.phase:
+            forget(self._host.modules.values())
         self._open = OpenSlot(index, slot, self._problem, residencies, self._device, self._recorder, self._values)
         self._tell(0)
         self._open.open()
@@ -196,6 +250,7 @@ class Running:
         if self._open is not None:
             self._open.release()
         self._values.settle()
+        forget(self._host.modules.values())
         for residency in self._host.residencies.values() if evict else ():
             residency.release()
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphrun.executor.device import Device, Mark
+from graphrun.executor.fills import Fills
+from graphrun.executor.homes import Arena, Disk
 from graphrun.executor.residency import Residency, blocks_of
 from graphrun.executor.stream import Streamer, Streaming
 from graphrun.executor.values import Values
@@ -79,6 +81,7 @@ class OpenSlot:
         self._prefetch_bytes = self._prefetched_bytes = 0  # in all, and issued
         self._stream_bytes = self._streamed_bytes = 0
         self._start: Mark = None
+        self._fills: Fills | None = None
 
     def open(self) -> None:
         """Performs the slot's actions up to ``run``. Behind a barrier."""
@@ -97,8 +100,7 @@ class OpenSlot:
         for action in self.slot.actions:
             if isinstance(action, (Spill, Restore)):
                 self._move_value(action)
-            elif isinstance(action, Fill):
-                self._residencies[action.component].fill()
+        self._fills = self._begin_fills()
         loads: dict[str, list[str]] = {}
         for action in self.slot.actions:
             if isinstance(action, Load):
@@ -107,7 +109,9 @@ class OpenSlot:
             if isinstance(action, Stream):
                 self._stream(action, loads.get(action.component, []))
         device.wait("copy", device.mark("compute"))
-        self._prefetch += [(self._residencies[name], path) for name in loads if name not in self._uses for path in loads[name]]
+        filled = {action.component for action in self.slot.actions if isinstance(action, Fill)}
+        later = sorted((name for name in loads if name not in self._uses), key=lambda name: name in filled)
+        self._prefetch += [(self._residencies[name], path) for name in later for path in loads[name]]
         self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in self._prefetch)
         for streamer in self._streamers.values():
             streamer.open()
@@ -138,6 +142,8 @@ class OpenSlot:
             streamer.finish()
         while self._prefetch:
             self._issue_prefetch()
+        if self._fills is not None:
+            self._fills.finish()
         self._note_reads()
         for stream in ("copy", "disk"):
             self._device.wait("compute", self._device.mark(stream))
@@ -167,6 +173,20 @@ class OpenSlot:
             streamer.release()
         self._streamers.clear()
 
+    def _begin_fills(self) -> Fills:
+        """Fills, paced by what the slot reads of homes on disk: its loads, and streamed blocks in every call."""
+        filling, reading, read_bytes = [], [], 0
+        for action in self.slot.actions:
+            if isinstance(action, Fill):
+                filling.append(self._residencies[action.component])
+            elif isinstance(action, (Load, Stream)) and action.component in self._residencies:
+                residency = self._residencies[action.component]
+                if isinstance(residency.home, Disk):
+                    reading.append(residency)
+                    blocks = self._streamed(action) if isinstance(action, Stream) else [(p, 1) for p in self._paths(action)]
+                    read_bytes += sum(n * residency.nbytes(path) for path, n in blocks)
+        return Fills(filling, reading, read_bytes)
+
     def _free(self, action: Free) -> None:
         residency = self._residencies[action.component]
         nbytes = residency.home.nbytes if residency.held else 0
@@ -177,13 +197,14 @@ class OpenSlot:
         kind, move = ("spill", self._values.spill) if isinstance(action, Spill) else ("restore", self._values.restore)
         start = self._device.mark("copy")
         nbytes = move(action.value, self._device)
-        self._recorder.note(kind, action.value, "value", nbytes, (start, self._device.mark("copy")))
+        self._recorder.note(kind, "", action.value, nbytes, (start, self._device.mark("copy")))
 
     def _note_reads(self) -> None:
         """Waits for what is being read from disk, and notes it."""
         for name, residency in self._residencies.items():
+            kind = "fill" if isinstance(residency.home, Arena) else "read"
             for path, marks in residency.home.settle():
-                self._recorder.note("read", name, path, residency.nbytes(path), marks)
+                self._recorder.note(kind, name, path, residency.nbytes(path), marks)
 
     def _evict(self, action: Evict) -> None:
         residency = self._residencies[action.component]
@@ -192,16 +213,23 @@ class OpenSlot:
             self._recorder.note("evict", action.component, path, residency.nbytes(path), (self._start, self._start))
 
     def _allocate(self, action: Load) -> list[str]:
-        paths = blocks_of(self._problem.component(action.component), action.blocks)
+        paths = self._paths(action)
         for path in paths:
             self._residencies[action.component].allocate(path, self._device)
         return paths
 
-    def _stream(self, action: Stream, loads: list[str]) -> None:
+    def _paths(self, action: Load) -> list[str]:
+        return blocks_of(self._problem.component(action.component), action.blocks)
+
+    def _streamed(self, action: Stream) -> list[tuple[str, int]]:
+        """The blocks that pass through the ring, and in how many calls."""
         numbers = self._problem.component(action.component)
         calls = self._uses[action.component].class_calls_in(self.slot.part)
         kept = set(blocks_of(numbers, action.keep))
-        streamed = [(path, n) for k, n in zip(numbers.classes, calls, strict=True) for path in k.blocks if n and path not in kept]
+        return [(path, n) for k, n in zip(numbers.classes, calls, strict=True) for path in k.blocks if n and path not in kept]
+
+    def _stream(self, action: Stream, loads: list[str]) -> None:
+        numbers, streamed = self._problem.component(action.component), self._streamed(action)
         if not streamed:
             return
         streaming = Streaming(

@@ -55,13 +55,21 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA's file, as an absolute path, and what its difference is multiplied by."""
+
+    file: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Component:
     """A module with weights.
 
     ``source`` is the folder or hub path (``owner/repo/subfolder``) of this component alone, None for random weights made from
-    ``seed``. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the constructor's defaults. ``precision``:
-    the first is what is planned, the others must be allowed. ``home``: where its master copy may lie, empty: wherever it can.
-    ``where`` is ``file:line``.
+    ``seed``. ``loras`` are fused into either. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the
+    constructor's defaults. ``precision``: the first is what is planned, the others must be allowed. ``home``: where its master
+    copy may lie, empty: wherever it can. ``where`` is ``file:line``.
     """
 
     name: str
@@ -73,6 +81,7 @@ class Component:
     precision: tuple[str, ...]
     seed: int = 0
     home: tuple[str, ...] = ()
+    loras: tuple[Lora, ...] = ()
     where: str = field(default="", compare=False)
 
 

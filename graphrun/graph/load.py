@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, Problems, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, Part, Stage, find_cycle, order_stages
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, Lora, Part, Stage, find_cycle, order_stages
 from graphrun.graph.shape import note_shape
-from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, PartSpec
+from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, LoraSpec, PartSpec
 from graphrun.graph.stages import check_uses, read_outputs, read_stages
 from graphrun.graph.values import did_you_mean, fit
 from graphrun.units import parse_size
@@ -141,8 +141,15 @@ class _Reader:
             precision=tuple(spec.precision or (spec.dtype,)),
             seed=spec.seed,
             home=tuple(spec.home or ()),
+            loras=tuple(self._lora((*at, "loras", index), item) for index, item in enumerate(spec.loras)),
             where=self.document.where(at),
         )
+
+    def _lora(self, at: Location, spec: LoraSpec) -> Lora:
+        file = self.folder / spec.file
+        if not file.is_file():
+            self.problems.add((*at, "file"), f"no such file: {file}")
+        return Lora(str(file.resolve()), spec.scale)
 
     def _part(self, name: str, spec: PartSpec) -> Part:
         at = ("parts", name)

@@ -43,7 +43,13 @@ OPERATIONS: Mapping[str, Operation] = _table(
     Operation(
         "encode_prompt",
         required={"prompt": "str"},
-        optional={"negative_prompt": "str", "guidance_scale": "float", "num_images": "int", "max_sequence_length": "int"},
+        optional={
+            "negative_prompt": "str",
+            "guidance_scale": "float",
+            "true_cfg_scale": "float",
+            "num_images": "int",
+            "max_sequence_length": "int",
+        },
         outputs={"embeds": "embeds"},
     ),
     Operation(
@@ -54,9 +60,11 @@ OPERATIONS: Mapping[str, Operation] = _table(
             "width": "int",
             "steps": "int",
             "guidance_scale": "float",
+            "true_cfg_scale": "float",
             "seed": "int",
             "num_images": "int",
             "num_frames": "int",
+            "use_resolution_binning": "bool",
         },
         outputs={"latents": "latents"},
         options={"split": "split"},
@@ -64,7 +72,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
     Operation(
         "decode",
         required={"latents": "latents", "embeds": "embeds"},
-        optional={"height": "int", "width": "int", "num_frames": "int"},
+        optional={"height": "int", "width": "int", "num_frames": "int", "use_resolution_binning": "bool", "tiling": "bool"},
         outputs={"image": "image"},
         options={"tiling": "tiling", "slicing": ""},
     ),

@@ -51,6 +51,13 @@ class InputSpec(Spec):
     maximum: float | None = None
 
 
+class LoraSpec(Spec):
+    """A LoRA that is fused into a component's weights when they are read."""
+
+    file: Text = Field(description="A safetensors file in diffusers' layout, relative to the graph file.")
+    scale: float = Field(default=1.0, description="What the LoRA's difference is multiplied by.")
+
+
 class ComponentSpec(Spec):
     """A module with weights. ``source`` here is the component's own folder; the graph's source is a pipeline's."""
 
@@ -64,6 +71,7 @@ class ComponentSpec(Spec):
     home: list[Home] | None = Field(
         default=None, min_length=1, description="Where the master copy may lie; left out: wherever it can."
     )
+    loras: list[LoraSpec] = Field(default_factory=list, description="Fused into the weights, in this order.")
     seed: int = Field(default=0, ge=0, description="Of the random weights a component without a source gets.")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphrun.errors import GraphError
@@ -21,11 +22,13 @@ from graphrun.ops.steps import Journal, journaled
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps states of loops."""
+    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps states of loops. While
+    ``planning``, nobody wants its pictures."""
 
     stage: str
     pipeline: Any
     device: torch.device
+    planning: bool = False
     journal: Journal | None = None
 
 
@@ -35,29 +38,55 @@ def encode_prompt(
     prompt: str,
     negative_prompt: str | None = None,
     guidance_scale: float | None = None,
+    true_cfg_scale: float | None = None,
     num_images: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
     """``embeds``: the embeddings of ``prompt`` by name, as the pipeline's own ``encode_prompt`` returns them.
 
-    Classifier-free guidance is on where the pipeline has it and ``guidance_scale`` is above 1, as in the pipelines themselves.
+    Classifier-free guidance is on where the pipeline has it and ``guidance_scale`` is above 1, as in the pipelines themselves. A
+    negative prompt that takes a call of its own (FLUX, Qwen-Image, HunyuanVideo) is encoded if ``true_cfg_scale`` is above 1.
+    ``num_images`` counts videos too. What is not given has the default of `__call__`, which hands it on: Wan encodes 512 tokens
+    there, and 226 by itself.
     """
     pipeline = context.pipeline
-    guided = None if guidance_scale is None else guidance_scale > 1
+    call, own = inspect.signature(type(pipeline).__call__).parameters, inspect.signature(pipeline.encode_prompt).parameters
     arguments = {
+        **{name: call[name].default for name in own if name in call and call[name].default is not call[name].empty},
         "prompt": prompt,
         "negative_prompt": negative_prompt,
         "device": context.device,
         "num_images_per_prompt": num_images,
-        "do_classifier_free_guidance": guided,
+        "num_videos_per_prompt": num_images,
+        "do_classifier_free_guidance": None if guidance_scale is None else guidance_scale > 1,
         **settings,
     }
-    with torch.no_grad():
-        found = pipeline.encode_prompt(**accepted(pipeline.encode_prompt, arguments))
-    found = found if isinstance(found, tuple) else (found,)
-    names = _returned_names(type(pipeline).encode_prompt, len(found))
-    wanted = inspect.signature(type(pipeline).__call__).parameters
-    return {"embeds": {name: value for name, value in zip(names, found, strict=True) if name in wanted and value is not None}}
+    embeds = _encoded(pipeline, arguments)
+    scale = _default(call, "true_cfg_scale", 1.0) if true_cfg_scale is None else true_cfg_scale
+    if "negative_prompt" not in own and negative_prompt is not None and scale > 1:
+        negative = _encoded(pipeline, {**arguments, "prompt": negative_prompt})
+        embeds |= {f"negative_{name}": value for name, value in negative.items()}
+    return {"embeds": {name: value for name, value in embeds.items() if name in call and value is not None}}
+
+
+def _encoded(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``pipeline.encode_prompt`` returns, by name; of both encoders where each takes a call."""
+    own = inspect.signature(pipeline.encode_prompt).parameters
+    required = {name: None for name, parameter in own.items() if parameter.default is parameter.empty and name != "kwargs"}
+    suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
+    embeds: dict[str, Any] = {}
+    for index, suffix in enumerate(suffixes):
+        given = accepted(pipeline.encode_prompt, {**arguments, "text_encoder_index": index})
+        with torch.no_grad():
+            found = pipeline.encode_prompt(**{**required, **given})
+        found = found if isinstance(found, tuple) else (found,)
+        names = _returned_names(type(pipeline).encode_prompt, len(found))
+        embeds |= {f"{name}{suffix}": value for name, value in zip(names, found, strict=True)}
+    return embeds
+
+
+def _default(parameters: Mapping[str, inspect.Parameter], name: str, otherwise: Any) -> Any:
+    return parameters[name].default if name in parameters else otherwise
 
 
 def denoise(
@@ -88,9 +117,17 @@ def denoise(
 
 
 def decode(
-    context: StageContext, *, latents: torch.Tensor, embeds: Mapping[str, torch.Tensor], output_type: str = "pil", **settings: Any
+    context: StageContext,
+    *,
+    latents: torch.Tensor,
+    embeds: Mapping[str, torch.Tensor],
+    output_type: str = "pil",
+    tiling: bool | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """``image``: the first picture (or the list of them, if more than one) decoded from ``latents``.
+    """``image``: the first picture (or the list of them, if more than one) decoded from ``latents``; a video is a list of frames.
+
+    ``tiling``: whether the VAE decodes tile by tile, which changes the picture a little; None leaves it as the VAE has it.
 
     diffusers has no function for this: it is the tail of `__call__`, reached by calling it with latents and a scheduler that has
     no steps left. Latents are cast to the VAE's precision first, as SDXL's pipeline does where its VAE computes in fp32.
@@ -99,12 +136,25 @@ def decode(
     pipeline.scheduler = finished(pipeline.scheduler)
     if (vae := getattr(pipeline, "vae", None)) is not None:
         latents = latents.to(vae.dtype)
+        if tiling is not None:
+            (vae.enable_tiling if tiling else vae.disable_tiling)()
+    if context.planning:
+        for name in ("image_processor", "video_processor"):
+            if (processor := getattr(pipeline, name, None)) is not None:
+                processor.pt_to_numpy = _one_pixel
     images = _call(pipeline, {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings})
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 
+def _one_pixel(pictures: torch.Tensor) -> Any:
+    """In place of a processor's copy to the host: a video of 129 frames takes gigabytes and seconds there."""
+    return np.zeros((len(pictures), 1, 1, 3), dtype=np.float32)
+
+
 def _call(pipeline: Any, arguments: dict[str, Any]) -> Any:
-    return pipeline(**accepted(type(pipeline).__call__, arguments))[0]
+    known = inspect.signature(type(pipeline).__call__).parameters
+    texts = {name: None for name in ("prompt", "negative_prompt") if name in known}  # PixArt's negative prompt is "" if left out
+    return pipeline(**{**texts, **accepted(type(pipeline).__call__, arguments)})[0]
 
 
 def _returned_names(function: Any, count: int) -> tuple[str, ...]:

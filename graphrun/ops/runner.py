@@ -35,7 +35,7 @@ class Stages:
     (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
     outputs)`` sees its values as they are on the device. ``given``: values of stages that are not run, by name as in
     ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the states of denoising loops. A value is dropped
-    after its last consumer.
+    after its last consumer. While ``planning``, what costs on the host alone is left out.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Stages:
         ghosts: Mapping[str, nn.Module] | None = None,
         order: Sequence[str] = (),
         options: Mapping[str, str] | None = None,
+        planning: bool = False,
         given: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -58,7 +59,7 @@ class Stages:
         self.after_stage, self.before_stage = after_stage, before_stage
         self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
         self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.allow) for name, c in graph.components.items()}
-        self._inputs = dict(inputs)
+        self._inputs, self._planning = dict(inputs), planning
         self.named: dict[str, Any] = dict(given or {})  # values of stages that later ones need: ``encode.embeds``
         self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}
         self._journal = journal
@@ -107,7 +108,7 @@ class Stages:
             used = {name: module for name, module in present.items() if name in stage.uses}
             with applied(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._journal), **arguments)
+                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning, self._journal), **arguments)
                 del arguments
         if self.after_stage is not None:
             self.after_stage(stage.name, made)

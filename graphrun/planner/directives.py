@@ -40,8 +40,12 @@ def _refusal(problem: Problem, directive: Directive) -> str:
     classes = {
         k for phase in problem.phases for use in phase.uses if use.component == name for k, n in enumerate(use.class_calls) if n
     }
-    if placement == "exclude" and not any(yes for k, yes in enumerate(streamable_classes(component)) if k in classes):
+    numbers = range(len(component.variants))
+    if placement == "pin" and not any(variant.home == "pinned" for variant in component.variants):
+        return f"pin {name}: it has no variant with a pinned home"
+    streamable = (yes for number in numbers for k, yes in enumerate(streamable_classes(component, number)) if k in classes)
+    if placement == "exclude" and not any(streamable):
         return f"exclude {name}: it has no blocks that can be streamed, so it must be on the device whole while it computes"
-    if placement in ("exclude", "drop") and not component.variants[0].movable:
+    if placement in ("exclude", "drop") and not any(variant.movable for variant in component.variants):
         return f"{placement} {name}: it cannot be moved off the device once it is there"
     return ""

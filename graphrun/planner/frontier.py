@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from graphrun.errors import InputError
-from graphrun.planner.infeasible import Infeasible, smallest_budget, smallest_ram
+from graphrun.planner.infeasible import smallest_budget, smallest_ram
 from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution
-from graphrun.planner.solve import solve
+from graphrun.planner.solve import solved
 from graphrun.units import MIB, parse_size
 
 # From `sizes_between`, and from a sweep: each point is a solve, each swept value a dry run of seconds. Far more than a table shows.
@@ -26,7 +26,8 @@ MOST_POINTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The answer for one budget. ``solution`` is None where nothing fits; seconds and bytes are `simulate`'s, 0 without a plan.
+    """The answer for one budget. ``solution`` is None where nothing fits; seconds and bytes are `simulate`'s, of all runs
+    together, 0 without a plan.
 
     ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least for which a plan exists, to the byte.
     """
@@ -64,12 +65,11 @@ def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
 
 def _point(problem: Problem) -> Point:
     least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
-    try:
-        solution = solve(problem)
-    except Infeasible:
+    if (solution := solved(problem)) is None:
         return Point(*least, None)
     found = simulate(problem, solution.plan)
-    return Point(*least, solution, found.seconds, found.compute_seconds, found.peak_bytes, found.moved_bytes)
+    compute = found.compute_seconds + (found.runs - 1) * sum(slot.compute_seconds for slot in found.again)
+    return Point(*least, solution, found.total_seconds, compute, found.peak_bytes, found.total_moved_bytes)
 
 
 def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vram") -> tuple[int, ...]:

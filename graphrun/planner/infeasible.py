@@ -88,8 +88,8 @@ def _binding(problem: Problem, needs: tuple[Need, ...], tiers: tuple[Tier, ...])
     return min(short, key=lambda tier: tier.least_bytes / max(1, tier.have_bytes)).name if short else "VRAM"
 
 
-def refusal(problem: Problem) -> Infeasible:
-    """The explanation for ``problem``, which has no plan."""
+def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
+    """The explanation for ``problem``, which has no plan; ``repairs``: with what would help, which takes some solves."""
     needs = tuple(need for need in _least_needs(problem) if need.short_bytes > 0)
     whole = problem.hardware.capacity_bytes
     tiers = [
@@ -100,17 +100,17 @@ def refusal(problem: Problem) -> Infeasible:
         tiers.append(Tier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
     if problem.disk_bytes is not None:
         tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
-    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs))
+    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs) if repairs else ())
 
 
-def require_feasible(problem: Problem) -> None:
-    """Raises Infeasible where that can be said without solving."""
+def surely_infeasible(problem: Problem) -> bool:
+    """Whether it can be said without solving that no plan exists."""
     if not chosen_from(problem):
-        raise refusal(problem)
-    if simple(problem):
-        short = any(need.short_bytes > 0 for need in least_needs(only(problem)))
-        if short or (problem.runs == 1 and smallest_ram(problem) > problem.ram_bytes):
-            raise refusal(problem)
+        return True
+    if not simple(problem):
+        return False
+    short = any(need.short_bytes > 0 for need in least_needs(only(problem)))
+    return short or (problem.runs == 1 and smallest_ram(problem) > problem.ram_bytes)
 
 
 def _least_needs(problem: Problem) -> tuple[Need, ...]:

@@ -14,8 +14,9 @@ from graphrun.planner.problem import Problem
 @dataclass(frozen=True, slots=True)
 class Solution:
     """The plan and how good it is. ``objective_seconds``: what the program says it takes (`simulate` is what is printed);
-    ``bound_seconds``: no plan of this program takes less; ``gap`` is their difference over the objective. In a session both
-    are of all its runs together, and ``again_seconds`` is what one further run takes."""
+    ``bound_seconds``: no plan of this program takes less; ``gap``: by how much, relatively, the best that the program was solved to
+    may be above that. The plan is that one, or one that the simulator finds faster. In a session both are of all its runs
+    together, and ``again_seconds`` is what one further run takes."""
 
     problem: Problem
     plan: Plan

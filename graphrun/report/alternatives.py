@@ -10,6 +10,7 @@ from typing import Any
 from graphrun.planner.alternatives import Alternative
 from graphrun.planner.needs import Need
 from graphrun.planner.plan import Stream
+from graphrun.planner.settle import settle
 from graphrun.planner.solution import Solution
 from graphrun.report.table import scale_of, size, table
 from graphrun.units import show_seconds, show_size
@@ -28,24 +29,33 @@ TITLES: Mapping[str, str] = MappingProxyType(
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
     """What ``graphrun explain PLAN COMPONENT`` shows: a row per placement, each solved for, and why the others are impossible."""
     problem, planned = solution.problem, found[0]
-    unit, scale = scale_of(max(planned.peak_bytes, problem.component(component).weight_bytes()))
+    weights = settle(problem, solution.plan).component(component).weight_bytes()
+    unit, scale = scale_of(max(planned.peak_bytes, weights))
     rows = [[f"{component}", "predicted", "against plan", f"moved {unit}", "peak", ""]]
     notes = []
     for of in found:
-        title = TITLES[of.placement]
+        title = _title(of)
         if not of.fits:
-            rows.append([title, "impossible" if of.refusal else "does not fit", "", "", "", ""])
+            mark = f"needs --allow {of.permission}" if of.permission else ""
+            rows.append([title, "impossible" if of.refusal else "does not fit", "", "", "", mark])
             notes.append(f" {title}: {_why(of)}")
             continue
         against = "" if of is planned else f"{of.seconds - planned.seconds:+.3f} s"
-        mark = "the same plan" if of.same and of is not planned else ""
+        mark = "the same plan" if of.same and of is not planned else f"needs --allow {of.permission}" if of.permission else ""
         rows.append([title, show_seconds(of.seconds), against, size(of.moved_bytes, scale), size(of.peak_bytes, scale), mark])
     head = (
-        f"{component} in {problem.graph}: {show_size(problem.component(component).weight_bytes())} of weights,"
+        f"{component} in {problem.graph}: {show_size(weights)} of weights,"
         f" {_now(solution, component)}; {show_size(problem.effective_bytes)} for tensors"
     )
     foot = " every row is a plan of its own, solved and simulated; other components are placed anew to suit it"
     return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes))
+
+
+def _title(of: Alternative) -> str:
+    if not of.variant:
+        return TITLES[of.placement]
+    precision, home, device = of.variant.split()
+    return f"as {precision} from {home}{', on the CPU' if device == 'cpu' else ''}"
 
 
 def _now(solution: Solution, component: str) -> str:
@@ -65,6 +75,8 @@ def _why(of: Alternative) -> str:
         f"{need.phase} {need.part} takes {show_size(need.total_bytes)} = {_terms(need)} > {show_size(need.available_bytes)}"
         for need in of.needs
     ]
+    if not terms:
+        return f"{of.binding} binds"
     return f"{'; '.join(terms)}; it takes --vram {of.smallest_budget_bytes} ({show_size(of.smallest_budget_bytes)})"
 
 
@@ -82,7 +94,9 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
     """The same as data; ``extra_seconds`` and ``extra_moved_bytes`` are against the plan."""
     rows = []
     for of in found:
-        row: dict[str, Any] = {"placement": of.placement or "planned", "feasible": of.fits}
+        row: dict[str, Any] = {"placement": of.placement or ("variant" if of.variant else "planned"), "feasible": of.fits}
+        row |= {"variant": of.variant} if of.variant else {}
+        row |= {"needs_permission": of.permission} if of.permission else {}
         if of.fits:
             row |= {"predicted_seconds": of.seconds, "extra_seconds": of.seconds - found[0].seconds}
             row |= {"moved_bytes": of.moved_bytes, "extra_moved_bytes": of.moved_bytes - found[0].moved_bytes}
@@ -90,13 +104,17 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
         elif of.refusal:
             row["refusal"] = of.refusal
         else:
-            row |= {"smallest_budget_bytes": of.smallest_budget_bytes, "needs": [asdict(need) for need in of.needs]}
+            row |= {
+                "binding": of.binding,
+                "smallest_budget_bytes": of.smallest_budget_bytes,
+                "needs": [asdict(need) for need in of.needs],
+            }
         rows.append(row)
     problem = solution.problem
     return {
         "graph": problem.graph,
         "component": component,
-        "weight_bytes": problem.component(component).weight_bytes(),
+        "weight_bytes": settle(problem, solution.plan).component(component).weight_bytes(),
         "effective_bytes": problem.effective_bytes,
         "alternatives": rows,
     }

@@ -32,6 +32,7 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
     kept = f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}"
     rows.append(["cache", kept if cache["folder"] else "off"])
     rows += [["profile", text] for text in found["profiles"]]
+    rows += [["precision", f"{name}: {_precision(of)}"] for name, of in found["precisions"].items()]
     versions = [["", item["name"], item["version"] or "-", "; ".join(item["allows"]) or "-"] for item in found["versions"]]
     lines = [table(rows, {0, 1}), "", table([["", "package", "version", "allows"], *versions], {0, 1, 2, 3})]
     if found["problems"]:
@@ -39,6 +40,17 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
     else:
         lines += ["", " nothing stands in the way"]
     return "\n".join(lines)
+
+
+def _precision(of: Mapping[str, Any]) -> str:
+    if not of["available"]:
+        return f"not here, {of['reason']}"
+    may = ", ".join(
+        text
+        for key, text in (("movable", "moves"), ("streamable", "is streamed by blocks"), ("disk_able", "may lie on disk"))
+        if of[key]
+    )
+    return may or of["reason"]
 
 
 def _card(device: Mapping[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
     slots     | encode/0:text_encoder load | first | ...            the plan's slots
     compute   |        text_encoder.forward        | ...            calls into components; a stall is a call that takes long
-    copies    | transformer_blocks.0 | .1 | .2 | ...                blocks on the copy stream, loads and streamed ones
-    counters  device weights, device peak of the slot, pinned and pageable host memory, in bytes
+    copies    | transformer_blocks.0 | .1 | .2 | ...                blocks on the copy stream, loads and streamed ones; values
+    disk      | transformer_blocks.1 | .2 | ...                     blocks that are read, for a home or for their copy
+    counters  device weights; peaks of the slot on the device, on the host and in page-locked memory; tiers, in bytes
 
 Format: "Trace Event Format" (Google, 2016), complete (X), instant (i), counter (C) and metadata (M) events; times in microseconds.
 """
@@ -17,8 +18,8 @@ from graphrun.trace import Event, Trace
 
 SUFFIX = ".perfetto.json"
 PROCESS = 1
-TRACKS = ("slots", "compute", "copies")
-COPIES = ("load", "stream")
+TRACKS = ("slots", "compute", "copies", "disk")
+ON = {"load": "copies", "stream": "copies", "spill": "copies", "restore": "copies", "fill": "disk", "read": "disk"}
 
 
 def trace_json(name: str, trace: Trace, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,9 +56,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         arguments = {"component": event.component, "slot": event.slot, "bytes": event.nbytes}
         if event.kind == "run":
             yield _span("compute", f"{event.component}.{event.detail}", event.start_seconds, event.end_seconds, arguments)
-        elif event.kind in COPIES:
+        elif event.kind in ON:
             name = f"{event.kind} {event.component} {event.detail or 'rest'}"
-            yield _span("copies", name, event.start_seconds, event.end_seconds, arguments)
+            yield _span(ON[event.kind], name, event.start_seconds, event.end_seconds, arguments)
         else:
             name = f"{event.kind} {event.component} {event.detail or 'rest'}"
             yield {"ph": "i", "s": "t", **_at("slots", event.start_seconds), "name": name, "args": arguments}
@@ -71,6 +72,9 @@ def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _counter("device weights", event.start_seconds, present_bytes)
     for slot in trace.slots:
         yield _counter("device peak of the slot", slot.start_seconds, slot.peak_bytes)
+        if slot.host_bytes:
+            yield _counter("host peak of the slot", slot.start_seconds, slot.host_bytes)
+            yield _counter("page-locked peak of the slot", slot.start_seconds, slot.locked_bytes)
     if trace.slots:
         start, end = trace.slots[0].start_seconds, trace.slots[-1].end_seconds
         yield _counter("device peak of the slot", end, trace.left_bytes)

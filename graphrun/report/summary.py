@@ -51,6 +51,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
     if trace is not None:
         summary["measured"] = {
             "peak_bytes": trace.peak_bytes,
+            "host_peak_bytes": trace.host_bytes,
             "moved_bytes": trace.moved_bytes,
             "seconds": trace.seconds,
             "left_bytes": trace.left_bytes,
@@ -62,6 +63,8 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
                     "planned_peak_bytes": p.peak_bytes,
                     "peak_bytes": m.peak_bytes,
                     "moved_bytes": m.moved_bytes,
+                    "planned_host_bytes": p.host_bytes,
+                    "host_bytes": m.host_bytes,
                 }
                 for p, m in trace.beside(simulation.slots)
             ],

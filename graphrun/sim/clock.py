@@ -27,6 +27,7 @@ class Clock:
     def __init__(self) -> None:
         self._times: dict[str, float] = {"compute": 0.0, "copy": 0.0, "disk": 0.0}
         self._host = 0.0
+        self._synchronous = False
         self.current: Stream = "compute"
 
     def seconds(self, stream: Stream = "compute") -> float:
@@ -37,20 +38,28 @@ class Clock:
         """Charges ``seconds`` to the current stream; the host does not wait."""
         self._times[self.current] = max(self._times[self.current], self._host) + seconds
 
-    def copy(self, seconds: float) -> None:
-        """Charges a copy between host and device: in the copy stream asynchronous, otherwise the host waits for its end."""
+    def copy(self, seconds: float, non_blocking: bool = False) -> None:
+        """Charges a copy between host and device: in the copy stream asynchronous, otherwise the host waits for its end.
+
+        Where the stream was entered as ``synchronous``, only ``non_blocking`` copies are asynchronous, as on CUDA.
+        """
         self.work(seconds)
-        if self.current == "compute":
-            self._host = self._times["compute"]
+        if self.current == "compute" or (self._synchronous and not non_blocking):
+            self.join(self.current)
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """Work inside goes to ``stream``."""
-        before, self.current = self.current, stream
+    def on(self, stream: Stream, synchronous: bool = False) -> Iterator[None]:
+        """Work inside goes to ``stream``; the host waits for copies that are not asked to be non-blocking if ``synchronous``."""
+        before = self.current, self._synchronous
+        self.current, self._synchronous = stream, synchronous
         try:
             yield
         finally:
-            self.current = before
+            self.current, self._synchronous = before
+
+    def join(self, stream: Stream) -> None:
+        """The host waits for what was issued to ``stream`` so far."""
+        self._host = max(self._host, self._times[stream])
 
     def record(self, stream: Stream) -> float:
         """An event: when everything issued to ``stream`` so far will be finished."""

@@ -30,6 +30,8 @@ class Traits(NamedTuple):
     """It is made of other operators; it arrives whole only in inference mode and is taken apart here."""
     written: tuple[tuple[int, str], ...]
     """(position, name) of the arguments that it writes into and returns, in order of the results; empty: results are new."""
+    views: bool
+    """Its results are views of what it is given, and no bytes are computed."""
     reshapes: bool
     """It may change the shape or the storage of what it writes into."""
     indexing: bool
@@ -57,6 +59,7 @@ def traits_of(func: Any) -> Traits:
         handler=SPECIAL.get(full),
         composite=name not in LEAVES and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         written=tuple(written),
+        views=any(alias is not None and not alias.is_write for alias in aliases),
         reshapes=has_out or torch.Tag.inplace_view in func.tags or name == "aten::resize_as_",
         indexing=name in INDEXING,
         flops=FORMULAS.get(name),
@@ -86,7 +89,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: 
     if kwargs:
         on_host = _options(cls, kwargs, options, tensors)
     machine = _machine(cls, traits, args, tensors)
-    out = func(*raws, **options)
+    hollow = machine.hollow_bytes is not None and any(r.nbytes > machine.hollow_bytes for r in raws if isinstance(r, torch.Tensor))
+    out = untouched(func, raws, options) if hollow and not traits.views else func(*raws, **options)
     if traits.written:
         results = [args[i] if i < len(args) else (kwargs or {})[name] for i, name in traits.written]
         if traits.reshapes:
@@ -100,6 +104,23 @@ def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: 
     if traits.flops is not None:
         machine.charge(traits.flops(raws, out))
     return out
+
+
+def untouched(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Results of ``func`` on CPU tensors in memory that nobody has written: of the right sizes, and free until it is touched."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return [there(item) for item in value] if isinstance(value, list) else value
+
+    def back(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return type(value)(back(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+    on_meta = {key: torch.device("meta") if key == "device" else there(value) for key, value in options.items()}
+    return back(func(*map(there, raws), **on_meta))
 
 
 def _unwrap(cls: Any, value: Any, tensors: list[Any]) -> Any:

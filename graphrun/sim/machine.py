@@ -31,6 +31,9 @@ class Machine:
     memory, at a rate of their own (None: the same); `read` charges the disk. ``fail_allocation`` and ``fail_copy``: the n-th from
     now (1 is the next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
 
+    ``hollow_bytes``: operators on larger tensors take their memory and compute nothing, for a dry run of which nobody reads the
+    values; None (the default) computes everything.
+
     Operators count on the machine that holds their inputs, also after the context was left; only making new tensors needs the
     context. Raises InputError on a size or rate that is not positive, GraphrunError where the backend cannot be registered.
     """
@@ -71,6 +74,7 @@ class Machine:
         self.capacity_bytes = capacity_bytes
         self.fail_allocation = fail_allocation
         self.fail_copy = fail_copy
+        self.hollow_bytes: int | None = None
         self._token: Token[Machine | None] | None = None
 
     # -- memory
@@ -145,12 +149,13 @@ class Machine:
             positive("fail_copy", count)
         self._fail_copy_in = count
 
-    def copy_in(self, nbytes: int) -> None:
+    def copy_in(self, nbytes: int, non_blocking: bool = False) -> None:
         """Counts and charges a copy of ``nbytes`` to the device that is about to happen; raises SimulatedCopyError on a fault."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
-        self.clock.copy(nbytes / (self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second))
+        rate = self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second
+        self.clock.copy(nbytes / rate, non_blocking)
 
     def read(self, nbytes: int) -> None:
         """Counts and charges ``nbytes`` that are read from disk."""
@@ -158,12 +163,12 @@ class Machine:
         with self.clock.on("disk"):
             self.clock.work(nbytes / self.disk_bytes_per_second)
 
-    def copy_out(self, nbytes: int) -> None:
+    def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
         """The same for a copy of ``nbytes`` from the device."""
         self._maybe_fail(nbytes, "from")
         self.copies_out += 1
         self.bytes_out += nbytes
-        self.clock.copy(nbytes / self.d2h_bytes_per_second)
+        self.clock.copy(nbytes / self.d2h_bytes_per_second, non_blocking)
 
     def _maybe_fail(self, nbytes: int, direction: str) -> None:
         if self._fail_copy_in is None:

@@ -9,6 +9,7 @@ indices); and composite operators that must arrive whole (``special.LEAVES``).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from graphrun.errors import GraphrunError
 from graphrun.sim.active import active, active_machine
+from graphrun.sim.clock import Stream as Timeline
 from graphrun.sim.special import LEAVES, SPECIAL
 from graphrun.sim.tensor import SimTensor
 
@@ -27,6 +29,23 @@ except (ImportError, AttributeError):  # pragma: no cover - depends on the PyTor
     _setup = None
 
 NAME = "sim"
+
+
+class SimStream:
+    """A timeline of the active machine, as ``torch.sim.Stream()``: each that is made is the copy timeline, whose copies are
+    asynchronous where they are asked to be non-blocking; outside of any the current one is compute."""
+
+    def __init__(self, device: Any = None, *, timeline: Timeline = "copy") -> None:
+        self.timeline = timeline
+
+    def synchronize(self) -> None:
+        """The host waits for what was issued to it so far."""
+        active_machine().clock.join(self.timeline)
+
+    def wait_stream(self, other: SimStream) -> None:
+        """What is issued from now on starts after what was issued to ``other`` so far."""
+        machine = active_machine()
+        machine.wait(self.timeline, machine.record(other.timeline))
 
 
 class DeviceModule:
@@ -74,6 +93,16 @@ class DeviceModule:
         machine = active.get()
         if machine is not None:
             machine.synchronize()
+
+    Stream = SimStream
+
+    def current_stream(self, device: Any = None) -> SimStream:
+        """The stream that work goes to now."""
+        return SimStream(timeline=active_machine().clock.current)
+
+    def stream(self, stream: SimStream) -> AbstractContextManager[None]:
+        """A context whose work goes to ``stream``."""
+        return active_machine().clock.on(stream.timeline, synchronous=True)
 
     def empty_cache(self) -> None:
         """Nothing: freed memory is free at once."""

@@ -54,25 +54,26 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     raw = source.raw if from_sim else source
     nbytes = raw.numel() * (options.get("dtype") or raw.dtype).itemsize
     machine = source.allocation.machine if from_sim else active_machine()
+    non_blocking = bool(kwargs.get("non_blocking"))
     if not to_sim:
         options["device"] = target
         if kind != "meta":
-            machine.copy_out(nbytes)
+            machine.copy_out(nbytes, non_blocking)
     elif not from_sim:
         machine.ledger.admit((rounded(nbytes),))
-        machine.copy_in(nbytes)
+        machine.copy_in(nbytes, non_blocking)
     copied = func(raw, **options)
     return wrap(cls, copied, machine) if to_sim else copied
 
 
 def _copy_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``copy_(destination, source, non_blocking)``, the bytes counted being the destination's."""
-    return _copy(cls, args[0], args[1])
+    return _copy(cls, args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
 def _copy_from(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``_copy_from(source, destination, non_blocking)``: what ``copy_`` becomes where C++ excludes Python."""
-    return _copy(cls, args[1], args[0])
+    return _copy(cls, args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
 def _copy_from_and_resize(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -86,12 +87,12 @@ def _copy_from_and_resize(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapp
     return _copy(cls, destination, source)
 
 
-def _copy(cls: Any, destination: Any, source: Any) -> Any:
+def _copy(cls: Any, destination: Any, source: Any, non_blocking: bool = False) -> Any:
     into, from_ = type(destination) is cls, type(source) is cls
     if into and not from_:
-        destination.allocation.machine.copy_in(destination.numel() * destination.dtype.itemsize)
+        destination.allocation.machine.copy_in(destination.numel() * destination.dtype.itemsize, non_blocking)
     elif from_ and not into:
-        source.allocation.machine.copy_out(destination.numel() * destination.dtype.itemsize)
+        source.allocation.machine.copy_out(destination.numel() * destination.dtype.itemsize, non_blocking)
     (destination.raw if into else destination).copy_(source.raw if from_ else source)
     return destination
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graphrun.sim.machine import Machine
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_data: Any = torch._C.TensorBase.data  # PyTorch's own, whatever torch.Tensor has by now
 
 
 def wrap(cls: Any, raw: torch.Tensor, machine: Machine) -> Any:
@@ -77,12 +78,12 @@ def settle(cls: Any, tensor: Any) -> None:
         ledger.release(*before)
     tensor.allocation = allocation
     if raw.shape != tensor.shape or raw.stride() != tensor.stride() or raw.storage_offset() != tensor.storage_offset():
-        torch.Tensor.data.__set__(tensor, _shell(cls, raw, machine))  # type: ignore[attr-defined]
+        _data.__set__(tensor, _shell(cls, raw, machine))
 
 
 def replace(cls: Any, tensor: Any, other: Any) -> None:
     """Makes ``tensor`` stand for what ``other`` stands for: ``tensor.data = other``."""
-    torch.Tensor.data.__set__(tensor, _shell(cls, other.raw, other.allocation.machine))  # type: ignore[attr-defined]
+    _data.__set__(tensor, _shell(cls, other.raw, other.allocation.machine))
     tensor.raw, tensor.allocation = other.raw, other.allocation
 
 

@@ -23,15 +23,48 @@ from graphrun.graph.load import load
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
+T5_XXL, CLIP_L, CLIP_L_PROJECTED, CLIP_G = 4_762_310_656, 123_060_480, 123_650_304, 694_659_840
+VAE_4, VAE_16, VAE_WAN = 83_653_863, 83_819_683, 126_892_531
+
 # Of the checkpoints themselves.
 PARAMETERS = {
-    "flux-dev": {
-        "text_encoder": 123_060_480,
-        "text_encoder_2": 4_762_310_656,
-        "transformer": 11_901_408_320,
-        "vae": 83_819_683,
+    "flux-dev": {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "transformer": 11_901_408_320, "vae": VAE_16},
+    "sdxl": {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "unet": 2_567_463_684, "vae": VAE_4},
+    "hidream": {
+        "text_encoder": 123_781_632,
+        "text_encoder_2": 694_840_320,
+        "text_encoder_3": T5_XXL,
+        "text_encoder_4": 8_030_261_248,
+        "transformer": 17_105_733_184,
+        "vae": VAE_16,
     },
-    "sdxl": {"text_encoder": 123_060_480, "text_encoder_2": 694_659_840, "unet": 2_567_463_684, "vae": 83_653_863},
+    "cogview4": {"text_encoder": 8_779_194_368, "transformer": 6_369_118_272, "vae": 406_100_643},
+    "wan-14b": {"text_encoder": 5_680_910_336, "transformer": 14_288_491_584, "vae": VAE_WAN},
+    "auraflow": {"text_encoder": 1_223_550_976, "transformer": 6_842_876_928, "vae": VAE_4},
+    "sd3": {
+        "text_encoder": CLIP_L_PROJECTED,
+        "text_encoder_2": CLIP_G,
+        "text_encoder_3": T5_XXL,
+        "transformer": 2_028_328_000,
+        "vae": VAE_16,
+    },
+    "flux-schnell": {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "transformer": 11_891_178_560, "vae": VAE_16},
+    "qwen-image": {"text_encoder": 8_292_166_656, "transformer": 20_430_401_088, "vae": VAE_WAN},
+    "hunyuan-video": {
+        "text_encoder": 7_505_186_816,
+        "text_encoder_2": CLIP_L,
+        "transformer": 12_821_012_544,
+        "vae": 246_478_803,
+    },
+    "cogvideox-5b": {"text_encoder": T5_XXL, "transformer": 5_570_283_072, "vae": 215_583_907},
+    "ltx": {"text_encoder": T5_XXL, "transformer": 1_923_385_472, "vae": 419_193_649},
+    "pixart-sigma": {"text_encoder": T5_XXL, "transformer": 610_856_096, "vae": VAE_4},
+    "hunyuan-dit": {
+        "text_encoder": 352_035_840,
+        "text_encoder_2": 1_669_958_656,
+        "transformer": 1_499_952_032,
+        "vae": VAE_4,
+    },
 }
 
 

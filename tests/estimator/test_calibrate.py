@@ -57,6 +57,28 @@ def test_compute_is_flux_s_mixture_of_products_and_attention(tmp_path: Path, mon
     assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
 
 
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "uuid", "context"),
+    [
+        ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-a", 700_000_000),
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden or sorted otherwise by torch
+        ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only one there is
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-", None),
+        ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process left meanwhile
+        ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or came
+        ({"GPU-a": GB}, {}, "GPU-a", None),
+        ({}, {}, "GPU-a", None),
+    ],
+)
+def test_a_context_is_what_the_card_itself_lost(
+    before: dict[str, int], after: dict[str, int], uuid: str, context: int | None
+) -> None:
+    assert measuring.taken(before, after, uuid, 300_000_000) == context
+
+
 def test_without_a_card_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "found", lambda: None)
     with pytest.raises(InputError, match="no CUDA device here to calibrate"):

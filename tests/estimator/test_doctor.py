@@ -85,5 +85,9 @@ def test_everything_found_is_json_and_has_a_screen(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
     assert {item["name"] for item in found["versions"]} >= {"torch", "diffusers", "transformers", "accelerate", "bitsandbytes"}
     screen = doctor_screen(found)
+    for name, of in found["precisions"].items():
+        line = next(line for line in screen.splitlines() if f"{name}: " in line)
+        assert ("moves" in line) == of["movable"]
+        assert ("not here" in line) == (not of["available"])
     for word in ("device", "cgroup", "pinned", "disk", str(tmp_path / "cache"), "torch", "bitsandbytes"):
         assert word in screen

@@ -66,12 +66,19 @@ def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
     assert sum(flops for _, flops in recorder.flops) == linear + 2 * 4 * tokens * tokens * (16 + 16)
 
 
-@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 3 + 8), (torch.float32, 3)])
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 + 8), (torch.float32, 16)])
 def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype: torch.dtype, elements: int) -> None:
-    module = nn.Conv2d(3, 8, 3, padding=1, bias=False).to("meta", dtype)
-    recorder = record(module, lambda: module(torch.zeros(1, 3, 32, 32, dtype=dtype, device="meta")))
+    module = nn.Conv2d(16, 8, 3, padding=1, bias=False).to("meta", dtype)
+    recorder = record(module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta")))
     scratch = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
-    assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 3 * 9)]
+    assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 16 * 9)]
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)])
+def test_a_convolution_that_skips_pixels_takes_scratch_in_16_bit_alone(dtype: torch.dtype, elements: int) -> None:
+    module = nn.Conv2d(16, 8, 3, stride=2, bias=False).to("meta", dtype)
+    recorder = record(module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta")))
+    assert sum(-nbytes for _, nbytes in recorder.events if nbytes < 0) == dtype.itemsize * elements
 
 
 def test_math_attention_takes_its_square() -> None:
@@ -92,6 +99,18 @@ def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None
     module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
     recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))
     assert recorder.touched == {"used.weight", "used.bias"}
+    taken = {key for key, nbytes in recorder.events if nbytes > 0}
+    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+
+
+def test_what_has_no_bytes_is_no_event() -> None:
+    module = nn.Linear(8, 8).to("meta")
+
+    def empty_and_full() -> torch.Tensor:
+        x = torch.zeros(4, 8, device="meta")
+        return torch.cat([module(x[:0]), module(x)])
+
+    recorder = record(module, empty_and_full)
     taken = {key for key, nbytes in recorder.events if nbytes > 0}
     assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
 

@@ -18,7 +18,7 @@ from graphrun.estimator.probe import probe
 from graphrun.executor.executor import follow, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.load import load
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.plan import Stream
@@ -80,12 +80,15 @@ def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[
     things = {k: v for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items() if k in known}
     pipeline = kind(**things)
     pipeline.set_progress_bar_config(disable=True)
-    names = {"steps": "num_inference_steps", "frames": "num_frames"}
     accepted = inspect.signature(kind.__call__).parameters
+    batch = "num_videos_per_prompt" if "num_videos_per_prompt" in accepted else "num_images_per_prompt"
+    names = {"steps": "num_inference_steps", "frames": "num_frames", "batch": batch}
+    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
     arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
-    return pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0][0]
+    made = pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0]
+    return made[0] if len(made) == 1 else made
 
 
 def pixels(image: Any) -> np.ndarray[Any, Any]:

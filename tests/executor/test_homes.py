@@ -108,7 +108,7 @@ def test_homes_are_filled_and_freed_as_planned_with_the_same_bits(make: Make, ho
         assert [slot.host_bytes for slot in trace.slots] == [slot.host_bytes for slot in case.planned().slots]
         assert [slot.locked_bytes for slot in trace.slots] == [slot.pinned_bytes for slot in case.planned().slots]
         assert trace.host_bytes == 2 * case.problem.components[0].variants[0].host_bytes
-        assert {e.component for e in trace.events if e.kind == "read"} == {"a", "b"}
+        assert {e.component for e in trace.events if e.kind == "fill"} == {"a", "b"}
         assert sum(e.nbytes for e in trace.events if e.kind == "free") == trace.host_bytes
     assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
 
@@ -122,7 +122,7 @@ def test_copies_wait_for_their_own_blocks_fill_in_the_planned_seconds(make: Make
     copies = trace.moved_bytes / (ON.h2d_bytes_per_second if home == "pinned" else ON.pageable_bytes_per_second)
     assert fill < trace.seconds < fill + 0.75 * copies, "copies and compute lie beside the reads"
     loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
-    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
+    reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "fill" and e.component == "a"}
     assert all(loads[path] >= reads[path] - 1e-9 for path in reads)
 
 
@@ -190,3 +190,41 @@ def test_a_plan_that_frees_what_was_handed_in_is_refused(make: Make) -> None:
     assert torch.equal(plain(modules, case.calls), case.expected)
     del host
     gc.collect()
+
+
+MIXED = """
+    slot s0/0:a load
+      load a rest[0] from disk
+    slot s0/0:a first
+      fill b
+      stream a keep rest[0] ring {ring} B
+      run
+    slot s0/0:a rest x2
+      stream a keep rest[0] ring {ring} B
+      run
+    slot s1/0:b load
+      free a
+      evict a rest[0]
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+def test_a_fill_keeps_step_with_reads_for_copies_as_simulated(tmp_path: Path) -> None:
+    case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
+    a = case.problem.components[0]
+    case.problem = replace(case.problem, components=(a, at_home("pinned", "b", ON)))
+    case.plan = plan_of(case.problem, MIXED.format(ring=2 * WIDE))
+    case.host = hosted(case.problem, case.folders, case.device)
+    trace, planned = case.run(), case.planned()
+    assert torch.equal(trace.outputs["x"], case.expected)
+    measured, simulated = (
+        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in ("fill", "read"))
+        for of in (trace.events, planned.events)
+    )
+    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
+    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
+    assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)

@@ -73,7 +73,7 @@ def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(ca
     assert [trace.seconds for trace in traces] == pytest.approx([planned.seconds, *[planned.again_seconds] * 2], rel=0.02)
     assert all(torch.equal(trace.outputs["x"], case.expected) for trace in traces)
     assert {trace.plan_digest for trace in traces} == {case.plan.digest}
-    assert [len([e for e in trace.events if e.kind == "read"]) for trace in traces] == [22, 0, 0]
+    assert [len([e for e in trace.events if e.kind == "fill"]) for trace in traces] == [22, 0, 0]
     assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
 
 

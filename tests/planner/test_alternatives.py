@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planner_problems import GIB, flux
 
 from graphrun.errors import InputError
 from graphrun.planner.alternatives import PLACEMENTS, alternatives
 from graphrun.planner.directives import directed
-from graphrun.planner.problem import Directive
+from graphrun.planner.problem import Directive, Problem
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solve import solve
 from graphrun.report.alternatives import alternatives_json, alternatives_screen
@@ -58,6 +60,42 @@ def test_others_keep_their_directives_and_its_own_give_way() -> None:
     both = directed(kept, [Directive("keep", "text_encoder"), Directive("whole", "transformer")])
     assert whole.seconds == simulate(both, solve(both).plan).seconds
     assert whole.seconds < planned.seconds
+
+
+def with_nf4(budget_bytes: int) -> Problem:
+    """FLUX with its transformer also in nf4, and from pageable RAM."""
+    of = flux(budget_bytes, steps=4)
+    transformer = of.component("transformer")
+    (plain,) = transformer.variants
+    small = replace(
+        plain,
+        precision="nf4",
+        block_bytes=tuple(nbytes * 9 // 32 for nbytes in plain.block_bytes),
+        load_seconds=tuple(seconds * 9 / 32 for seconds in plain.load_seconds),
+        host_bytes=plain.host_bytes * 9 // 32,
+        needs="nf4",
+    )
+    slow = replace(plain, home="pageable", load_seconds=tuple(2 * seconds for seconds in plain.load_seconds))
+    varied = replace(transformer, variants=(plain, slow, small))
+    return replace(of, components=tuple(varied if c.name == "transformer" else c for c in of.components))
+
+
+def test_every_other_variant_is_an_alternative_and_what_is_not_allowed_is_marked() -> None:
+    of = with_nf4(8 * GIB)
+    solution = solve(of)
+    assert solution.plan.variants == (("transformer", "bfloat16 pinned device"),)
+    planned, *others = alternatives(solution, "transformer")
+    slow, small = (next(a for a in others if a.variant == name) for name in ("bfloat16 pageable device", "nf4 pinned device"))
+    assert (slow.permission, small.permission) == ("", "nf4")
+    assert small.seconds < planned.seconds < slow.seconds
+    allowed = replace(of, allow=("nf4",))
+    free = simulate(allowed, solve(allowed).plan)
+    assert (small.seconds, small.moved_bytes) == (free.seconds, free.moved_bytes), "nothing else has a choice here"
+    screen = alternatives_screen(solution, "transformer", (planned, *others))
+    assert "as nf4 from pinned" in screen
+    assert "needs --allow nf4" in screen
+    rows = alternatives_json(solution, "transformer", (planned, *others))["alternatives"]
+    assert [row.get("needs_permission") for row in rows if row["placement"] == "variant"] == [None, "nf4"]
 
 
 def test_an_unknown_component_is_refused() -> None:

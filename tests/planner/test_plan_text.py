@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from graphrun.errors import PlanError
 from graphrun.planner.parse import parse
-from graphrun.planner.plan import Evict, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
+from graphrun.planner.plan import Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
 
 TEXT = """plan 0123456789abcdef
 slot encode/1:t5 load
@@ -41,6 +41,37 @@ def test_text_is_a_plan_and_a_plan_is_text() -> None:
     assert str(plan) == TEXT.replace("36-37", "36,37")
 
 
+CHOSEN = """plan 0123456789abcdef
+variant transformer nf4 pinned device
+variant t5 bfloat16 disk device
+option decode tiling
+order encode refine decode
+slot encode/0:t5 load
+  free clip
+  evict clip all
+  spill embeds
+  restore mask
+  fill t5
+  load t5 all from pageable
+slot end
+again
+slot encode/0:t5 load
+slot end"""
+
+
+def test_choices_stand_before_the_slots_and_further_runs_behind_them() -> None:
+    plan = parse(CHOSEN)
+    assert plan.variants == (("transformer", "nf4 pinned device"), ("t5", "bfloat16 disk device"))
+    assert plan.options == (("decode", "tiling"),)
+    assert plan.order == ("encode", "refine", "decode")
+    kinds = (Free("clip"), Evict("clip", None), Spill("embeds"), Restore("mask"), Fill("t5"), Load("t5", None, "pageable"))
+    assert plan.slots == (Slot("encode/0:t5", "load", 0, kinds), Slot("", "end", 0, ()))
+    assert plan.again == (Slot("encode/0:t5", "load", 0, ()), Slot("", "end", 0, ()))
+    assert str(plan) == CHOSEN
+    loose = CHOSEN.replace("order encode refine decode", "# comes first\n  order   encode refine\norder decode")
+    assert parse(loose) == plan, "an order may go over several lines"
+
+
 def test_comments_blank_lines_and_indentation_mean_nothing() -> None:
     loose = TEXT.replace("  run", "run   # to the end").replace("slot end", "\n# the device goes back\n\t slot   end")
     assert parse(loose) == parse(TEXT)
@@ -66,6 +97,7 @@ ACTIONS = st.one_of(
     st.builds(Spill, NAMES),
     st.builds(Restore, NAMES),
     st.builds(Free, NAMES),
+    st.builds(Fill, NAMES),
 )
 PHASES = st.builds(
     lambda stage, index, uses: f"{stage}/{index}:{'+'.join(uses)}", NAMES, st.integers(0, 9), st.lists(NAMES, max_size=2)
@@ -78,7 +110,26 @@ SLOTS = st.one_of(
 )
 
 
-@given(st.builds(Plan, st.from_regex(r"[0-9a-f]{16}", fullmatch=True), st.lists(SLOTS, max_size=5).map(tuple)))
+WORDS = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True)
+VARIANTS = st.builds(
+    lambda precision, home, device: f"{precision} {home} {device}",
+    WORDS,
+    st.sampled_from(["pinned", "pageable", "disk"]),
+    st.sampled_from(["device", "cpu"]),
+)
+RUN = st.lists(SLOTS, min_size=1, max_size=4).map(tuple)
+PLANS = st.builds(
+    Plan,
+    st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+    RUN,
+    st.lists(st.tuples(NAMES, VARIANTS), max_size=3).map(tuple),
+    st.lists(st.tuples(NAMES, WORDS), max_size=2).map(tuple),
+    st.lists(NAMES, max_size=3).map(tuple),
+    st.just(()) | RUN,
+)
+
+
+@given(PLANS | st.builds(Plan, st.from_regex(r"[0-9a-f]{16}", fullmatch=True), st.just(())))
 def test_every_plan_round_trips(plan: Plan) -> None:
     assert parse(str(plan)) == plan
     assert parse(str(plan)).digest == plan.digest
@@ -100,6 +151,12 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         (4, "load t5 a[1] a[2] from pinned", "each class once"),
         (8, "stream transformer keep all ring 680", "expected 'stream COMPONENT keep BLOCKS ring SIZE"),
         (9, "run all", "expected 'run'"),
+        (4, "fill", "expected 'fill COMPONENT'"),
+        (2, "variant t5 nf4 tape device", "expected 'variant COMPONENT PRECISION HOME device|cpu'"),
+        (2, "option decode", "expected 'option STAGE NAME'"),
+        (2, "order", "expected 'order STAGE STAGE ...'"),
+        (2, "again", "expected a slot"),
+        (4, "option decode tiling", "expected slot or one of load, evict"),
     ],
 )
 def test_errors_name_the_line_and_what_was_expected(line: int, found: str, expected: str) -> None:

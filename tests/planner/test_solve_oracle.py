@@ -67,7 +67,7 @@ def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, An
     return fits, plan_of(program, answer.choice), answer, best
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 240, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
         given = random_problem(seed)
@@ -108,7 +108,7 @@ def directed_problem(seed: int) -> Problem | None:
         return None
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1400, 40)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
 def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
     for seed in seeds:
         given = directed_problem(seed)

@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "executor")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "executor"), str(HERE.parent / "standins")]

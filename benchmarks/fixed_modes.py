@@ -1,0 +1,45 @@
+"""The planner's plans beside the fixed modes that other programs run a pipeline in, written out as plans for the same problem."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from graphrun.planner.actions import plan_of  # noqa: E402
+from graphrun.planner.check import check  # noqa: E402
+from graphrun.planner.modes import MODES, Mode, fitting  # noqa: E402
+from graphrun.planner.plan import Plan  # noqa: E402
+from graphrun.planner.problem import Problem  # noqa: E402
+from graphrun.planner.program import program_of  # noqa: E402
+from graphrun.planner.settle import arrange  # noqa: E402
+from graphrun.planner.simulate import simulate  # noqa: E402
+
+
+def compared(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Per mode, with the variants, options and order of ``plan``: its seconds over the plan's, its bytes; None: it does not fit."""
+    ours, found = simulate(problem, plan), dict[str, Any]()
+    for mode in MODES:
+        fitting = [other for other in _plans(problem, plan, mode) if not check(problem, other)]
+        best = min((simulate(problem, other) for other in fitting), key=lambda each: each.total_seconds, default=None)
+        found[mode] = best and {
+            "seconds": round(best.total_seconds, 4),
+            "times_ours": round(best.total_seconds / ours.total_seconds, 5) if ours.total_seconds else 1.0,
+            "moved_gib": round(best.total_moved_bytes / 2**30, 3),
+        }
+    return found
+
+
+def _plans(problem: Problem, plan: Plan, mode: Mode) -> Iterator[Plan]:
+    arranged = arrange(problem, plan.order, dict(plan.options))
+    names = dict(plan.variants)
+    variants = []
+    for component in problem.components:
+        every = [variant.name for variant in component.variants]
+        variants.append((every.index(names.get(component.name, every[0])),))
+    program = program_of(arranged, variants)
+    for choice in fitting(program, mode):
+        yield plan_of(program, choice, problem, plan.options, plan.order)

@@ -1,0 +1,291 @@
+"""One cell of the side-by-side runs: one tool, one model, one cap, in a process of its own. Returns plain data.
+
+    weights in host memory -> tool put on the pipeline -> run 1 -> run 2       the device's books before, between and after
+
+Every tool gets the same weights (random, from the graph's seeds), inputs, seed and precision. What a tool does when it is put on a
+pipeline (moving everything to the device, say) belongs to run 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import inspect
+import io
+import logging
+import os
+import resource
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers_machine import Instrument, instrument
+from peers_tools import GRAPHRUN, TOOLS, Cell, Unavailable
+
+ROOT = Path(__file__).resolve().parent.parent
+GRAPHS = {
+    "flux": ("flux-tiny", "flux-dev"),
+    "sdxl": ("sdxl-tiny", "sdxl"),
+    "cogview4": ("cogview4-tiny", "cogview4"),
+    "hidream": ("hidream-encode-tiny", "hidream"),
+    "wan": ("wan-tiny", "wan"),
+}
+"""Model -> its graph in small, for sim, and at full size, for CUDA."""
+
+NAMES = {"steps": "num_inference_steps", "frames": "num_frames"}
+SEED = 3
+
+
+def graph_file(model: str, device: str) -> Path:
+    """The graph of ``model`` that ``device`` runs."""
+    return ROOT / "graphs" / f"{GRAPHS[model][device != 'sim']}.yaml"
+
+
+class Subject:
+    """A model: its graph, inputs, weights, and the pipeline over them."""
+
+    def __init__(self, model: str, device: str, steps: int) -> None:
+        import graphrun
+
+        graph = graphrun.load(graph_file(model, device))
+        self.graph = _unrounded(graph.without_sources() if graph.source is not None else graph)
+        self.given = {key: value for key, value in {"seed": SEED, "steps": steps}.items() if key in graph.inputs}
+        self.inputs = self.graph.resolve(self.given | {k: "a lighthouse" for k, i in graph.inputs.items() if i.required})
+        self.full_size = device != "sim"
+
+    @functools.cached_property
+    def modules(self) -> dict[str, Any]:
+        """Built in host memory."""
+        from graphrun.components import random_weights
+        from graphrun.components.build import build
+
+        random = random_weights.fill
+        if self.full_size:
+            from gpu_lab import weave
+
+            random = weave
+        return {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
+
+    @functools.cached_property
+    def encodes_only(self) -> bool:
+        """Whether the graph ends with the embeddings."""
+        return all(stage.op == "encode_prompt" for stage in self.graph.stages)
+
+    def pipeline(self) -> Any:
+        """diffusers' pipeline as its users make it; what the graph does not have is None."""
+        from graphrun.components.build import build_part, resolve_class
+
+        kind = resolve_class(self.graph.pipeline, self.graph.allow)
+        known = inspect.signature(kind.__init__).parameters
+        absent = {name: None for name, p in known.items() if name != "self" and p.default is inspect.Parameter.empty}
+        parts = {name: build_part(part, self.graph) for name, part in self.graph.parts.items()}
+        things = {**absent, **self.graph.pipeline_config, **self.modules, **parts}
+        pipeline = kind(**{name: thing for name, thing in things.items() if name in known})
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def call(self, pipeline: Any) -> Any:
+        """What the pipeline makes, as its users call it."""
+        from graphrun.components.build import resolve_class
+
+        if self.encodes_only:
+            return self.encode(pipeline)
+        accepted = inspect.signature(resolve_class(self.graph.pipeline, self.graph.allow).__call__).parameters
+        arguments = {NAMES.get(key, key): value for key, value in self.inputs.items() if value is not None}
+        arguments = {key: value for key, value in arguments.items() if key in accepted}
+        generator = torch.Generator("cpu").manual_seed(self.inputs["seed"])
+        return pipeline(generator=generator, output_type="np", return_dict=False, **arguments)[0]
+
+    def encode(self, pipeline: Any) -> Any:
+        """What its ``encode_prompt`` makes, guided where it can be."""
+        accepted = inspect.signature(pipeline.encode_prompt).parameters
+        arguments = {"do_classifier_free_guidance": True, **self.inputs, "prompt_2": None, "device": None}
+        return [t for t in pipeline.encode_prompt(**{k: v for k, v in arguments.items() if k in accepted}) if t is not None]
+
+
+def _unrounded(graph: Any) -> Any:
+    """``graph`` whose pictures come as floating point numbers, so that equal means equal to the last bit."""
+    from dataclasses import replace
+
+    stages = [replace(s, arguments={**s.arguments, "output_type": "np"}) if s.op == "decode" else s for s in graph.stages]
+    return replace(graph, stages=tuple(stages))
+
+
+@functools.cache
+def subject(model: str, device: str, steps: int) -> Subject:
+    """Of this process; made before cells are forked, its weights are shared."""
+    return Subject(model, device, steps)
+
+
+def fingerprint(value: Any) -> list[str]:
+    """Digests of every tensor's and array's bytes, in order."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [digest for item in value for digest in fingerprint(item)]
+    array = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else value
+    return [hashlib.sha256(array.tobytes()).hexdigest()[:16]]
+
+
+def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of tensors in host memory now, ``modules``' own among them, and of those what is pinned.
+
+    What stands for a simulated device's memory is not counted.
+    """
+    made = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    owned = [tensor for module in modules.values() for group in (module.parameters(), module.buffers()) for tensor in group]
+    found: dict[int, tuple[int, bool]] = {}
+    for tensor in (*made, *owned):
+        if tensor.device.type == "cpu":
+            storage: Any = tensor.untyped_storage()
+            if getattr(storage, "graphrun_allocation", None) is None:
+                found[storage.data_ptr()] = (storage.nbytes(), getattr(storage, "peers_pinned", False))
+    return {"held": sum(n for n, _ in found.values()), "pinned": sum(n for n, pinned in found.values() if pinned)}
+
+
+class Books:
+    """Notes what a tool's runs take of ``on``; entries of ``runs`` are complete runs."""
+
+    def __init__(self, on: Instrument) -> None:
+        self.on = on
+        self.modules: Mapping[str, Any] = {}
+        self.runs: list[dict[str, Any]] = []
+        self.host: dict[str, int] = {}
+        self.outputs: list[list[str]] = []
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """One run: seconds, peak, bytes moved and left."""
+        gc.collect()
+        self.on.reset_peak()
+        moved, start, before = self.on.moved(), self.on.seconds(), self.on.allocated_bytes()
+        yield
+        seconds = self.on.seconds() - start
+        peak, reserved = self.on.peak_bytes(), self.on.reserved_peak_bytes()
+        gc.collect()
+        entry: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak, "before_bytes": before}
+        entry["left_bytes"] = self.on.allocated_bytes()
+        entry |= {f"{way}_bytes": n - moved[way] for way, n in self.on.moved().items()}
+        if reserved is not None:
+            entry["reserved_peak_bytes"] = reserved
+        self.runs.append(entry)
+        held = host_bytes(self.modules)
+        self.host = {key: max(n, self.host.get(key, 0)) for key, n in held.items()}
+
+
+def _peer(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
+    """A tool on diffusers' pipeline."""
+    tool = TOOLS[asked["tool"]]
+    versions = tool.versions()
+    pipeline = of.pipeline()
+    cell = Cell(books.on.device, asked["cap_bytes"], asked["ram_bytes"], asked["activation_bytes"])
+    call = of.encode if encode else of.call
+    with books.on.open(), torch.no_grad():
+        for number in range(2):
+            with books.run():
+                if not number:
+                    tool.put(pipeline, cell)
+                books.outputs.append(fingerprint(call(pipeline)))
+    return {"versions": versions}
+
+
+def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
+    """The same graph, planned for the cap and the RAM, and run twice from the same host memory. The executor opens the device."""
+    import graphrun
+    from graphrun.executor.executor import execute
+    from graphrun.executor.host import Host
+    from graphrun.planner.simulate import simulate
+
+    graph, until = of.graph, "encode" if encode and not of.encodes_only else None
+    hardware = "sim" if books.on.name == "sim" else None
+    context = 0 if hardware else _context_bytes()
+    problem = graphrun.estimate(
+        graph,
+        vram=(asked["cap_bytes"] or 1 << 40) + context if hardware or asked["cap_bytes"] else "90%",
+        ram=asked["ram_bytes"] or 1 << 40,
+        hardware=hardware,
+        inputs={key: value for key, value in of.given.items() if until is None or key in graph.until(until).inputs},
+        until=until,
+        cache=Path(asked["cache"]) if asked.get("cache") else None,
+    )
+    graph = graph if until is None else graph.until(until)
+    solution = graphrun.plan(problem)
+    planned = simulate(problem, solution.plan)
+    device = books.on.executor()
+    host = Host.of_graph(graph, problem, device, {n: m for n, m in of.modules.items() if n in {c.name for c in problem.components}})
+    inputs = graph.resolve({key: value for key, value in of.inputs.items() if key in graph.inputs})
+    for _ in range(2):
+        with books.run():
+            trace = execute(problem, solution.plan, graph, inputs, device, host=host)
+            books.outputs.append(fingerprint(trace.outputs))
+            del trace
+    books.host["pinned"] = device.arenas.nbytes("pinned")
+    return {
+        "planned": {"seconds": planned.seconds, "peak_bytes": planned.peak_bytes, "moved_bytes": planned.moved_bytes},
+        "proven_optimal": solution.proven_optimal,
+        "bound_seconds": solution.bound_seconds,
+        "versions": {"graphrun": graphrun.__version__},
+    }
+
+
+def _context_bytes() -> int:
+    from graphrun.estimator.hardware import found
+
+    of = found()
+    return 0 if of is None else of.context_bytes
+
+
+def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes.
+
+    ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs`` has one entry per complete run.
+    """
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    on = instrument(asked["device"], asked["cap_bytes"])
+    books, told = Books(on), io.StringIO()
+    found: dict[str, Any] = {"status": "finished", "message": ""}
+    work: Callable[..., dict[str, Any]] = _graphrun if asked["tool"] == GRAPHRUN else _peer
+    try:
+        with redirect_stdout(told), redirect_stderr(told):
+            of = subject(asked["model"], asked["device"], asked["steps"])
+            books.modules = of.modules
+            found |= work(books, of, asked, asked["kind"] == "encode")
+    except Exception as error:  # noqa: BLE001 - what a tool raises is a result
+        found["status"], found["message"] = _status(error), _first_lines(error)
+        if found["status"] == "failed":
+            found["failed_at"] = traceback.format_exc().strip().splitlines()[-6:]
+    found |= {"runs": books.runs, "outputs": books.outputs, "host": books.host}
+    if asked["device"] != "sim":
+        found["host"]["resident_set_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found
+
+
+def _status(error: Exception) -> str:
+    from graphrun.errors import GraphrunError, OutOfMemory
+    from graphrun.planner.infeasible import Infeasible
+
+    if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
+        return "oom"
+    if isinstance(error, Unavailable):
+        return "unavailable"
+    if isinstance(error, Infeasible) or (isinstance(error, GraphrunError) and "not supported by this version" in str(error)):
+        return "refused"
+    return "failed"
+
+
+def _first_lines(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip()[:400]
+
+
+def process(asked: Mapping[str, Any], sender: Any) -> None:
+    """`cell` in a process of its own; the result goes through ``sender``."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sender.send(cell(asked))
+    sender.close()

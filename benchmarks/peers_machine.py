@@ -1,0 +1,261 @@
+"""The instrument of the side-by-side runs: one device with a cap, its books, its clock. The same for graphrun and for its peers.
+
+    sim    graphrun's simulated accelerator: every storage counted, an allocation past the cap refused, copies and FLOPs charged to
+           a virtual clock with a compute and a copy timeline
+    cuda   the caching allocator under a cap of its own, PyTorch's statistics, wall seconds of a device that was waited for
+
+It knows neither tools nor models. What each cannot show is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Instrument(Protocol):
+    """A capped device with books. Sizes in bytes, times in seconds."""
+
+    name: str
+    device: torch.device
+
+    def open(self) -> AbstractContextManager[None]:
+        """The device stands, capped, while the context does."""
+
+    def executor(self) -> Any:
+        """The same device as graphrun's executor sees it."""
+
+    def seconds(self) -> float:
+        """The clock, once all that was issued is done."""
+
+    def allocated_bytes(self) -> int:
+        """Of tensors that live now."""
+
+    def peak_bytes(self) -> int:
+        """Most allocated since `reset_peak`."""
+
+    def reserved_peak_bytes(self) -> int | None:
+        """Most held by the caching allocator since `reset_peak`; None where there is none."""
+
+    def reset_peak(self) -> None:
+        """The peak starts again from what is allocated now."""
+
+    def moved(self) -> dict[str, int]:
+        """Bytes copied ``in`` and ``out`` so far, as far as they can be counted."""
+
+
+class Sim:
+    """The simulated accelerator with ``cap_bytes``, and the rates that plans for hardware ``sim`` assume."""
+
+    name = "sim"
+
+    def __init__(self, cap_bytes: int | None) -> None:
+        from graphrun.estimator.hardware import simulated
+        from graphrun.sim import Machine
+
+        of = simulated()
+        self.machine = Machine(cap_bytes, of.h2d_bytes_per_second, of.d2h_bytes_per_second, of.flops_per_second)
+        self.device = torch.device("sim:0")
+        self._highest_bytes = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """The machine is active; modules can be moved to it by what moves them to a card."""
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with self.machine, data_moves(), pinning(), reading_files():
+                yield
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    def executor(self) -> Any:
+        """The machine behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
+        from graphrun.executor.simulated import SimulatedDevice
+
+        noting = self
+
+        class Noted(SimulatedDevice):
+            def reset_peak(self) -> None:
+                noting._highest_bytes = noting.peak_bytes()
+                super().reset_peak()
+
+        return Noted(self.machine)
+
+    def seconds(self) -> float:
+        """The later of the two timelines."""
+        self.machine.synchronize()
+        return self.machine.seconds()
+
+    def allocated_bytes(self) -> int:
+        """Storages that live, each rounded up to 512."""
+        return self.machine.allocated_bytes
+
+    def peak_bytes(self) -> int:
+        """Since `reset_peak`."""
+        return max(self._highest_bytes, self.machine.peak_bytes)
+
+    def reserved_peak_bytes(self) -> int | None:
+        """None: nothing is cached."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Starts again."""
+        self._highest_bytes = 0
+        self.machine.reset_peak()
+
+    def moved(self) -> dict[str, int]:
+        """Every copy between host and device, whoever made it."""
+        return {"in": self.machine.bytes_in, "out": self.machine.bytes_out}
+
+
+class Cuda:
+    """The first CUDA device, whose caching allocator may hold ``cap_bytes`` at most (None: all there is)."""
+
+    name = "cuda"
+
+    def __init__(self, cap_bytes: int | None) -> None:
+        self.device = torch.device("cuda:0")
+        self._cap_bytes = cap_bytes
+        self._highest = (0, 0)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """The allocator is capped; leaving lifts the cap."""
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if self._cap_bytes is None else min(1.0, self._cap_bytes / total), 0)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, 0)
+
+    def executor(self) -> Any:
+        """The device behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
+        from graphrun.estimator.hardware import found
+        from graphrun.executor.cuda import CudaDevice
+
+        noting, of = self, found()
+
+        class Noted(CudaDevice):
+            def reset_peak(self) -> None:
+                noting._highest = noting._peaks()
+                super().reset_peak()
+
+        return Noted(workspace_bytes=0 if of is None else of.workspace_bytes)
+
+    def seconds(self) -> float:
+        """Wall seconds, once the device has done what was issued."""
+        torch.cuda.synchronize(0)
+        return time.perf_counter()
+
+    def allocated_bytes(self) -> int:
+        """Live blocks of the caching allocator."""
+        return torch.cuda.memory_allocated(0)
+
+    def peak_bytes(self) -> int:
+        """Most allocated."""
+        return self._peaks()[0]
+
+    def reserved_peak_bytes(self) -> int | None:
+        """Most reserved: what the card had to hold, without the context."""
+        return self._peaks()[1]
+
+    def _peaks(self) -> tuple[int, int]:
+        allocated, reserved = self._highest
+        return max(allocated, torch.cuda.max_memory_allocated(0)), max(reserved, torch.cuda.max_memory_reserved(0))
+
+    def reset_peak(self) -> None:
+        """Starts again, with nothing cached."""
+        self._highest = (0, 0)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(0)
+
+    def moved(self) -> dict[str, int]:
+        """Nothing: PyTorch counts no copies, and a profiler would change what it measures."""
+        return {}
+
+
+@contextmanager
+def data_moves() -> Iterator[None]:
+    """``parameter.data = tensor_on_sim`` works, as it does between CPU and CUDA, which diffusers' group offloading does.
+
+    PyTorch refuses it where one side is a tensor subclass, as sim's are. Here the two tensors are swapped instead, as PyTorch
+    itself does for subclasses in ``Module.to``: the same objects, the same bytes, no copy beside the one that made ``other``.
+    """
+    from graphrun.sim.tensor import SimTensor
+
+    plain: Any = torch._C.TensorBase.data
+    own: Any = SimTensor.__dict__["data"]
+
+    def read(tensor: torch.Tensor) -> Any:
+        return own.__get__(tensor) if type(tensor) is SimTensor else plain.__get__(tensor)
+
+    def write(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if (type(tensor) is SimTensor) == (type(other) is SimTensor):
+            (own if type(tensor) is SimTensor else plain).__set__(tensor, other)
+            return
+        twin = other.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
+
+    moves = property(read, write)
+    torch.Tensor.data, SimTensor.data = moves, moves  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+        SimTensor.data = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def pinning() -> Iterator[None]:
+    """``tensor.pin_memory()`` is a copy in host memory that says it is pinned: without a card PyTorch has nothing to pin with."""
+    pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if is_pinned(tensor):
+            return tensor
+        copy = tensor.detach().clone()
+        copy.untyped_storage().peers_pinned = True  # type: ignore[attr-defined]
+        return copy
+
+    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+        return bool(getattr(tensor.untyped_storage(), "peers_pinned", False))
+
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin, pinned  # type: ignore[method-assign]
+
+
+@contextmanager
+def reading_files() -> Iterator[None]:
+    """``safetensors.torch.load_file(path, device="sim")`` reads to the host and copies: safetensors has its own list of devices."""
+    import safetensors.torch
+
+    files: Any = safetensors.torch
+    plain = files.load_file
+
+    def load_file(path: Any, device: Any = "cpu", **more: Any) -> dict[str, torch.Tensor]:
+        if torch.device(device).type != "sim":
+            return dict(plain(path, device=device, **more))
+        return {name: tensor.to(device) for name, tensor in plain(path, device="cpu", **more).items()}
+
+    files.load_file = load_file
+    try:
+        yield
+    finally:
+        files.load_file = plain
+
+
+def instrument(name: str, cap_bytes: int | None) -> Instrument:
+    """``sim`` or ``cuda``, capped."""
+    return Sim(cap_bytes) if name == "sim" else Cuda(cap_bytes)

@@ -1,0 +1,226 @@
+"""How fast the planner is, how far from proven, and how its plans compare with fixed modes, by its own simulator.
+
+.venv/bin/python benchmarks/planner.py [GRAPH ...] [random] [sessions]     some minutes; writes benchmarks/results/planner.json
+
+graphs     each graph x VRAM x RAM, with nothing allowed that changes the output and with everything: seconds to solve, gap,
+           predicted time, bytes moved, regime, and the fixed modes' times over the plan's (never below 1)
+sessions   the same for ten runs, cold then warm, with RAM to spare and without
+random     12 components x 20 stages, seeded: seconds to solve and gap
+
+A graph whose dry run knows one variant of each component is given more by rule (three precisions x three homes), and says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from fixed_modes import compared  # noqa: E402
+
+from graphrun.planner.problem import (  # noqa: E402
+    BlockClass,
+    ComponentNumbers,
+    Hardware,
+    PhaseNumbers,
+    Problem,
+    Use,
+    ValueNumbers,
+    Variant,
+)
+from graphrun.planner.simulate import simulate  # noqa: E402
+from graphrun.planner.solve import solved  # noqa: E402
+
+GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")
+VRAM, RAM = (6, 8, 12, 16, 24, 48), (16, 32, 64)
+GIB, MIB = 2**30, 2**20
+# Bytes of a parameter over those of bfloat16, and what must be allowed; compute beyond bfloat16's per byte of the block.
+PRECISIONS = (("bfloat16", 1.0, "", 0.0), ("int8", 0.5, "int8", 1e-12), ("nf4", 0.28125, "nf4", 4e-12))
+
+
+def varied(problem: Problem) -> Problem:
+    """``problem`` with three precisions x three homes to each component, where its dry run knew one variant."""
+    if any(len(component.variants) > 1 for component in problem.components):
+        return problem
+    components = tuple(replace(c, variants=tuple(_variants(c, problem.hardware))) for c in problem.components)
+    return replace(problem, components=components)
+
+
+def _variants(component: ComponentNumbers, hardware: Hardware) -> Iterator[Variant]:
+    plain = component.variants[0]
+    rates = {"pinned": hardware.h2d_bytes_per_second, "pageable": hardware.pageable_bytes_per_second}
+    for precision, share, needs, slower in PRECISIONS:
+        sizes = tuple(int(share * nbytes) for nbytes in plain.block_bytes)
+        total = sum(len(of.blocks) * nbytes for of, nbytes in zip(component.classes, sizes, strict=True))
+        for home in ("pinned", "pageable", "disk"):
+            disk = home == "disk"
+            yield replace(
+                plain,
+                precision=precision,
+                home=home,  # type: ignore[arg-type]
+                block_bytes=sizes,
+                load_seconds=tuple(nbytes / rates.get(home, rates["pinned"]) for nbytes in sizes),
+                host_bytes=2 * max(sizes) if disk else total,
+                disk_seconds=tuple(nbytes / hardware.disk_bytes_per_second for nbytes in sizes) if disk else (),
+                block_seconds=tuple(slower * nbytes for nbytes in sizes) if slower else (),
+                needs=needs,
+            )
+
+
+def measured(problem: Problem) -> dict[str, Any]:
+    """One solve: how long it took and what came of it."""
+    begin = time.perf_counter()
+    solution = solved(problem)
+    seconds = round(time.perf_counter() - begin, 3)
+    if solution is None:
+        return {"feasible": False, "solve_seconds": seconds}
+    found = simulate(problem, solution.plan)
+    return {
+        "feasible": True,
+        "solve_seconds": seconds,
+        "gap": round(solution.gap, 8),
+        "proven": solution.proven_optimal,
+        "regime": "cold" if problem.runs == 1 else f"session of {problem.runs}",
+        "objective_seconds": round(solution.objective_seconds, 4),
+        "predicted_seconds": round(found.total_seconds, 4),
+        "moved_gib": round(found.total_moved_bytes / GIB, 3),
+        "peak_gib": round(found.peak_bytes / GIB, 3),
+        "variants": dict(solution.plan.variants),
+        "fixed_modes": compared(problem, solution.plan),
+    }
+
+
+def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
+    """Every budget of graph ``name``."""
+    import graphrun
+
+    path = HERE.parent / "graphs" / f"{name}.yaml"
+    base = graphrun.estimate(graphrun.load(path), vram="8G", ram="32G", hardware="rtx4090")
+    problem = varied(base)
+    everything = tuple(sorted({variant.needs for c in problem.components for variant in c.variants} - {""}))
+    for vram in VRAM if runs == 1 else (8, 24):
+        for ram in RAM if runs == 1 else (32, 64):
+            for allow in dict.fromkeys(((), everything)):
+                given = replace(
+                    problem,
+                    budget_bytes=vram * GIB,
+                    ram_bytes=ram * GIB,
+                    hardware=replace(problem.hardware, capacity_bytes=max(problem.hardware.capacity_bytes, vram * GIB)),
+                    allow=allow,
+                    runs=runs,
+                )
+                of = {"vram_gib": vram, "ram_gib": ram, "allow": list(allow), "variants_by_rule": problem is not base}
+                yield of | measured(given)
+
+
+def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem:
+    """A chain of stages that use one or two of the components each, in two precisions and three homes."""
+    from graphrun.estimator.hardware import priors
+
+    rng, card = random.Random(seed), priors()["rtx4090"]
+    made = tuple(_random_component(rng, number, card) for number in range(components))
+    phases = []
+    for stage in range(stages):
+        uses = []
+        for used in rng.sample(made, rng.choice((1, 1, 1, 2))):
+            calls = rng.choice((1, 1, 2, 20, 40))
+            each = tuple(nbytes * rng.choice((0.5, 1, 2)) / 15e9 for nbytes in used.variants[0].block_bytes)
+            uses.append(Use(used.name, calls, (calls,) * len(used.classes), each))
+        activation = rng.choice((50, 200, 500, 1500)) * MIB
+        phases.append(PhaseNumbers(f"s{stage}", 0, tuple(uses), 0, activation, activation))
+    values = []
+    for stage in range(stages - 1):
+        to = sorted(rng.sample(range(stage + 1, stages), min(stages - 1 - stage, rng.choice((1, 1, 2)))))
+        consumers = tuple(f"s{later}" for later in to)
+        values.append(ValueNumbers(f"v{stage}", rng.choice((1, 10, 100)) * MIB, f"s{stage}", consumers, stage + 1, to[-1]))
+    return Problem(f"random-{seed}", "0" * 16, (), card, 12 * GIB, 48 * GIB, made, tuple(phases), tuple(values), allow=("int8",))
+
+
+def _random_component(rng: random.Random, number: int, card: Hardware) -> ComponentNumbers:
+    classes = [("blocks", rng.choice((12, 24, 32, 48)), rng.choice((20, 80, 200, 400)) * MIB)] if rng.random() < 0.8 else []
+    if classes and rng.random() < 0.4:
+        classes.append(("more", rng.choice((8, 16, 32)), rng.choice((20, 80, 200, 400)) * MIB))
+    classes.append(("rest", 1, rng.choice((50, 100, 400)) * MIB))
+    blocks = tuple(BlockClass(name, tuple(f"{name}.{i}" for i in range(count)), count > 1) for name, count, _ in classes)
+    sizes = tuple(nbytes for _, _, nbytes in classes)
+    plain = Variant("bfloat16", "pinned", "device", sizes, sizes, sum(count * nbytes for _, count, nbytes in classes))
+    one = ComponentNumbers(f"c{number}", plain.host_bytes // 2, blocks, (plain,))
+    return replace(one, variants=tuple(variant for variant in _variants(one, card) if variant.precision != "nf4"))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and worst of the rows that have a plan."""
+    solved_rows = [row for row in rows if row["feasible"]]
+    times = [mode["times_ours"] for row in solved_rows for mode in row["fixed_modes"].values() if mode]
+    return {
+        "rows": len(rows),
+        "with_a_plan": len(solved_rows),
+        "median_solve_seconds": statistics.median(row["solve_seconds"] for row in rows),
+        "worst_solve_seconds": max(row["solve_seconds"] for row in rows),
+        "worst_gap": max((row["gap"] for row in solved_rows), default=0.0),
+        "least_of_fixed_modes_over_ours": min(times, default=None),
+        "median_of_fixed_modes_over_ours": statistics.median(times) if times else None,
+    }
+
+
+def main() -> None:
+    """Measure, write after every part, and say what came of it."""
+    wanted = sys.argv[1:] or [*GRAPHS, "sessions", "random"]
+    path = HERE / "results" / "planner.json"
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in ("scipy", "numpy")},
+        "hardware": "rtx4090",
+    }
+    graphs = [name for name in GRAPHS if name in wanted] or list(GRAPHS)
+    parts = [(name, name, 1) for name in graphs if name in wanted]
+    parts += [(f"{name}, session", name, 10) for name in graphs if "sessions" in wanted]
+    for title, name, runs in parts:
+        if not (HERE.parent / "graphs" / f"{name}.yaml").exists():
+            print(f"{title}: skipped, there is no graphs/{name}.yaml")
+            continue
+        rows = []
+        for row in graph_rows(name, runs):
+            rows.append(row)
+            print(title, _line(row), flush=True)
+        result[title] = {"summary": summary(rows), "rows": rows}
+        print(title, result[title]["summary"])
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    if "random" in wanted:
+        rows = []
+        for seed in range(10):
+            rows.append({"seed": seed} | measured(random_problem(seed)))
+            print("random", seed, _line(rows[-1]), flush=True)
+        result["random, 12 components x 20 stages"] = {"summary": summary(rows), "rows": rows}
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def _line(row: dict[str, Any]) -> str:
+    of = f"{row['vram_gib']} GiB, RAM {row['ram_gib']}, allow {' '.join(row['allow']) or 'nothing'}: " if "vram_gib" in row else ""
+    if not row["feasible"]:
+        return f"{of}no plan ({row['solve_seconds']} s)"
+    modes = ", ".join(f"{name} x{mode['times_ours']}" if mode else f"{name} -" for name, mode in row["fixed_modes"].items())
+    return (
+        f"{of}{row['predicted_seconds']} s, {row['moved_gib']} GiB moved, gap {100 * row['gap']:.4f} %,"
+        f" solved in {row['solve_seconds']} s; {modes}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The VAEs of InvokeAI's benchmark report, measured as its scripts do: what one encode or decode takes beside weights.
+
+Source: benchmark_flux_vae.py and benchmark_sd_vae.py in vae_benchmarks/ of invoke-ai/InvokeAI, and the report that they wrote (RTX
+4090). For each size there are two rounds first, then the cache is emptied; allocated is the peak minus what was allocated before,
+reserved the most reserved minus what was reserved before. Weights, the input and the result of a round before stay on the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphrun
+from graphrun.components.build import ghost
+from graphrun.estimator.allocator import Allocator, Counting, Native
+from graphrun.estimator.recorder import FusedAttention, Recorder
+
+ROOT = Path(__file__).parent.parent
+Events = tuple[tuple[int, int], ...]
+
+
+def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> Events:
+    """Every allocation of one call, released at the end."""
+    recorder = Recorder(module, ())
+    recorder.ignore(inputs)
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = call(*inputs)
+    del out
+    recorder.close()
+    return tuple(recorder.events)
+
+
+def replay(events: Events, allocator: Allocator) -> int:
+    """The most that ``allocator`` used while ``events`` happened, all of it released again."""
+    peak = allocator.used_bytes
+    for key, nbytes in events:
+        if nbytes == 0:
+            allocator.release(key)
+            continue
+        allocator.allocate(key if nbytes > 0 else -1, abs(nbytes))
+        peak = max(peak, allocator.used_bytes)
+        if nbytes < 0:
+            allocator.release(-1)
+    return peak
+
+
+class FluxAE(nn.Module):
+    """The FLUX autoencoder as its own repository walks through it, over the layers of diffusers' (which are the same).
+
+    One variable runs through the decoder, so that no caller holds an earlier tensor; the encoder keeps every block's result.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Pictures ``[b 3 h w]`` to a sample of latents ``[b c h/8 w/8]``."""
+        encoder = self.vae.encoder
+        kept = [encoder.conv_in(x)]
+        for block in encoder.down_blocks:
+            for resnet in block.resnets:
+                h = self.resnet(resnet, kept[-1])
+                kept.append(h)
+            if block.downsamplers:
+                kept.append(self.downsample(block.downsamplers[0], kept[-1]))
+        h = kept[-1]
+        h = self.resnet(encoder.mid_block.resnets[0], h)
+        h = encoder.mid_block.attentions[0](h)
+        h = self.resnet(encoder.mid_block.resnets[1], h)
+        h = nn.functional.silu(encoder.conv_norm_out(h))
+        mean, logvar = encoder.conv_out(h).chunk(2, dim=1)
+        return mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        """Latents ``[b c h/8 w/8]`` to pictures ``[b 3 h w]``."""
+        z = z / 0.3611 + 0.1159
+        return self.decoded(z)
+
+    def decoded(self, z: torch.Tensor) -> torch.Tensor:
+        """As `decode`, from scaled latents."""
+        decoder = self.vae.decoder
+        h = decoder.conv_in(z)
+        h = self.resnet(decoder.mid_block.resnets[0], h)
+        h = decoder.mid_block.attentions[0](h)
+        h = self.resnet(decoder.mid_block.resnets[1], h)
+        for block in decoder.up_blocks:
+            for resnet in block.resnets:
+                h = self.resnet(resnet, h)
+            if block.upsamplers:
+                h = self.upsample(block.upsamplers[0], h)
+        h = nn.functional.silu(decoder.conv_norm_out(h))
+        return decoder.conv_out(h)
+
+    def resnet(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        """x + f(x), with a 1 x 1 convolution on x where the channels differ."""
+        h = nn.functional.silu(block.norm1(x))
+        h = block.conv1(h)
+        h = block.norm2(h)
+        h = nn.functional.silu(h)
+        h = block.conv2(h)
+        if block.conv_shortcut is not None:
+            x = block.conv_shortcut(x)
+        return x + h
+
+    def upsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        """Twice the size, then a convolution."""
+        x = nn.functional.interpolate(x, scale_factor=2.0, mode="nearest")
+        return block.conv(x)
+
+    def downsample(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        """A row and a column more, then a convolution of every other pixel."""
+        x = nn.functional.pad(x, (0, 1, 0, 1), mode="constant", value=0)
+        return block.conv(x)
+
+
+@cache
+def vae(name: str, dtype: str) -> Any:
+    """The VAE of a reference graph on meta, in ``dtype``."""
+    graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
+    return ghost(replace(graph.components["vae"], dtype=dtype), graph.allow)
+
+
+@cache
+def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> Events:
+    """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's configuration."""
+    flux = model.startswith("FLUX")
+    module = vae("flux-dev" if flux else "sdxl", dtype)
+    channels, side = (3, pixels) if mode == "encode" else (module.config["latent_channels"], pixels // 8)
+    x = torch.empty(1, channels, side, side, dtype=getattr(torch, dtype), device="meta")
+    if flux:
+        walked = FluxAE(module)
+        return trace(walked, walked.encode if mode == "encode" else walked.decode, x)
+    (module.enable_tiling if tile else module.disable_tiling)()
+    if tile:
+        module.tile_sample_min_size, module.tile_latent_min_size = tile, tile // 8
+    if mode == "encode":
+        return trace(module, lambda x: (d := module.encode(x).latent_dist, module.config["scaling_factor"] * d.sample()), x)
+    return trace(module, lambda z: (z := z / module.config["scaling_factor"], module.decode(z, return_dict=False)[0]), x)
+
+
+def vae_bytes(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> int:
+    """The most that is allocated beside weights and input."""
+    return replay(events_of(model, mode, pixels, dtype, tile), Counting())
+
+
+def reserved_bytes(model: str, mode: str, pixels: int, dtype: str) -> int:
+    """What native segments reserve more than before, where weights, the input and an earlier result already lie."""
+    module, size = vae("flux-dev" if model.startswith("FLUX") else "sdxl", dtype), getattr(torch, dtype).itemsize
+    allocator = Native()
+    for number, tensor in enumerate(module.parameters()):
+        allocator.allocate(-2 - number, tensor.numel() * tensor.element_size())
+    picture, latents = 3 * pixels**2 * size, module.config["latent_channels"] * (pixels // 8) ** 2 * size
+    for key, nbytes in zip((10**9, 10**9 + 1), (picture, latents), strict=True):
+        allocator.allocate(key, nbytes)
+    before = allocator.used_bytes
+    return replay(events_of(model, mode, pixels, dtype), allocator) - before

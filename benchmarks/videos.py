@@ -1,0 +1,193 @@
+"""Replays what the diffusers team published of video pipelines at 512 x 768, 121 frames, quantized transformers included.
+
+Weights are those that classes and configurations give; each component's call is traced by itself. Nothing is fitted here but one
+share: old versions of bitsandbytes kept, after an int8 layer's first call, the columns of its weight that met outliers of its input
+(`state.subB`, 16 bit); which those are depends on data. Their share is taken from one row (`OUTLIERS_FITTED`); the others judge it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vae_report import Events, replay
+
+from graphrun.components.build import ghost
+from graphrun.estimator.allocator import Counting
+from graphrun.estimator.events import Call
+from graphrun.estimator.precision import requantized
+from graphrun.estimator.quantized import quantized_shapes, weights_by_precision
+from graphrun.estimator.recorder import FusedAttention, Recorder
+from graphrun.graph.graph import Component
+from graphrun.units import GIB, KIB, MIB
+
+ROOT = Path(__file__).parent.parent
+WORKSPACE_BYTES = 8 * MIB + 128 * KIB
+OUTLIERS_FITTED = ("HunyuanVideo", "int8", "none", "no")
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "transformers.LlamaModel",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128320,
+        },
+    ),
+    "clip": ("transformers.CLIPTextModel", {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}),
+    "t5": (
+        "transformers.T5EncoderModel",
+        {"d_ff": 10240, "d_kv": 64, "d_model": 4096, "feed_forward_proj": "gated-gelu", "num_heads": 64, "num_layers": 24},
+    ),
+    "hunyuan": ("diffusers.HunyuanVideoTransformer3DModel", {}),
+    "hunyuan vae": ("diffusers.AutoencoderKLHunyuanVideo", {}),
+    "ltx": ("diffusers.LTXVideoTransformer3DModel", {}),
+    "ltx vae": ("diffusers.AutoencoderKLLTXVideo", {}),
+    "cogvideox": (
+        "diffusers.CogVideoXTransformer3DModel",
+        {
+            "num_attention_heads": 48,
+            "num_layers": 42,
+            "patch_size_t": 2,
+            "patch_bias": False,
+            "ofs_embed_dim": None,
+            "use_rotary_positional_embeddings": True,
+        },
+    ),
+    "cogvideox vae": ("diffusers.AutoencoderKLCogVideoX", {}),
+}
+
+
+@cache
+def module(name: str) -> Any:
+    """A component on meta, in bf16."""
+    path, config = CONFIGS[name]
+    return ghost(Component(name, path, None, dict(config), True, "bfloat16", ("bfloat16",)), ("diffusers", "transformers"))
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """An input on meta."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@cache
+def call_of(name: str, tiled: bool = False) -> Call:
+    """One call of a component as its pipeline makes it for 512 x 768 and 121 frames, with 128 tokens of text."""
+    of, inputs = module(name), _inputs(name)
+    if name == "hunyuan vae":
+        (of.enable_tiling if tiled else of.disable_tiling)()
+    entry = of.decode if name.endswith("vae") else of
+    recorder = Recorder(of, ())
+    recorder.ignore(tensor for tensor in (*inputs[0], *inputs[1].values()) if isinstance(tensor, torch.Tensor))
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = entry(*inputs[0], **inputs[1])
+    del out
+    recorder.close()
+    return Call(name, "", tuple(recorder.events), recorder.peak_bytes, 0, frozenset(), (), tuple(recorder.products))
+
+
+def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    text = {"encoder_hidden_states": empty(1, 128, 4096), "timestep": empty(1)}
+    mask = {"encoder_attention_mask": empty(1, 128)}
+    two = {"encoder_hidden_states": empty(2, 128, 4096), "timestep": empty(2)}  # with and without the prompt
+    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "llama": ((), {"input_ids": empty(1, 128 + 95, dtype=torch.long), "output_hidden_states": True}),
+        "hunyuan": ((empty(1, 16, 31, 64, 96),), {**text, **mask, "pooled_projections": empty(1, 768), "guidance": empty(1)}),
+        "hunyuan vae": ((empty(1, 16, 31, 64, 96),), {"return_dict": False}),
+        "ltx": (
+            (empty(2, 6144, 128),),
+            {**two, "encoder_attention_mask": empty(2, 128), "num_frames": 16, "height": 16, "width": 24},
+        ),
+        "ltx vae": ((empty(1, 128, 16, 16, 24),), {"return_dict": False}),
+        "cogvideox vae": ((empty(1, 16, 31, 64, 96),), {"return_dict": False}),
+    }
+    return found[name]
+
+
+def peak(events: Events) -> int:
+    """The most that a call takes beside weights and inputs."""
+    return replay(events, Counting())
+
+
+def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> int:
+    """The most that a call of a component takes with its weights in ``precision``."""
+    call = call_of(name, tiled)
+    return peak(requantized(call, quantized_shapes(module(name), "bfloat16"), precision).events)
+
+
+@cache
+def weights(name: str) -> dict[str, int]:
+    """Bytes by precision, as allocations take them."""
+    return weights_by_precision(module(name), "bfloat16", allocated=True)
+
+
+def outliers_bytes(share: float) -> int:
+    """What an int8 transformer of HunyuanVideo grows by in its first call with old versions of bitsandbytes."""
+    shapes = quantized_shapes(module("hunyuan"), "bfloat16")
+    return int(2 * share * sum(outputs * inputs for outputs, inputs in shapes.values()))
+
+
+def hunyuan_bytes(row: dict[str, str], share: float) -> int:
+    """The most that HunyuanVideo takes; int8 modules stay where they are made (older than 0.48)."""
+    precision, tiled = row["precision"], row["tiling"] == "yes"
+    encoders = weights("llama")["bfloat16"] + weights("clip")["bfloat16"]
+    transformer, vae = weights("hunyuan")[precision], weights("hunyuan vae")["bfloat16"]
+    grown = outliers_bytes(share) if precision == "int8" else 0
+    encode, denoise = activation("llama"), activation("hunyuan", precision)
+    decode = activation("hunyuan vae", tiled=tiled)
+    if row["offload"] == "none":
+        return encoders + transformer + vae + max(encode, grown + max(denoise, decode)) + WORKSPACE_BYTES
+    pinned = transformer if precision == "int8" else 0
+    phases = (
+        pinned + weights("llama")["bfloat16"] + encode,
+        transformer + grown + denoise,
+        pinned + grown + vae + decode,
+    )
+    return max(phases) + WORKSPACE_BYTES
+
+
+def bytes_of(row: dict[str, str], share: float) -> int:
+    """The most that a published row's pipeline takes."""
+    if row["pipeline"] == "HunyuanVideo":
+        return hunyuan_bytes(row, share)
+    name = "ltx" if row["pipeline"].startswith("LTX") else "cogvideox"
+    static = sum(weights(part)["bfloat16"] for part in ("t5", name, f"{name} vae"))
+    return static + activation(f"{name} vae") + WORKSPACE_BYTES
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Every row, replayed; int8 rows with and without what old versions kept of outliers."""
+    with (ROOT / "benchmarks/data/video_peaks.csv").open() as file:
+        published = list(csv.DictReader(file))
+    fitted = next(
+        row for row in published if tuple(row[name] for name in ("pipeline", "precision", "offload", "tiling")) == OUTLIERS_FITTED
+    )
+    share = (float(fitted["peak_gib"]) * GIB - bytes_of(fitted, 0.0)) / outliers_bytes(1.0)
+    for row in published:
+        result: dict[str, Any] = {name: row[name] for name in ("pipeline", "precision", "offload", "tiling", "gpu", "source")}
+        plain, peak_gib = bytes_of(row, 0.0) / GIB, float(row["peak_gib"])
+        result["peak_gib"] = {
+            "published": peak_gib,
+            "predicted": round(plain, 3),
+            "error_percent": round(100 * (plain / peak_gib - 1), 2),
+        }
+        if row["precision"] == "int8":
+            grown = bytes_of(row, share) / GIB
+            result["with_outliers"] = {
+                "share_percent": round(100 * share, 2),
+                "fitted": row is fitted,
+                "predicted": round(grown, 3),
+                "error_percent": round(100 * (grown / peak_gib - 1), 2),
+            }
+        yield result
+
+
+if __name__ == "__main__":
+    for found in rows():
+        print(*found.values(), flush=True)

@@ -1,0 +1,33 @@
+"""What modules memoize with `functools.lru_cache`: tensors on the device that belong to no module, and would stay there.
+
+Decides where such caches are looked for. Must not know when they should be emptied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Empties the caches of the methods of ``modules`` and what is in them, such as Qwen-Image's tables of rotary frequencies."""
+    kinds = {kind for module in modules for inner in module.modules() for kind in type(inner).__mro__ if kind is not nn.Module}
+    for kind in kinds:
+        for member in vars(kind).values():
+            for cache in _caches(member):
+                cache.cache_clear()
+
+
+def _caches(member: Any) -> Iterator[Any]:
+    """``member`` itself, or what it wraps: diffusers wraps its caches once more, to leave them out while it exports."""
+    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if _filled(cell))
+    yield from (found for found in (member, *inside) if callable(getattr(found, "cache_clear", None)))
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -1,0 +1,83 @@
+"""What is known of values on meta: small tensors that the code writes out, what is made of them, and the worst case of a choice.
+
+Decides which values a dry run may read. Must not know components: it sees operators and tensors alone.
+
+    torch.tensor([64, 64])                 known: the code says it; so is what is computed from it (a picture's size in patches)
+    topk(scores, 2).indices.bincount()     a choice that data makes (experts): at worst all tokens take the same two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Larger tensors are data, not sizes.
+LARGEST = 64
+
+aten = torch.ops.aten
+
+
+class Known:
+    """The values of those meta tensors that have one, kept beside them as CPU tensors."""
+
+    def __init__(self) -> None:
+        self._values: Any = WeakTensorKeyDictionary()
+        self._choices: dict[int, tuple[int, int]] = {}  # storage of indices: (how many to choose from, how many are chosen)
+
+    def written(self, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``out`` of ``torch.tensor(*args, **kwargs)``: what it says is known."""
+        if out.is_meta and out.numel() <= LARGEST:
+            self._values[out] = torch.tensor(*args, **{**kwargs, "device": "cpu"})
+        return out
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of ``tensor`` on the CPU, None where nobody can know it."""
+        value: torch.Tensor | None = self._values.get(tensor)
+        return value
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note what ``func(*args, **kwargs)``, which made ``out`` on meta, means for what is known."""
+        if func is aten.topk.default:
+            self._choices[_storage(out[1])] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not tensors or not self._values:
+            return
+        if all(tensor in self._values for tensor in tensors):
+            self._compute(func, args, kwargs, out)
+        elif tensors[0] in self._values and func._schema.is_mutable:
+            del self._values[tensors[0]]
+
+    def counted(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """``indices.bincount()`` at its worst for memory, on meta; None where ``indices`` are no known choice.
+
+        As many calls take the first as can, which makes the largest single call; together they do the same work as any other.
+        """
+        if (choice := self._choices.get(_storage(indices))) is None:
+            return None
+        options, chosen = choice
+        counts = torch.tensor([indices.numel() // chosen] * chosen + [0] * (options - chosen), device="cpu")
+        out = torch.empty_like(counts, device="meta")
+        self._values[out] = counts
+        return out
+
+    def gone(self, storage: int) -> None:
+        """The storage with this address is no more."""
+        self._choices.pop(storage, None)
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        outs = out if isinstance(out, (list, tuple)) else (out,)
+        if not all(isinstance(one, torch.Tensor) and one.is_meta and one.numel() <= LARGEST for one in outs):
+            return
+        on_cpu = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+        value = func(*tree_map_only(torch.Tensor, lambda tensor: self._values[tensor], tuple(args)), **on_cpu)
+        for one, found in zip(outs, value if isinstance(value, (list, tuple)) else (value,), strict=True):
+            self._values[one] = found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

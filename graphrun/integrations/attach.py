@@ -1,0 +1,348 @@
+"""Attaches graphrun to a live pipeline: each call of it is planned from a dry run of that very call, then executed by the plan.
+
+Decides when a plan is made and which one holds. Where what lives, the plan has said; the executor follows it.
+
+    pipe(...)            known kind of call?  --no-->  rehearse on the ghost -> problem -> solve -> keep
+                                   | yes                                                     |
+                                   v <-------------------------------------------------------'
+    executor.follow      pipe's own code; entering a component moves the plan; another entry than planned: a detour
+                                   v
+    device at its baseline, results as the pipeline returns them
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+from graphrun.components.entry import Boundary, entry_of
+from graphrun.errors import InputError
+from graphrun.estimator import hardware as devices
+from graphrun.estimator.events import Mark, Tape
+from graphrun.estimator.numbers import Limits, problem_of
+from graphrun.estimator.probe import tensors_in
+from graphrun.executor.device import Device
+from graphrun.executor.executor import follow
+from graphrun.integrations.call import signature_of
+from graphrun.integrations.live import components_of, graph_of, own_class, pipelines_in, placed, state_of
+from graphrun.integrations.rehearsal import Call, Rehearsal
+from graphrun.integrations.residence import Leftovers, LiveHost, device_bytes
+from graphrun.planner.plan import Plan, Slot
+from graphrun.planner.problem import Hardware, Problem
+from graphrun.planner.solution import Solution
+from graphrun.planner.solve import solve
+from graphrun.report.screen import measured_screen, plan_screen
+from graphrun.report.summary import summarize
+from graphrun.trace import Trace
+
+# Where methods come from that every pipeline has: they load, save and set, and compute nothing.
+COMMON = ("diffusers.pipelines.pipeline_utils", "diffusers.configuration_utils", "diffusers.loaders", "diffusers.modular_pipelines")
+# What moves weights, and would be a second mover.
+MOVING = (
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+    "enable_group_offload",
+    "reset_device_map",
+    "remove_all_hooks",
+    "to",
+)
+
+
+@dataclass(slots=True)
+class Planned:
+    """One kind of call: its tape, the entries it is made of, and the solution for the facts of trace number ``traces``."""
+
+    tape: Tape
+    expected: frozenset[Any]
+    solution: Solution
+    traces: int
+
+
+class Attachment:
+    """What `graphrun.attach` returns. A context manager: leaving it detaches.
+
+    ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was measured (bytes beyond those that the caller had
+    on the device), and the entries that the plan did not have (each was planned for when it came).
+    """
+
+    def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:
+        self.pipe = pipe
+        self.solution: Solution | None = None
+        self.trace: Trace | None = None
+        self.detours: tuple[str, ...] = ()
+        self._device, self._hardware = device, hardware
+        self._budget_bytes, self._ram_bytes, self._demands = budget_bytes, ram_bytes, demands
+        self._running = False
+        self._state = ""
+        self._rehearsal: Rehearsal | None = None
+        self._plans: dict[Any, Planned] = {}
+        self._by_text: set[Any] = set()
+        self._modules = components_of(pipe)
+        graph_of(pipe, self._modules).directed(*demands)
+        self._host = LiveHost(self._modules, device)
+        self._classes: list[tuple[Any, type[Any]]] = []
+        self._stand()
+
+    # -- what the user calls
+
+    def detach(self) -> None:
+        """The pipeline is as it was: its own class, weights in memory of their own, nothing on the device."""
+        if not self._classes:
+            return
+        self._boundary.__exit__()
+        while self._classes:
+            owner, kind = self._classes.pop()
+            owner.__class__ = kind
+        self._host.restore()
+        self._plans.clear()
+        self._rehearsal = None
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def report(self) -> str:
+        """The last call: its plan, and planned beside measured. Raises InputError before the first one."""
+        solution, trace = self._last()
+        if not solution.problem.phases:
+            return f"{solution.problem.graph}: the call entered no component"
+        if self.detours:
+            return f"{plan_screen(solution)}\n\nthe call left this plan, and was planned again at {', '.join(self.detours)}"
+        return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}"
+
+    def summary(self) -> dict[str, Any]:
+        """The same as JSON-ready data; ``detours`` names the entries for which it was planned again."""
+        solution, trace = self._last()
+        fits = bool(solution.problem.phases) and not self.detours
+        return {**summarize(solution, None, trace if fits else None), "detours": list(self.detours)}
+
+    def _last(self) -> tuple[Solution, Trace]:
+        if self.solution is None or self.trace is None:
+            raise InputError("nothing was called yet: call the pipeline first")
+        return self.solution, self.trace
+
+    # -- standing between the pipeline and its caller
+
+    def _stand(self) -> None:
+        self._boundary = Boundary(self._modules, self._device.torch_device, around=self._directly)
+        self._boundary.__enter__()
+        for path, owner in pipelines_in(self.pipe).items():
+            kind = type(owner)
+            members: dict[str, Any] = {name: self._wrapped(path, name, method) for name, method in _methods(kind)}
+            members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)}
+            members["to"] = self._moved
+            self._classes.append((owner, kind))
+            owner.__class__ = placed(kind, self._device.torch_device, **members)
+
+    def _wrapped(self, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def find(rehearsal: Rehearsal) -> Callable[..., Any]:
+            owner = pipelines_in(rehearsal.pipe)[path]
+            return owner if name == "__call__" else getattr(owner, name)  # type: ignore[no-any-return]
+
+        label = ".".join(filter(None, (path, name.strip("_"))))
+
+        @functools.wraps(method)
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return method(owner, *args, **kwargs)
+            return self._call(Call(label, functools.partial(method, owner), find, args, kwargs))
+
+        return call
+
+    def _directly(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A component is entered by somebody else than a method of the pipeline."""
+        return self._call(Call(f"{component}.{entry}", proceed, lambda r: entry_of(r.ghosts[component], entry), args, kwargs))
+
+    def _moved(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the pipeline's ``to``, a class attribute that is no function: the pipeline is `self.pipe`."""
+        places = [str(value) for value in (*args, *kwargs.values())]
+        device = self._device.torch_device
+        if places and all(place in (str(device), device.type) for place in places):
+            return self.pipe
+        raise InputError(f"graphrun places this pipeline's weights on {device}: detach() before to({', '.join(places)})")
+
+    # -- one call
+
+    def _call(self, call: Call) -> Any:
+        self._running = True
+        self._boundary.__exit__()
+        try:
+            return self._run(call)
+        finally:
+            self._running = False
+            self._boundary.__enter__()
+
+    def _run(self, call: Call) -> Any:
+        device, place = self._device, self._device.torch_device
+        self._notice_changes()
+        reserve_bytes = device.allocated_bytes  # what the caller has there, of which arguments may be a part
+        key = self._key(call, reserve_bytes)
+        planned = self._planned(call, key, reserve_bytes)
+        detour = _Detour(self, planned.expected, reserve_bytes)
+
+        leftovers = Leftovers(self.pipe, self._modules, place)
+
+        def work() -> dict[str, Any]:
+            try:
+                return {"result": call.proceed(*call.args, **call.kwargs)}
+            finally:
+                leftovers.clear()
+
+        def handed_out(outputs: Mapping[str, Any]) -> int:
+            return device_bytes(outputs, place, besides=(call.args, call.kwargs))
+
+        solution = planned.solution
+        self._host.settle_in(solution.problem)
+        trace = follow(solution.problem, solution.plan, self._host, device, work, detour=detour, handed_out=handed_out)
+        self.solution, self.detours = solution, tuple(detour.taken)
+        self.trace = _beyond(trace, reserve_bytes, handed_out(trace.outputs))
+        if detour.taken and key[:2] not in self._by_text:
+            self._by_text.add(key[:2])
+            del self._plans[key]
+        return trace.outputs["result"]
+
+    def _notice_changes(self) -> None:
+        """Plans do not outlive what they were made for: a VAE that tiles now, a LoRA, another scheduler."""
+        state = state_of(self.pipe, self._modules)
+        if state != self._state:
+            self._state, self._rehearsal = state, None
+            self._plans.clear()
+
+    def _key(self, call: Call, reserve_bytes: int) -> tuple[Any, ...]:
+        kind = call.name, signature_of((call.args, call.kwargs))
+        texts = signature_of((call.args, call.kwargs), texts=True) if kind in self._by_text else ()
+        return *kind, texts, reserve_bytes
+
+    def _planned(self, call: Call, key: Any, reserve_bytes: int) -> Planned:
+        if self._rehearsal is None:
+            self._rehearsal = Rehearsal(self.pipe, self._modules)
+        rehearsal = self._rehearsal
+        found = self._plans.get(key)
+        if found is None or found.traces != rehearsal.prober.traces:
+            tape = found.tape if found is not None else rehearsal.probe(call)
+            expected = found.expected if found is not None else frozenset(rehearsal.prober.answered)
+            solution = self.solve(self.problem(tape, reserve_bytes))
+            found = self._plans[key] = Planned(tape, expected, solution, rehearsal.prober.traces)
+        return found
+
+    def problem(self, tape: Tape, reserve_bytes: int) -> Problem:
+        """The problem of what ``tape`` records, with ``reserve_bytes`` of other tensors on the device."""
+        assert self._rehearsal is not None
+        graph = graph_of(self.pipe, self._modules).directed(*self._demands)
+        graph = graph.directed(reserve_bytes=graph.directives.reserve_bytes + reserve_bytes)
+        limits = Limits(self._budget_bytes, self._ram_bytes)
+        return problem_of(graph, self._rehearsal.probed(tape), self._hardware, limits, {})
+
+    def solve(self, problem: Problem) -> Solution:
+        """The plan for ``problem``; one without phases has nothing but an end."""
+        if problem.phases:
+            return solve(problem)
+        return Solution(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, 0.0, 0.0, 0.0)
+
+
+class _Detour:
+    """Plans for entries that the plan of a call does not have: the component is entered this way from now on."""
+
+    def __init__(self, attachment: Attachment, expected: frozenset[Any], reserve_bytes: int) -> None:
+        self.taken: list[str] = []
+        self._attachment, self._expected, self._reserve_bytes = attachment, expected, reserve_bytes
+
+    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the plan in force was made for such an entry."""
+        return self._signature(component, entry, args, kwargs) in self._expected
+
+    def around(
+        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
+    ) -> tuple[Problem, Plan]:
+        """A plan for this entry and all that follow like it."""
+        rehearsal = self._attachment._rehearsal
+        assert rehearsal is not None
+        proceed = entry_of(rehearsal.ghosts[component], entry)
+        traced, template = rehearsal.prober.trace(component, entry, proceed, args, kwargs)
+        made_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(template))
+        again = Mark("enter", component, traced)
+        carried = max(0, live_bytes - self._reserve_bytes)
+        tape = Tape([(1, carried), again, (2, made_bytes), again, (3, made_bytes), Mark("stage", entry)])
+        solution = self._attachment.solve(self._attachment.problem(tape, self._reserve_bytes))
+        self._attachment._host.settle_in(solution.problem)
+        self._expected = frozenset({self._signature(component, entry, args, kwargs)})
+        self.taken.append(f"{component}.{entry}")
+        return solution.problem, solution.plan
+
+    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rehearsal = self._attachment._rehearsal
+        assert rehearsal is not None
+        return rehearsal.prober.signature(component, entry, args, kwargs)
+
+
+def _beyond(trace: Trace, held_bytes: int, handed_bytes: int) -> Trace:
+    """``trace`` without its results, its peaks counted from the ``held_bytes`` that the caller had on the device.
+
+    In the end slot the ``handed_bytes`` of results are the caller's, too.
+    """
+    own = {"end": held_bytes + handed_bytes}
+    slots = tuple(replace(slot, peak_bytes=max(0, slot.peak_bytes - own.get(slot.part, held_bytes))) for slot in trace.slots)
+    return replace(trace, slots=slots, outputs={})
+
+
+def _methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The call of a pipeline, and the public methods that are its own."""
+    seen = set[str]()
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            public = name == "__call__" or not name.startswith("_")
+            if public and isinstance(value, FunctionType) and name not in seen and not base.__module__.startswith(COMMON):
+                yield name, value
+            seen.add(name)
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise InputError(f"graphrun places this pipeline's weights: detach() before {name}()")
+
+    return refuse
+
+
+def refuse_placed(pipe: Any) -> None:
+    """Raises InputError where somebody else places the pipeline's weights already, with how to stop that."""
+    from diffusers import DiffusionPipeline
+
+    name = type(pipe).__name__
+    if not isinstance(pipe, DiffusionPipeline):
+        raise InputError(f"attach takes a diffusers pipeline, not {name}")
+    for path, owner in pipelines_in(pipe).items():
+        where = f"{name}.{path}" if path else name
+        if own_class(owner) is not type(owner):
+            raise InputError(f"graphrun is attached to {where} already: detach() it first")
+        if getattr(owner, "_all_hooks", None):
+            raise InputError(f"{where} carries accelerate's hooks, which move its weights too: call remove_all_hooks() on it first")
+        if getattr(owner, "hf_device_map", None):
+            raise InputError(f"{where} was loaded with a device_map: call reset_device_map() on it, or load it without")
+
+
+def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
+    """The hardware to plan for: the one named; else that of ``device`` (sim, cuda, or an open device), else the card found.
+
+    Raises InputError where there is none, or the two are of different kinds.
+    """
+    kind = device.name if device is not None and not isinstance(device, str) else device
+    if kind not in (None, "cuda", "sim"):
+        raise InputError(f"device {kind!r} is not known; it is cuda or sim")
+    chosen = devices.hardware(hardware) if isinstance(hardware, str) else hardware
+    if chosen is None:
+        chosen = devices.simulated() if kind == "sim" else devices.found()
+    if chosen is None:
+        raise InputError("there is no CUDA device here to attach to; device='sim' attaches to the simulated accelerator")
+    if kind not in (None, chosen.device):
+        raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and device is {kind}; leave one of them out")
+    return chosen
+
+
+def demands_of(keep: Iterable[str], exclude: Iterable[str], reserve_bytes: int | None) -> tuple[Any, ...]:
+    """Directives as `Graph.directed` takes them."""
+    return tuple(keep), tuple(exclude), reserve_bytes

@@ -1,0 +1,173 @@
+"""What a live pipeline consists of: its components, what else it holds, and its ghost.
+
+Decides which modules count as components and how a pipeline is copied without its weights. Must not know plans or devices' memory.
+
+    pipe                 text_encoder   transformer   vae   tokenizer   scheduler     prior_pipe.prior ...
+    components           x              x             x                               x (once, by its first name)
+    its ghost            on meta        on meta       on meta   shared  copied        on meta
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.errors import InputError
+from graphrun.graph.graph import Component, Graph
+
+# Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a ghost shares them.
+SHARED = ("transformers", "tokenizers", "sentencepiece")
+
+
+def pipelines_in(pipe: Any) -> dict[str, Any]:
+    """``pipe`` and the pipelines that it holds, by the path of attributes (``""``: itself)."""
+    from diffusers import DiffusionPipeline
+
+    found: dict[str, Any] = {}
+    waiting: list[tuple[str, Any]] = [("", pipe)]
+    while waiting:
+        path, owner = waiting.pop(0)
+        if any(owner is other for other in found.values()):
+            continue
+        found[path] = owner
+        inner = ((name, value) for name, value in vars(owner).items() if isinstance(value, DiffusionPipeline))
+        waiting += [(f"{path}.{name}" if path else name, value) for name, value in inner]
+    return found
+
+
+def components_of(pipe: Any) -> dict[str, nn.Module]:
+    """Every module with weights that ``pipe`` holds, by attribute; each once, and none that is a part of another.
+
+    Raises InputError when there is none.
+    """
+    held = dict.fromkeys((name, module) for owner in pipelines_in(pipe).values() for name, module in _modules(vars(owner)))
+    found: dict[str, nn.Module] = {}
+    for name, module in held:
+        if all(module is not other for other in found.values()) and any(True for _ in _tensors(module)):
+            found[name if name not in found else f"{name}_{len(found)}"] = module
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    found = {name: module for name, module in found.items() if id(module) not in inner}
+    if not found:
+        raise InputError(f"{type(pipe).__name__} holds no module with weights: hand in a pipeline with its components")
+    return found
+
+
+def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in attributes.items():
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from _modules({f"{name}_{number}": item for number, item in enumerate(value)})
+        elif isinstance(value, dict) and not name.startswith("_"):
+            yield from _modules({f"{name}_{key}": item for key, item in value.items()})
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for child in module.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def ghost_of(pipe: Any, device: torch.device) -> Any:
+    """A copy of ``pipe`` without weights: its modules' parameters and buffers are on meta, and it computes on ``device``.
+
+    Classes, configurations, processors and ties are the live pipeline's; tokenizers are shared, schedulers copied. No weight is
+    read. Raises InputError when something in it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in _all_modules(pipe):
+        for tensor in _tensors(module):
+            if id(tensor) not in memo:
+                twin = torch.empty_like(tensor, device="meta").requires_grad_(False)
+                memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        for child in module.modules():  # computed from weights before each call, as torch's weight_norm does
+            made = (value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf)
+            memo |= {id(tensor): torch.empty_like(tensor, device="meta").detach() for tensor in made}
+    for owner in pipelines_in(pipe).values():
+        for value in vars(owner).values():
+            if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED:
+                memo[id(value)] = value
+    try:
+        ghost = copy.deepcopy(pipe, memo)
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise InputError(f"{type(pipe).__name__} cannot be copied without its weights, for its probe: {error}") from error
+    for owner in pipelines_in(ghost).values():
+        owner.__class__ = placed(own_class(owner), device)
+        owner.set_progress_bar_config(disable=True)
+    return ghost
+
+
+def _all_modules(pipe: Any) -> Iterator[nn.Module]:
+    for owner in pipelines_in(pipe).values():
+        for _, module in _modules(vars(owner)):
+            yield module
+
+
+def placed(kind: type[Any], device: torch.device, **members: Any) -> type[Any]:
+    """``kind`` as it answers on ``device``, wherever its modules' parameters are."""
+    here = property(lambda _: device)
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_places": kind}
+    return type(kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members})
+
+
+def own_class(owner: Any) -> type[Any]:
+    """The class of a pipeline without what `placed` put around it."""
+    return getattr(type(owner), "_graphrun_places", type(owner))
+
+
+def graph_of(pipe: Any, modules: Mapping[str, nn.Module]) -> Graph:
+    """What a problem names of a live pipeline: its class, its components with class, configuration and dtype. No stages."""
+    return Graph(
+        name=type(pipe).__name__,
+        path=None,
+        pipeline=f"{type(pipe).__module__}.{type(pipe).__name__}",
+        source=None,
+        pipeline_config={},
+        allow=(),
+        inputs={},
+        components={name: _component(name, module) for name, module in modules.items()},
+        parts={},
+        stages=(),
+        outputs={},
+    )
+
+
+def _component(name: str, module: nn.Module) -> Component:
+    floating = (tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point())
+    dtype = str(next(floating, torch.float32)).removeprefix("torch.")
+    kind = type(module)
+    config = json.loads(json.dumps(_plain(getattr(module, "config", {})), default=str, sort_keys=True))
+    return Component(name, f"{kind.__module__}.{kind.__name__}", None, config, True, dtype, (dtype,))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return dict(config.to_dict() if hasattr(config, "to_dict") else config)
+
+
+def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
+    """A digest of what a probe of ``pipe`` depends on beside the call: classes, plain settings, tensors' shapes, schedulers.
+
+    A VAE that tiles from now on, another scheduler, a LoRA: each gives another digest.
+    """
+    content: list[Any] = []
+    for name, module in modules.items():
+        for path, child in module.named_modules():
+            plain = {
+                key: value for key, value in vars(child).items() if isinstance(value, (bool, int, float, str)) and key[0] != "_"
+            }
+            tensors = [
+                (key, t.shape, t.dtype) for own in (child._parameters, child._buffers) for key, t in own.items() if t is not None
+            ]
+            content.append((name, path, type(child).__qualname__, type(getattr(child, "processor", None)).__name__, plain, tensors))
+    for path, owner in pipelines_in(pipe).items():
+        for key, value in vars(owner).items():
+            if hasattr(value, "set_timesteps"):
+                content.append((path, key, type(value).__qualname__, sorted(map(str, _plain(value.config).items()))))
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

@@ -1,0 +1,167 @@
+"""The dry run of one call of a live pipeline: its own code on its ghost, on an unlimited simulated accelerator.
+
+Decides what a failing probe says. Must not know budgets, plans or the device that the call will compute on.
+
+    live      pipe(prompt, image=..., generator=...)          ghost     pipe(prompt, image=copy, generator=copy)
+              text_encoder, unet, vae: weights                          on meta: each kind of call traced once
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphrun import sim
+from graphrun.errors import GraphrunError, InputError
+from graphrun.estimator.events import Call as Traced
+from graphrun.estimator.events import Facts, Mark, Probed, Tape
+from graphrun.estimator.probe import Prober
+from graphrun.estimator.recorder import META
+from graphrun.integrations.call import described, rehearsed
+from graphrun.integrations.live import components_of, ghost_of
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call from outside: how it is named, what it calls (in the live pipeline, or found in its ghost), and with what."""
+
+    name: str
+    proceed: Callable[..., Any]
+    find: Callable[[Rehearsal], Callable[..., Any]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ProbeError(InputError):
+    """A pipeline cannot be planned from its own code: the dry run of a call failed."""
+
+
+class Rehearsal:
+    """A pipeline's ghost in the state that the pipeline is in now, and every trace made with it so far."""
+
+    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
+        self.pipe = ghost_of(pipe, sim.device)
+        self.ghosts = components_of(self.pipe)
+        self.prober = LiveProber(self.ghosts, modules)
+        self._twins = {id(module): self.ghosts[name] for name, module in modules.items()}
+        self._facts: tuple[int, Mapping[str, Facts]] = (-1, {})
+
+    def probe(self, call: Call) -> Tape:
+        """The tape of ``call``. Arguments, generators and global random state are left as they are.
+
+        Raises ProbeError naming what failed; an error that the pipeline raises about its arguments before any component is
+        entered is raised as it is.
+        """
+        tape = self.prober.tape = Tape()
+        self.prober.answered.clear()
+        entered: list[Any] = []
+        try:
+            with _same_randomness(), torch.no_grad(), sim.Machine() as machine, self.prober.boundary:
+                args, kwargs = rehearsed(call.args, sim.device, self._twins), rehearsed(call.kwargs, sim.device, self._twins)
+                machine.listener = tape  # what the caller has on the device is no part of the call
+                call.find(self)(*args, **kwargs)
+                tape.items.append(Mark("stage", call.name))
+        except GraphrunError:
+            raise
+        except Exception as error:
+            entered = [item.name for item in tape.items if isinstance(item, Mark)]
+            if not entered and isinstance(error, (ValueError, TypeError)):
+                raise
+            after = f"after {entered[-1]} was entered" if entered else "before any component was entered"
+            raise ProbeError(
+                f"the dry run of {call.name}({described(call.args, call.kwargs)}) failed {after}, in the pipeline's own code: "
+                f"{type(error).__name__}: {error}. It runs on zeros in place of the components' outputs; if it needs their values, "
+                "write the pipeline's stages as a graph file, which names what is run when"
+            ) from error
+        return tape
+
+    def probed(self, tape: Tape) -> Probed:
+        """``tape`` with the facts of all components, as all traces so far show them."""
+        if self._facts[0] != self.prober.traces:
+            self._facts = self.prober.traces, self.prober.facts()
+        return Probed(tape, self._facts[1], self.ghosts)
+
+
+class LiveProber(Prober):
+    """A prober that runs what cannot be traced on meta once on the CPU, with the weights of ``live``."""
+
+    def __init__(self, ghosts: Mapping[str, nn.Module], live: Mapping[str, nn.Module]) -> None:
+        super().__init__(ghosts)
+        self._live = dict(live)
+        self.answered: set[Any] = set()  # signatures of the entries of the call that is probed
+        self._cached: dict[int, int] = {}  # by id of a trace: bytes that the component keeps beyond its call
+        self._keys = count(1 << 40)  # beside those of the tape's machine
+
+    def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As for every probe; the entry's signature is kept, and what the component has cached stays until the end."""
+        signature = self.signature(component, entry, args, kwargs)
+        answer = super().answer(component, entry, proceed, args, kwargs)
+        if signature not in self.answered:
+            self.answered.add(signature)
+            self.tape.items.append((next(self._keys), self._cached.get(id(self._known[signature][0]), 0)))
+        return answer
+
+    @property
+    def traces(self) -> int:
+        """How many kinds of calls were traced so far."""
+        return len(self._known)
+
+    def _trace(
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+    ) -> tuple[Traced, Any]:
+        try:
+            traced = super()._trace(component, entry, proceed, args, kwargs)
+            self._cached[id(traced[0])] = self.kept_bytes
+            return traced
+        except GraphrunError:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever the component's code raises where there are no numbers)
+            first = f"{type(error).__name__}: {error}"
+        try:
+            with _lent(self._live[component], self.ghosts[component]):
+                return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
+        except Exception as error:
+            raise ProbeError(
+                f"{component}.{entry}({described(args, kwargs)}) cannot be traced, neither without numbers ({first}) nor on the "
+                f"CPU ({type(error).__name__}: {error}): write the pipeline's stages as a graph file, or call it with {component} "
+                "replaced by what can be traced"
+            ) from error
+
+
+@contextmanager
+def _lent(live: nn.Module, ghost: nn.Module) -> Iterator[None]:
+    """``ghost`` has the weights of ``live``, where they are."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for mine, other in zip(ghost.modules(), live.modules(), strict=True):
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (mine._parameters, other._parameters),
+            (mine._buffers, other._buffers),
+        ]
+        for tensors, lent in pairs:
+            kept += [(tensors, key, tensors[key]) for key in lent if key in tensors]
+            tensors.update(lent)
+    try:
+        yield
+    finally:
+        for tensors, key, tensor in kept:
+            tensors[key] = tensor
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """The process's random numbers go on afterwards as if nothing had been drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,169 @@
+"""The weights of a live pipeline in host arenas, laid out as the plan at hand needs them; and what a call left on the device.
+
+Decides nothing about when. A component is laid out anew where a new kind of call has shown other blocks in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.estimator.probe import tensors_in, walk
+from graphrun.executor.device import Device
+from graphrun.executor.host import Host
+from graphrun.executor.movers import refuse_movers
+from graphrun.executor.residency import Residency
+from graphrun.integrations.live import pipelines_in
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
+from graphrun.units import round_up
+
+# What every module has; none of it is a tensor that a call left.
+OWN = frozenset(vars(nn.Module()))
+EMPTY_CELL = CellType()
+
+
+class LiveHost(Host):
+    """``modules`` where they are, until a plan uses them; then in arenas. `restore` gives them memory of their own again."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], device: Device) -> None:
+        refuse_movers(modules, adapters=True)
+        self.modules = dict(modules)
+        self.residencies: dict[str, Residency] = {}
+        self.casts: dict[str, Any] = {}
+        self._variants = {}
+        self._device = device
+        self._numbers: dict[str, ComponentNumbers] = {}
+        self._trained = {
+            (id(child), key)
+            for child in self._children()
+            for key, p in child._parameters.items()
+            if p is not None and p.requires_grad
+        }
+
+    def settle_in(self, problem: Problem) -> None:
+        """Every component of ``problem`` is laid out as it says. Between runs, or with nothing on the device."""
+        for numbers in problem.components:
+            if self._numbers.get(numbers.name) != numbers or not self._current(numbers.name):
+                self.residencies.pop(numbers.name, None)
+                self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, self._device)
+                self._numbers[numbers.name], self._variants[numbers.name] = numbers, numbers.variants[0]
+
+    def refuse_other(self, problem: Problem) -> None:
+        """Nothing to refuse: `settle_in` has laid out what ``problem`` says."""
+
+    def restore(self) -> None:
+        """Every weight has memory of its own, outside of arenas, and may be trained if it might before."""
+        for name in list(self.residencies):
+            del self.residencies[name]
+            made: dict[int, torch.Tensor] = {}
+            for child in self.modules[name].modules():
+                held: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+                for tensors in held:
+                    for key, tensor in tensors.items():
+                        if tensor is not None:
+                            trained = (id(child), key) in self._trained
+                            tensors[key] = made.setdefault(id(tensor), _own(tensor, trained))
+        self._numbers.clear()
+
+    def _current(self, name: str) -> bool:
+        """Whether the component's tensors are those that were laid out: loading other weights replaces them."""
+        residency = self.residencies[name]
+        return all(
+            getattr(place.owner, place.kind).get(place.key) is entry.host
+            for block in residency._blocks.values()
+            for entry in block.entries
+            for place in entry.places
+        )
+
+    def _children(self) -> Iterator[nn.Module]:
+        for module in self.modules.values():
+            yield from module.modules()
+
+
+def _own(tensor: torch.Tensor, trained: bool) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, requires_grad=trained) if isinstance(tensor, nn.Parameter) else copied
+
+
+class Leftovers:
+    """What a call leaves on ``device`` outside of weights and results, found against what was there before it.
+
+    A scheduler's timesteps go to the host; what a module has cached is forgotten, as it was before the call.
+    """
+
+    def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._pipe, self._device = pipe, device
+        children = [child for module in modules.values() for child in module.modules()]
+        helpers = (value for child in children for value in vars(child).values() if _is_plain(value))
+        self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
+        kinds = {base for child in children for base in type(child).__mro__}
+        self._remembered = [cache for kind in kinds for value in list(vars(kind).values()) for cache in _caches(value)]
+        self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
+
+    def clear(self) -> None:
+        """Nothing that the call put on the device stays there."""
+        for holder in self._holders():
+            for key, value in list(vars(holder).items()):
+                if id(value) not in self._kept and _on_device(value, self._device):
+                    vars(holder)[key] = walk(value, lambda tensor: tensor.cpu())
+        for child, before in self._caches:
+            for key, value in list(vars(child).items()):
+                if key not in OWN and _on_device(value, self._device):
+                    _put_back(vars(child), key, before)
+        for cache in self._remembered:
+            cache.cache_clear()
+
+    def _holders(self) -> Iterator[Any]:
+        for owner in pipelines_in(self._pipe).values():
+            yield owner
+            yield from (v for v in list(vars(owner).values()) if hasattr(v, "__dict__") and not isinstance(v, (nn.Module, type)))
+
+
+def _caches(value: Any) -> Iterator[Any]:
+    """What `functools.lru_cache` has put around a method, also where it is hidden in another wrapper."""
+    hidden = (cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != EMPTY_CELL)
+    yield from (found for found in (value, *hidden) if hasattr(found, "cache_clear"))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is an object that a module keeps something in: a table of positions that is no module itself."""
+    library = type(value).__module__.startswith(("diffusers", "transformers"))
+    return library and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+
+
+def _attributes(module: Any) -> dict[str, tuple[Any, Any]]:
+    """What ``module`` has beside weights, children and hooks: each value, and its content where that can change."""
+    found = ((key, value) for key, value in vars(module).items() if key not in OWN)
+    return {key: (value, value.copy() if isinstance(value, (list, dict)) else None) for key, value in found}
+
+
+def _put_back(holder: dict[str, Any], key: str, before: Mapping[str, tuple[Any, Any]]) -> None:
+    if key not in before:
+        del holder[key]
+        return
+    holder[key], content = before[key]
+    if isinstance(content, list):
+        holder[key][:] = content
+    elif isinstance(content, dict):
+        holder[key].clear()
+        holder[key].update(content)
+
+
+def _on_device(value: Any, device: torch.device) -> bool:
+    return isinstance(value, (torch.Tensor, list, tuple, dict)) and device_bytes(value, device) > 0
+
+
+def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:
+    """Bytes on ``device`` of the tensors in ``value``, those of ``besides`` apart."""
+    known = _storages(besides, device)
+    return sum(nbytes for key, nbytes in _storages(value, device).items() if key not in known)
+
+
+def _storages(value: Any, device: torch.device) -> dict[int, int]:
+    raws = (getattr(tensor, "raw", tensor) for tensor in tensors_in(value) if tensor.device.type == device.type)
+    found = (raw.untyped_storage() for raw in raws)
+    return {storage._cdata: round_up(storage.nbytes(), ALLOCATION_BYTES) for storage in found}

@@ -1,0 +1,86 @@
+"""S2.5: an autoregressive video, whose history grows: stages x units x steps, planned at its true size, run in small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from executor_whole import GRAPHS, Whole, pixels, planned, streamed
+
+from graphrun.components.build import ghost
+from graphrun.estimator.hardware import hardware
+from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.probe import probe
+from graphrun.graph.load import load
+from graphrun.planner.directives import directed
+from graphrun.planner.problem import Directive
+from graphrun.planner.simulate import simulate
+
+STAGES, HIDDEN = 3, 1920
+
+
+@pytest.fixture(scope="module")
+def true_size() -> tuple[Any, Any]:
+    """Encoders and transformer at true size, for a fifth of the steps: the calls of one kind are alike."""
+    graph = load(GRAPHS / "pyramid-flow.yaml").until("denoise")
+    return graph, probe(graph, graph.for_planning({"steps": 4, "frames": 97}))
+
+
+def test_its_parameters_are_the_checkpoints() -> None:
+    graph = load(GRAPHS / "pyramid-flow.yaml")
+    counts = {
+        name: sum(p.numel() for p in ghost(component, graph.allow).parameters()) for name, component in graph.components.items()
+    }
+    assert counts == {
+        "text_encoder": 123_060_480,
+        "text_encoder_2": 4_762_310_656,
+        "transformer": 1_972_059_200,
+        "vae": 335_402_067,
+    }
+
+
+def test_the_history_grows_from_7680_to_15360_tokens_and_the_peak_is_that_of_the_longest(true_size: tuple[Any, Any]) -> None:
+    graph, probed = true_size
+    calls = [call for _, call in probed.tape.entries() if call.component == "transformer"]
+    units = (97 - 1) // 8 + 1
+    assert len(calls) == STAGES * (4 + (units - 1) * 2)
+    largest = [max(call.peak_bytes for call in calls[STAGES * (4 + 2 * n) : STAGES * (6 + 2 * n)]) for n in range(units - 1)]
+    assert largest == sorted(largest)
+    assert largest[-1] == pytest.approx(2 * largest[0], rel=0.02)
+    inside = {call.input_bytes // (2 * 64 * 2) for call in calls}  # a batch of two, 64 numbers of two bytes to a token
+    assert any(15_360 <= tokens < 17_000 for tokens in inside)
+    problem = problem_of(graph, probed, hardware("rtx4090"), 16 << 30, 64 << 30, graph.for_planning({"steps": 4, "frames": 97}))
+    (phase,) = (phase for phase in problem.phases if phase.stage == "denoise")
+    assert max(phase.first_bytes, phase.rest_bytes) >= largest[-1] + calls[-1].input_bytes
+
+
+def test_time_grows_with_the_history(true_size: tuple[Any, Any]) -> None:
+    """The last unit's last step: 24 blocks of 12 width**2 for each token, and attention over all of them."""
+    calls = [call for _, call in true_size[1].tape.entries() if call.component == "transformer"]
+    tokens = 15_360 + 128
+    expected = 2 * 24 * (2 * tokens * 12 * HIDDEN**2 + 4 * tokens**2 * HIDDEN)
+    assert sum(flops for _, flops in calls[-1].flops) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.fixture(scope="module")
+def small() -> Whole:
+    return Whole("pyramid-flow-tiny", {})
+
+
+def test_resident_it_makes_the_plain_pipelines_video_in_the_planned_bytes(small: Whole) -> None:
+    problem = small.smallest()
+    plan = planned(problem)
+    trace = small.run(problem, plan)
+    assert np.array_equal(pixels(trace.outputs["image"]), small.image)
+    assert trace.peak_bytes == max(slot.peak_bytes for slot in simulate(problem, plan).slots)
+    assert trace.left_bytes == 0
+
+
+def test_streamed_it_makes_the_same_video(small: Whole) -> None:
+    problem = directed(small.smallest(), [Directive("exclude", "transformer")])
+    plan = planned(problem)
+    assert "transformer" in streamed(plan)
+    trace = small.run(problem, plan)
+    assert np.array_equal(pixels(trace.outputs["image"]), small.image)
+    assert all(m.peak_bytes <= p.peak_bytes for m, p in zip(trace.slots, simulate(problem, plan).slots, strict=True))

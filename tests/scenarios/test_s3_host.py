@@ -1,0 +1,92 @@
+"""S3 on the host: RAM is a budgeted tier. What no later stage needs is freed, what does not fit is read from disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from executor_whole import AMPLE, Whole, pixels
+
+from graphrun.estimator.hardware import simulated
+from graphrun.estimator.numbers import Limits, problem_of
+from graphrun.estimator.probe import probe
+from graphrun.executor.open import open_device
+from graphrun.executor.recover import execute
+from graphrun.graph.graph import Graph
+from graphrun.planner.infeasible import Infeasible
+from graphrun.planner.plan import Fill, Free
+from graphrun.planner.problem import Problem
+from graphrun.planner.simulate import simulate
+from graphrun.planner.solve import solve
+from graphrun.trace import Trace
+
+
+class Stored:
+    """FLUX in small with its weights in files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.whole = Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32})
+        for name, module in self.whole.modules.items():
+            module.save_pretrained(folder / name)  # type: ignore[operator]
+        components = {name: replace(c, source=str(folder / name)) for name, c in self.whole.graph.components.items()}
+        self.graph: Graph = replace(self.whole.graph, components=components)
+        self.probed = probe(self.graph, self.whole.inputs)
+
+    def within(self, ram_bytes: int, homes: tuple[str, ...] = ("pinned", "pageable", "disk"), budget_bytes: int = AMPLE) -> Problem:
+        limits = Limits(budget_bytes, ram_bytes, pinned_bytes=AMPLE)
+        problem = problem_of(self.graph, self.probed, simulated(), limits, self.whole.inputs)
+        chosen = {c.name: tuple(v for v in c.variants if v.home in homes) for c in problem.components}
+        return replace(problem, components=tuple(replace(c, variants=chosen[c.name]) for c in problem.components))
+
+    def sizes(self) -> dict[str, int]:
+        return {c.name: c.variants[0].host_bytes for c in self.within(AMPLE).components}
+
+    def run(self, problem: Problem, plan: Any) -> Trace:
+        device = open_device(problem)
+        trace = execute(problem, plan, self.graph, self.whole.inputs, device)
+        assert np.array_equal(pixels(trace.outputs["image"]), self.whole.image)
+        assert trace.host_bytes <= simulate(problem, plan).host_peak_bytes <= problem.ram_bytes
+        assert device.arenas.nbytes("arenas") == 0
+        return trace
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    return Stored(tmp_path_factory.mktemp("flux"))
+
+
+def test_s3_1_what_does_not_fit_in_ram_is_read_from_disk(stored: Stored) -> None:
+    sizes = stored.sizes()
+    problem = stored.within(max(sizes.values()) // 2)
+    plan = solve(problem).plan
+    assert dict(plan.variants)["transformer"].split()[1] == "disk"
+    trace = stored.run(problem, plan)
+    assert trace.host_bytes < sizes["transformer"]
+
+
+def test_s3_1_without_a_disk_it_is_infeasible_and_says_what_binds(stored: Stored) -> None:
+    with pytest.raises(Infeasible, match="RAM"):
+        solve(stored.within(max(stored.sizes().values()) // 2, homes=("pinned",)))
+
+
+def test_s3_2_a_component_without_a_later_use_is_freed_when_ram_binds(stored: Stored) -> None:
+    sizes = stored.sizes()
+    problem = stored.within(sizes["transformer"] + sizes["text_encoder_2"] // 2, homes=("pinned",))
+    plan = solve(problem).plan
+    freed = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Free)]
+    filled = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Fill)]
+    assert "text_encoder_2" in freed
+    assert set(filled) == set(sizes)
+    trace = stored.run(problem, plan)
+    assert trace.host_bytes < sum(sizes.values())
+    assert sum(event.nbytes for event in trace.events if event.kind == "free") >= sizes["text_encoder_2"]
+
+
+def test_s3_2_with_ram_to_spare_nothing_is_freed_before_the_end(stored: Stored) -> None:
+    problem = stored.within(AMPLE, homes=("pinned",))
+    plan = solve(problem).plan
+    assert not [a for slot in plan.slots[:-1] for a in slot.actions if isinstance(a, Free)]
+    stored.run(problem, plan)

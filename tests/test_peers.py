@@ -1,0 +1,175 @@
+"""The side-by-side runs in small: cells are what they say, the report says who is behind, the peers' defects still show."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+DEFECTS = sorted(path.stem for path in (BENCHMARKS / "defects").glob("*.py") if path.stem != "show")
+
+
+@pytest.fixture(scope="module")
+def part() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (BENCHMARKS, BENCHMARKS / "defects"):
+            patch.syspath_prepend(str(folder))
+        yield importlib.import_module
+
+
+TOOLS = ["diffusers model offload", "diffusers group offload, leaf, stream", "mmgp", "graphrun"]
+
+
+@pytest.fixture(scope="module")
+def bench(part: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of the command itself: one model, four tools, three caps, each cell in a process of its own."""
+    peers = part("peers")
+    out = tmp_path_factory.mktemp("peers") / "peers.json"
+    made = bench_of(peers, out)
+    made.model("hidream")
+    return dict(json.loads(out.read_text()))
+
+
+def bench_of(peers: Any, out: Path, *more: str) -> Any:
+    made = peers.Bench(peers.options(["--models", "hidream", "--jobs", "2", "--out", str(out), *more]), str(out.parent))
+    made.tools = TOOLS
+    made.caps = lambda facts, peaks: [1 << 19, facts["graphrun_smallest_bytes"], 3 << 20]
+    return made
+
+
+def cells(bench: dict[str, Any], tool: str, kind: str = "run") -> list[dict[str, Any]]:
+    return [c for c in bench["cells"] if c["tool"] == tool and c["kind"] == kind and c["ram_bytes"] is None]
+
+
+def test_every_cell_that_finishes_keeps_its_cap_and_has_the_resident_output(bench: dict[str, Any]) -> None:
+    finished = [c for c in bench["cells"] if c["status"] == "finished"]
+    assert len(finished) >= 6
+    for cell in finished:
+        assert cell["equal"] is True
+        assert len(cell["runs"]) == 2
+        assert cell["cap_bytes"] is None or all(run["peak_bytes"] <= cell["cap_bytes"] for run in cell["runs"])
+
+
+def test_what_does_not_look_at_the_cap_finishes_from_its_peak_on_and_runs_out_below_it(bench: dict[str, Any]) -> None:
+    free, *capped = cells(bench, "diffusers model offload")
+    peak = max(run["peak_bytes"] for run in free["runs"])
+    assert {cell["status"] for cell in capped if cell["cap_bytes"] < peak} == {"oom"}
+    above = [cell for cell in capped if cell["cap_bytes"] >= peak]
+    assert [cell["runs"] for cell in above] == [free["runs"]] * len(above)
+
+
+def test_model_offload_leaves_an_encoder_and_peaks_higher_the_second_time_and_graphrun_does_neither(bench: dict[str, Any]) -> None:
+    offload, own = cells(bench, "diffusers model offload")[0]["runs"], cells(bench, "graphrun")[0]["runs"]
+    assert offload[1]["peak_bytes"] > offload[0]["peak_bytes"]
+    assert offload[0]["left_bytes"] > 0
+    assert own[0] == own[1] | {"seconds": own[0]["seconds"]}
+    assert own[1]["seconds"] == pytest.approx(own[0]["seconds"])
+    assert own[1]["left_bytes"] == 0
+
+
+def test_where_graphrun_fits_no_peer_makes_the_first_run_faster(bench: dict[str, Any]) -> None:
+    fits = [cell for cell in cells(bench, "graphrun") if cell["status"] == "finished" and cell["cap_bytes"]]
+    assert fits
+    for cell in fits:
+        others = [c for c in bench["cells"] if c["cap_bytes"] == cell["cap_bytes"] and c["status"] == "finished"]
+        assert cell["runs"][0]["seconds"] == min(c["runs"][0]["seconds"] for c in others if c["ram_bytes"] is None)
+
+
+def test_measured_is_planned(bench: dict[str, Any]) -> None:
+    for cell in cells(bench, "graphrun"):
+        if cell["status"] == "finished":
+            assert cell["runs"][0]["peak_bytes"] <= cell["planned"]["peak_bytes"]
+            assert cell["runs"][0]["seconds"] == pytest.approx(cell["planned"]["seconds"], rel=0.06)
+
+
+def test_a_tool_that_cannot_run_is_reported_with_its_message(bench: dict[str, Any]) -> None:
+    told = cells(bench, "mmgp")
+    assert [c["status"] for c in told] == ["unavailable"]
+    assert "CUDA alone" in told[0]["message"] or "not installed" in told[0]["message"]
+
+
+def test_a_second_command_runs_only_what_is_missing(part: Any, bench: dict[str, Any], tmp_path: Path) -> None:
+    peers, out = part("peers"), tmp_path / "peers.json"
+    out.write_text(json.dumps({**bench, "cells": bench["cells"][:-1]}))
+    again, ran = bench_of(peers, out, "--resume"), list[str]()
+    again.cell = lambda model, tool, kind, **more: ran.append(tool) or bench["cells"][-1]
+    again.model("hidream")
+    assert ran == [bench["cells"][-1]["tool"]]
+
+
+def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind(part: Any, bench: dict[str, Any]) -> None:
+    report = part("peers_report")
+    of = report.Results(bench)
+    page = report.markdown(of, "peers")
+    least = {tool: of.smallest("hidream", tool) for tool in of.tools()}
+    assert least["mmgp"] is None
+    assert least["graphrun"] == (bench["models"]["hidream"]["graphrun_smallest_bytes"], True)
+    leaf = "diffusers group offload, leaf, stream"
+    if least[leaf][0] < least["graphrun"][0]:
+        assert f"does not fit graphrun; the fastest that finishes is {leaf}" in page
+    slower = json.loads(json.dumps(bench))
+    for cell in slower["cells"]:
+        if cell["tool"] == "graphrun":
+            for run in cell["runs"]:
+                run["seconds"] *= 100
+    assert len(report.behind(report.Results(slower))) > len(report.behind(of))
+    assert page.count("| graphrun |") >= 4
+
+
+def test_a_plot_has_a_line_for_each_tool_that_finished(part: Any) -> None:
+    drawn = part("peers_plots").plot(
+        "a < b", {"graphrun": [(1, 2), (2, 1)], "other": [(1, 3)], "none": []}, "MiB", "ms", "graphrun"
+    )
+    assert drawn.count("<polyline") == 2
+    assert "a &lt; b" in drawn
+    assert "none</text>" not in drawn
+
+
+def test_streams_of_sim_overlap_where_a_copy_is_asked_to_be_non_blocking(part: Any) -> None:
+    on = part("peers_machine").Sim(None)
+    with on.open():
+        backend: Any = torch.get_device_module("sim")
+        stream, host = backend.Stream(), torch.zeros(1_000_000, dtype=torch.uint8)
+        with backend.stream(stream):
+            first = host.to("sim", non_blocking=True)
+        assert on.machine.seconds("compute") == 0
+        stream.synchronize()
+        second = host.to("sim")
+        assert on.machine.seconds("compute") == pytest.approx(2e-3)
+        with backend.stream(stream):
+            third = host.to("sim")
+        on.machine.charge(1)
+        assert on.machine.seconds("compute") == pytest.approx(3e-3)
+        assert first.device == second.device == third.device == on.device
+
+
+def test_a_parameters_data_moves_between_host_and_sim_and_stays_the_same_object(part: Any) -> None:
+    on = part("peers_machine").Sim(None)
+    layer = torch.nn.Linear(4, 4).requires_grad_(False)
+    weight, values = layer.weight, layer.weight.clone()
+    with on.open():
+        home = weight.data
+        weight.data = weight.data.to("sim")
+        assert layer.weight is weight
+        assert (weight.device.type, on.allocated_bytes()) == ("sim", 512)
+        weight.data = home
+        assert (weight.device.type, on.allocated_bytes()) == ("cpu", 0)
+    assert torch.equal(layer.weight, values)
+    assert "data" not in torch.Tensor.__dict__
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_of_a_peer_shows(part: Any, name: str) -> None:
+    before = list(sys.path)
+    try:
+        found = part(name).reproduce()
+    finally:
+        sys.path[:] = before
+    assert found["shown"], f"{name}: {found}; fixed upstream? then say so in benchmarks/README.md"
