@@ -60,7 +60,9 @@ class Infeasible(GraphrunError):
         self.binding = _binding(problem, needs, tiers)
         least = {tier.name: tier.least_bytes for tier in tiers}
         self.smallest_budget_bytes, self.smallest_ram_bytes = least["VRAM"], least["RAM"]
-        self.host_bytes = tuple((c.name, min(v.host_bytes for v in c.variants)) for c in used_components(problem))
+        self.host_bytes = tuple(
+            (c.name, min((c.variants[n].host_bytes for n in problem.usable(c)), default=0)) for c in used_components(problem)
+        )
         self.repairs = repairs
         super().__init__(self._message())
 

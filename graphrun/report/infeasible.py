@@ -33,8 +33,8 @@ def infeasible_screen(error: Infeasible) -> str:
         ]
     if error.smallest_ram_bytes > error.ram_bytes:
         unit, scale = scale_of(error.smallest_ram_bytes)
-        rows = [["host copy of", unit], *([name, size(nbytes, scale)] for name, nbytes in error.host_bytes)]
-        rows.append(["all together", size(error.smallest_ram_bytes, scale)])
+        rows = [["least in RAM", unit], *([name, size(nbytes, scale)] for name, nbytes in error.host_bytes)]
+        rows.append(["at once, at the least", size(error.smallest_ram_bytes, scale)])
         lines += [table(rows, left=(0,)), ""]
     lines.append(f"smallest budget that works: {smallest(error)}")
     lines += ["what helps, by predicted time; what changes the output comes last:", *map(_repair_line, error.repairs)]
