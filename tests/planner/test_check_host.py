@@ -189,6 +189,10 @@ AGAIN = SESSION.index("again")
         (SESSION.replace("slot end\n  evict vae all\nagain", "slot end\nagain"), [("load-present", 17, 0), ("baseline", 19, -1)]),
         (SESSION[:AGAIN] + SESSION[AGAIN:].replace("rest x3", "rest x2"), [("structure", 16, -1)]),
         (SESSION[:AGAIN] + SESSION[AGAIN:].replace("te load\n", "te load\n  fill te\n"), [("fill", 10, 0)]),
+        (
+            SESSION[:AGAIN].replace("  fill te\n", "") + SESSION[AGAIN:].replace("te load\n", "te load\n  fill te\n"),
+            [("held", 1, -1), ("fill", 10, 0), ("held", 11, -1)],
+        ),
         (SESSION.replace("slot decode/0:vae load\n", "slot decode/0:vae load\n  free te\n", 1), [("free", 7, 0)]),
         (SESSION + "  evict up all\n", [("baseline", 19, -1)]),
         (SESSION[:AGAIN] + SESSION[AGAIN:].replace("  evict vae all\n", ""), [("baseline", 19, -1)]),
