@@ -73,11 +73,10 @@ def estimate(
     `graphrun calibrate` left in ``cache``; None takes the CUDA device that is found, else rtx4090. ``keep``: components that stay
     from their first use to the end; ``exclude``: components of which nothing stays that can be streamed; ``reserve``: a part of the
     budget left to other programs. All three add to the graph's own. ``until``: a stage; only what its outputs need is planned, and
-    a run ends behind it, with these outputs. Of a pipeline (`from_pipeline`) ``inputs`` are a call's arguments. ``cache`` is a folder
-    where dry runs and problems of graphs are kept: with one found there, no torch is imported.
+    a run ends behind it, with these outputs. Of a pipeline (`from_pipeline`) ``inputs`` are a call's arguments. ``cache`` is a
+    folder where dry runs and problems of graphs are kept: with one found there, no torch is imported.
     """
     from graphrun.estimator.machine import host_ram_bytes
-
     from graphrun.graph.graph import Graph as Declared
 
     hardware = _hardware(hardware, cache)
