@@ -118,9 +118,13 @@ class Leftovers:
             cache.cache_clear()
 
     def _holders(self) -> Iterator[Any]:
+        """The pipelines, what they hold besides modules, and what of the libraries' own that holds in turn: a guider's buffer."""
         for owner in pipelines_in(self._pipe).values():
             yield owner
-            yield from (v for v in list(vars(owner).values()) if hasattr(v, "__dict__") and not isinstance(v, (nn.Module, type)))
+            for value in list(vars(owner).values()):
+                if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+                    yield value
+                    yield from (inner for inner in list(vars(value).values()) if _is_plain(inner))
 
 
 def _caches(value: Any) -> Iterator[Any]:
