@@ -2,7 +2,7 @@
 
     python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
 
-Needs no weights and no GPU. Pyramid-Flow's classes are the stand-in's (tests/standins).
+Needs no weights and no GPU. Pyramid-Flow is left out: its own code is no package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ NAMES = (
     "hunyuan-video",
     "cogvideox-5b",
     "ltx",
-    "pyramid-flow",
 )
 
 HEAD = f"""# Reference graphs
@@ -119,7 +118,6 @@ def document(rows: dict[str, list[str]]) -> str:
 
 def main(names: list[str]) -> None:
     """Rewrites the rows of ``names``, of all graphs where none is named."""
-    sys.path.append(str(ROOT / "tests" / "standins"))
     rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
     for name in names or NAMES:
         rows[name] = [component_line(name), plan_line(name)]
