@@ -2,7 +2,7 @@
 
     python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
 
-Needs no weights and no GPU. Pyramid-Flow's classes are the stand-in's (tests/standins).
+Needs no weights and no GPU. Pyramid-Flow is left out: its own code is no package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ TABLE = ROOT / "docs" / "graphs.md"
 HARDWARE = "rtx4090"
 BUDGETS = ("8G", "12G", "16G", "24G")
 RAM = "64G"
-LARGE = {"qwen-image": "128G", "hidream": "128G"}  # their weights alone do not fit in 64 GiB
 NAMES = (
     "flux-dev",
     "flux-schnell",
@@ -33,14 +32,13 @@ NAMES = (
     "hunyuan-video",
     "cogvideox-5b",
     "ltx",
-    "pyramid-flow",
 )
 
 HEAD = f"""# Reference graphs
 
 Each of these files in `graphs/` plans with no weights and no GPU: sizes come from configs, activations from a dry run of the
-pipeline's own code. Times are a first run's, from host memory, predicted for an RTX 4090 with {RAM} of RAM ({{large}})
-at each graph's default inputs; peaks are what `nvidia-smi` would show. Made by `make tables`.
+pipeline's own code. Times are of one cold run, weights in host memory, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at
+each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
 
 ## Components
 
@@ -88,7 +86,7 @@ def plan_line(name: str) -> str:
     probed = probe(graph, inputs)
     cells = []
     for budget in BUDGETS:
-        ram = parse_size(LARGE.get(name, RAM), name="ram")
+        ram = parse_size(RAM, name="ram")
         problem = problem_of(graph, probed, hardware(HARDWARE), parse_size(budget, name="vram"), ram, inputs)
         try:
             plan = graphrun.plan(problem).plan
@@ -112,16 +110,14 @@ def lines_of(text: str) -> dict[str, list[str]]:
 
 def document(rows: dict[str, list[str]]) -> str:
     """The whole document from its rows."""
-    large = ", ".join(f"{name} with {ram}" for name, ram in LARGE.items())
     names = [name for name in NAMES if name in rows]
     header = " | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS) + " |\n|---" + "|---" * len(BUDGETS) + "|\n"
     first, second = ("".join(f"{rows[name][table]}\n" for name in names) for table in (0, 1))
-    return HEAD.format(large=large) + first + MIDDLE + header + second
+    return HEAD + first + MIDDLE + header + second
 
 
 def main(names: list[str]) -> None:
     """Rewrites the rows of ``names``, of all graphs where none is named."""
-    sys.path.append(str(ROOT / "tests" / "standins"))
     rows = lines_of(TABLE.read_text()) if TABLE.is_file() else {}
     for name in names or NAMES:
         rows[name] = [component_line(name), plan_line(name)]

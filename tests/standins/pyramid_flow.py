@@ -108,19 +108,32 @@ class Half(nn.Module):
 
 
 class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Latents ``[b c t h w]`` are decoded one by one, each to eight frames, the first to one."""
+    """Latents ``[b c t h w]`` are decoded one by one, each to eight frames, the first to one; tiles of 32 latents if asked."""
 
     @register_to_config
     def __init__(self, latent_channels: int = 16, widths: tuple[int, ...] = (128, 256, 512, 512), groups: int = 32) -> None:
         super().__init__()
+        self.use_tiling = False
         self.encoder = Half((3, 2 * latent_channels), list(widths), 2, groups, up=False)
         self.decoder = Half((latent_channels, 3), list(widths), 3, groups, up=True)
         self.quant_conv = CausalConv(2 * latent_channels, 2 * latent_channels, 1)
         self.post_quant_conv = CausalConv(latent_channels, latent_channels, 1)
 
+    def enable_tiling(self) -> None:
+        self.use_tiling = True
+
+    def disable_tiling(self) -> None:
+        self.use_tiling = False
+
+    def _frames(self, latent: torch.Tensor) -> torch.Tensor:
+        if not self.use_tiling:
+            return self.decoder(latent)
+        rows = [[self.decoder(tile) for tile in row.split(32, dim=4)] for row in latent.split(32, dim=3)]
+        return torch.cat([torch.cat(row, dim=4) for row in rows], dim=3)
+
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         z = self.post_quant_conv(z)
-        frames = [self.decoder(latent) for latent in z.split(1, dim=2)]
+        frames = [self._frames(latent) for latent in z.split(1, dim=2)]
         frames[0] = frames[0][:, :, -1:]
         return torch.cat(frames, dim=2)
 
