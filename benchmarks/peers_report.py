@@ -148,7 +148,7 @@ def time_table(of: Results, model: str, seconds: Callable[[Cell], float]) -> str
     rows = [["tool", *(f"{mib(cap)} MiB" for cap in caps)]]
     for tool in of.tools():
         row = [_shown(of.at(model, tool, cap), seconds) for cap in caps]
-        if any(cell not in ("-", "unavailable") for cell in row):
+        if any(cell not in ("-", "unavailable", "failed") for cell in row):
             rows.append([tool, *row])
     return table([*rows, *(_ratios(of, model, tool, seconds) for tool in OWN if tool in of.tools())])
 
@@ -160,7 +160,7 @@ def _ratios(of: Results, model: str, tool: str, seconds: Callable[[Cell], float]
         if own is not None and good(own):
             row.append("no peer" if other is None else f"**{seconds(own) / other[0]:.3f}**")
         else:
-            row.append("none" if other is None else "**behind**")
+            row.append("not run" if own is None else "none" if other is None else "**behind**")
     return row
 
 
@@ -171,12 +171,15 @@ def behind(of: Results) -> list[str]:
         for cap in of.facts(model)["caps"]:
             for tool in (tool for tool in OWN if tool in of.tools()):
                 own, place = of.at(model, tool, cap), f"{model} within {mib(cap)} MiB"
+                if own is None:
+                    lines.append(f"{place}: {tool} was not run")
+                    continue
                 for name, seconds in (("run 1", first), ("run 2", second)):
                     other = best(of, model, cap, seconds)
-                    if other is not None and (own is None or not good(own)):
-                        lines.append(f"{place}: does not fit {tool}; the fastest that finishes is {other[1]}")
+                    if other is not None and not good(own):
+                        lines.append(f"{place}: {tool} {_shown(own, seconds)}; the fastest that finishes is {other[1]}")
                         break
-                    if other is not None and own is not None and seconds(own) > SLACK * other[0]:
+                    if other is not None and seconds(own) > SLACK * other[0]:
                         mine, ratio = 1e3 * seconds(own), seconds(own) / other[0]
                         lines.append(f"{place}, {tool}, {name}: {mine:.2f} ms, {other[1]} {1e3 * other[0]:.2f} ms ({ratio:.3f})")
     return lines
