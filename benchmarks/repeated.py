@@ -284,13 +284,15 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
 
     def work(name: int) -> None:
         chance, index = random.Random(seed + name), Index(root / "cache", limit_bytes=64 * 1024)
-        counts = {"puts": 0, "hits": 0, "misses": 0, "torn": 0, "lost": 0}
+        roomy = Index(root / "roomy")  # nothing goes from here, so that what is missing was lost
+        counts = {"puts": 0, "hits": 0, "misses": 0, "torn": 0}
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             number = chance.randrange(40)
             if chance.random() < 0.3:
                 index.put(f"{number:064x}", pack(value(number)))
                 counts["puts"] += 1
+                roomy.put(f"{name}-{counts['puts']}", pack(value(number)))
                 continue
             data = index.get(f"{number:064x}")
             counts["misses" if data is None else "hits"] += 1
@@ -316,6 +318,7 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
             "entries": len(entries),
             "files": files,
             "damaged": len(damaged),
+            "lost": sum(each["puts"] for each in counts) - len(Index(root / "roomy").entries()),
         }
     finally:
         shutil.rmtree(root)
