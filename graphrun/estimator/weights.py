@@ -52,6 +52,8 @@ def _element(element: nn.Module, path: str) -> list[tuple[str, int]]:
 
 
 def _alike(modules: nn.ModuleList) -> bool:
+    if any(element is None for element in modules):  # a list may have places without a module (Mochi's norms)
+        return False
     sizes = [_nbytes(element) for element in modules]
     same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
     return same and 0 < max(sizes) <= SAME_SIZE * min(sizes)
