@@ -384,6 +384,5 @@ def others() -> dict[str, Row]:
 FAILING = {
     "AnyFlowFARPipeline": ("video", "fails: its attention is compiled for the device (FlexAttention), and has no form on meta"),
     "ConsisIDPipeline": ("video", "not tried: needs OpenCV"),
-    "MochiPipeline": ("video", "fails: its VAE's decoding is refused by the probe; not understood yet"),
     "SDXL in float16": ("text to image", "fails: the pipeline casts its VAE to fp32 and back during the call; load it in bfloat16"),
 }
