@@ -78,8 +78,9 @@ def test_where_graphrun_fits_no_peer_makes_the_first_run_faster(bench: dict[str,
     fits = [cell for cell in cells(bench, "graphrun") if cell["status"] == "finished" and cell["cap_bytes"]]
     assert fits
     for cell in fits:
-        others = [c for c in bench["cells"] if c["cap_bytes"] == cell["cap_bytes"] and c["status"] == "finished"]
-        assert cell["runs"][0]["seconds"] == min(c["runs"][0]["seconds"] for c in others if c["ram_bytes"] is None)
+        others = [c for tool in TOOLS[:3] for c in cells(bench, tool) if c["cap_bytes"] == cell["cap_bytes"]]
+        finished = [c["runs"][0]["seconds"] for c in others if c["status"] == "finished"]
+        assert cell["runs"][0]["seconds"] <= min(finished, default=1.0)
 
 
 def test_a_session_finds_in_its_second_run_what_the_first_left(bench: dict[str, Any]) -> None:
