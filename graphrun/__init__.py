@@ -114,15 +114,20 @@ def estimate(
     from graphrun.estimator.numbers import Limits
     from graphrun.estimator.store import Store
 
-    pinned_bytes = None if pinned is None else parse_size(pinned, whole_bytes=ram_bytes, name="pinned")
-    disk_bytes = None if disk is None else parse_size(disk, name="disk")
-    if runs < 1:
-        raise InputError(f"runs {runs}: a session has one run at least")
-    limits = Limits(budget_bytes, ram_bytes, pinned_bytes, disk_bytes, runs, graph.allowed(allow))
+    host = _host_limits(ram_bytes, pinned, disk, runs)
+    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow))
     problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
     problem = replace(problem, until=until or "")
     handed = tuple(dict.fromkeys(name.partition(".")[0] for name in given))
     return _handed_in(problem, graph, handed) if handed else problem
+
+
+def _host_limits(ram_bytes: int, pinned: str | int | None, disk: str | int | None, runs: int) -> tuple[int | None, int | None]:
+    """Budgets of page-locked RAM and disk in bytes; InputError for what is none, or for a session without a run."""
+    if runs < 1:
+        raise InputError(f"runs {runs}: a session has one run at least")
+    pinned_bytes = None if pinned is None else parse_size(pinned, whole_bytes=ram_bytes, name="pinned")
+    return pinned_bytes, None if disk is None else parse_size(disk, name="disk")
 
 
 def kept(

@@ -25,7 +25,8 @@ from torch import nn
 
 from graphrun.components.classes import resolve_class
 from graphrun.components.lora import LoraSource, deltas_of, fuse
-from graphrun.components.quantize import QUANTIZED, convert, quantizable_layers
+from graphrun.components.precisions import QUANTIZED
+from graphrun.components.quantize import convert, quantizable_layers
 from graphrun.components.random_weights import fill
 from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.components.stored import saved_as

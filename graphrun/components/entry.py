@@ -98,7 +98,7 @@ class Boundary:
             members["__getattr__"] = self._read(kind)
         if self._dtypes and hasattr(kind, "dtype"):
             members["dtype"] = property(functools.partial(self._dtype, kind))
-        if hasattr(kind, "device"):
+        if hasattr(kind, "device") or any(type(m) is kind and "device" not in vars(m) for m in self.modules.values()):
             members["device"] = property(lambda _: self.device)
         members |= {name: self._wrapped(name, method) for name, method in _methods(kind)}
         return type(kind.__name__, (kind,), members)

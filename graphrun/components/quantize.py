@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-QUANTIZED = ("int8", "nf4", "fp8")
 BLOCK = 64  # elements to a maximum: bitsandbytes' own default
 THRESHOLD = 6.0  # LLM.int8's, of activations (Dettmers et al. 2022, section 3.2), as transformers and diffusers take it
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
-from graphrun.components.quantize import QUANTIZED
+from graphrun.components.precisions import QUANTIZED
 from graphrun.estimator.corrections import int8_scratch, nf4_scratch
 from graphrun.estimator.events import Call, Product
 

@@ -24,7 +24,7 @@ from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
 from graphrun.components.entry import Boundary
 from graphrun.components.memos import forget
-from graphrun.components.quantize import QUANTIZED
+from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes

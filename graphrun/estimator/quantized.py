@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from graphrun.components.blocks import ALIGNMENT, BlockLayout, lay_out
-from graphrun.components.quantize import QUANTIZED, quantizable_layers
+from graphrun.components.precisions import QUANTIZED
+from graphrun.components.quantize import quantizable_layers
 from graphrun.estimator.allocator import ROUND_BYTES
 from graphrun.planner.problem import BlockClass
 from graphrun.units import round_up

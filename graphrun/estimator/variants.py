@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from graphrun.components.quantize import QUANTIZED
+from graphrun.components.precisions import QUANTIZED
 from graphrun.estimator.events import Call, Facts
 from graphrun.estimator.precision import ELEMENT_BYTES, dequantization_seconds, peak_of, quantizing_bytes, requantized
 from graphrun.graph.graph import Component

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
-from graphrun.components.quantize import QUANTIZED
+from graphrun.components.precisions import QUANTIZED
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
 from graphrun.executor.homes import Blocks

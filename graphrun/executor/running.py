@@ -14,7 +14,7 @@ import torch
 
 from graphrun.components.entry import Boundary
 from graphrun.components.memos import forget
-from graphrun.components.quantize import QUANTIZED
+from graphrun.components.precisions import QUANTIZED
 from graphrun.components.trees import walk
 from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.executor.device import Device, Mark
@@ -108,6 +108,7 @@ class Running:
                 self._finish()
                 done = True
             finally:
+                self._boundary = None  # it holds this run, and this run what the caller handed in
                 self._note_failure(done)
                 self._release(evict=not (kept and done))
             if not kept:

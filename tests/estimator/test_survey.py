@@ -32,7 +32,7 @@ def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(fl
         "int8": "formula",
         "nf4": "formula",
     }
-    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == ["bfloat16"]
+    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == ["bfloat16", "int8", "nf4"]
 
 
 def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: dict[str, Any]) -> None:

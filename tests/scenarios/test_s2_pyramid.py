@@ -10,7 +10,7 @@ from executor_whole import GRAPHS, Whole, pixels, planned, streamed
 
 from graphrun.components.build import ghost
 from graphrun.estimator.hardware import hardware
-from graphrun.estimator.numbers import problem_of
+from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
 from graphrun.graph.load import load
 from graphrun.planner.directives import directed
@@ -50,7 +50,8 @@ def test_the_history_grows_from_7680_to_15360_tokens_and_the_peak_is_that_of_the
     assert largest[-1] == pytest.approx(2 * largest[0], rel=0.02)
     inside = {call.input_bytes // (2 * 64 * 2) for call in calls}  # a batch of two, 64 numbers of two bytes to a token
     assert any(15_360 <= tokens < 17_000 for tokens in inside)
-    problem = problem_of(graph, probed, hardware("rtx4090"), 16 << 30, 64 << 30, graph.for_planning({"steps": 4, "frames": 97}))
+    limits = Limits(16 << 30, 64 << 30)
+    problem = problem_of(graph, probed, hardware("rtx4090"), limits, graph.for_planning({"steps": 4, "frames": 97}))
     (phase,) = (phase for phase in problem.phases if phase.stage == "denoise")
     assert max(phase.first_bytes, phase.rest_bytes) >= largest[-1] + calls[-1].input_bytes
 
