@@ -385,12 +385,9 @@ def _handed(graph: Graph, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hardware(given: str | Hardware | None, cache: Path | None) -> Hardware:
     """The hardware meant: as it is, by name (a profile or a prior), or where nothing is given the card found, else a prior."""
-    from graphrun.estimator import hardware as devices
-    from graphrun.estimator import profiles
+    from graphrun.estimator.profiles import chosen
 
-    if given is None:
-        return profiles.found(cache) or devices.hardware(devices.DEFAULT)
-    return profiles.hardware(given, cache) if isinstance(given, str) else given
+    return chosen(given, cache)
 
 
 def __getattr__(name: str) -> Any:

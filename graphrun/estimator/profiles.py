@@ -71,3 +71,10 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return [profile for _, _, profile in sorted(made, key=lambda item: item[:2], reverse=True)]
+
+
+def chosen(given: str | Hardware | None, cache: Path | None) -> Hardware:
+    """The hardware meant: as it is, by name (a profile or a prior), or where nothing is given the card found, else a prior."""
+    if given is None:
+        return found(cache) or devices.hardware(devices.DEFAULT)
+    return hardware(given, cache) if isinstance(given, str) else given
