@@ -21,6 +21,8 @@ NAMES = (
     "flux-dev",
     "flux-schnell",
     "sdxl",
+    "sdxl-int8",
+    "sdxl-nf4",
     "sd3",
     "hidream",
     "cogview4",
@@ -37,7 +39,7 @@ NAMES = (
 HEAD = f"""# Reference graphs
 
 Each of these files in `graphs/` plans with no weights and no GPU: sizes come from configs, activations from a dry run of the
-pipeline's own code. Times are of one cold run, weights in host memory, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at
+pipeline's own code. Times are of one cold run, weights read from disk, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at
 each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
 
 ## Components
@@ -75,7 +77,7 @@ def plan_line(name: str) -> str:
     """One row of the second table."""
     import graphrun
     from graphrun.estimator.hardware import hardware
-    from graphrun.estimator.numbers import problem_of
+    from graphrun.estimator.numbers import Limits, problem_of
     from graphrun.estimator.probe import probe
     from graphrun.planner.infeasible import Infeasible, smallest_budget
     from graphrun.planner.simulate import simulate
@@ -87,7 +89,8 @@ def plan_line(name: str) -> str:
     cells = []
     for budget in BUDGETS:
         ram = parse_size(RAM, name="ram")
-        problem = problem_of(graph, probed, hardware(HARDWARE), parse_size(budget, name="vram"), ram, inputs)
+        limits = Limits(parse_size(budget, name="vram"), ram)
+        problem = problem_of(graph, probed, hardware(HARDWARE), limits, inputs)
         try:
             plan = graphrun.plan(problem).plan
         except Infeasible:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -152,3 +153,10 @@ def test_with_all_the_memory_there_is_it_takes_its_compute_and_the_first_copies(
     )
     solution = solve(free)
     assert solution.objective_seconds == pytest.approx(simulate(free, solution.plan).compute_seconds)
+
+
+def test_flux_in_24_gib_computes_all_the_time_once_it_is_warm(make_problem: Any) -> None:
+    problem = replace(make_problem("flux-dev", 24 * 2**30, hardware="rtx4090"), runs=10)
+    found = simulate(problem, solve(problem).plan)
+    compute_seconds = sum(slot.compute_seconds for slot in found.again)
+    assert compute_seconds <= found.again_seconds <= 1.01 * compute_seconds
