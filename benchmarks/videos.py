@@ -7,6 +7,7 @@ share: old versions of bitsandbytes kept, after an int8 layer's first call, the 
 
 from __future__ import annotations
 
+import copy
 import csv
 from collections.abc import Iterator
 from functools import cache
@@ -21,9 +22,9 @@ from graphrun.estimator.allocator import Counting
 from graphrun.estimator.events import Call
 from graphrun.estimator.precision import requantized
 from graphrun.estimator.quantized import quantized_shapes, weights_by_precision
-from graphrun.estimator.recorder import FusedAttention, Recorder
+from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.graph.graph import Component
-from graphrun.units import GIB, KIB, MIB
+from graphrun.units import GIB, KIB, MIB, round_up
 
 ROOT = Path(__file__).parent.parent
 WORKSPACE_BYTES = 8 * MIB + 128 * KIB
@@ -124,7 +125,16 @@ def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> i
 @cache
 def weights(name: str) -> dict[str, int]:
     """Bytes by precision, as allocations take them."""
-    return weights_by_precision(module(name), "bfloat16", allocated=True)
+    return weights_by_precision(module(name), "bfloat16", allocated=True) | {"fp8": layerwise_bytes(name)}
+
+
+def layerwise_bytes(name: str) -> int:
+    """Bytes with diffusers' own layer-wise casting, as in the published fp8 rows: it leaves modulation and norms in 16 bits."""
+    cast = copy.deepcopy(module(name))
+    if hasattr(cast, "enable_layerwise_casting"):
+        cast.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    tensors = {id(tensor): tensor for tensor in (*cast.parameters(), *cast.buffers())}.values()
+    return sum(round_up(tensor.numel() * tensor.element_size(), ROUND_BYTES) for tensor in tensors)
 
 
 def outliers_bytes(share: float) -> int:
