@@ -35,6 +35,18 @@ def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, as `walk` finds them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    walk(value, note)
+    return found
+
+
 def _is_library_object(value: Any) -> bool:
     if isinstance(value, (nn.Module, type, types.FunctionType)) or not hasattr(value, "__dict__"):
         return False

@@ -7,8 +7,6 @@ argument shapes, and zeros of the right shape come back. The 28 denoising steps 
 
 from __future__ import annotations
 
-import copy
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +24,7 @@ from graphrun.components.entry import Boundary
 from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
+from graphrun.components.trees import tensors_in, walk
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
 from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
@@ -179,48 +178,6 @@ def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-
-
-def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of ``value`` with ``change`` applied to every tensor, through containers and the libraries' output classes."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [walk(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [walk(item, change) for item in value]
-    if isinstance(value, dict):
-        if not hasattr(value, "to_tuple"):
-            return {key: walk(item, change) for key, item in value.items()}
-        twin = copy.copy(value)
-        for key in list(twin):
-            twin[key] = walk(twin[key], change)
-        return twin
-    if _is_library_object(value):
-        twin = copy.copy(value)
-        for key, item in vars(twin).items():
-            setattr(twin, key, walk(item, change))
-        return twin
-    return value
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value``, as `walk` finds them."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    walk(value, note)
-    return found
-
-
-def _is_library_object(value: Any) -> bool:
-    if isinstance(value, (nn.Module, type, types.FunctionType)) or not hasattr(value, "__dict__"):
-        return False
-    return type(value).__module__.startswith(("diffusers", "transformers"))
 
 
 def _signature(value: Any) -> Any:

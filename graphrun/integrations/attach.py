@@ -19,11 +19,11 @@ from types import FunctionType
 from typing import Any
 
 from graphrun.components.entry import Boundary, entry_of
+from graphrun.components.trees import tensors_in
 from graphrun.errors import InputError
 from graphrun.estimator import hardware as devices
 from graphrun.estimator.events import Mark, Tape
 from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.estimator.probe import tensors_in
 from graphrun.executor.device import Device
 from graphrun.executor.executor import follow
 from graphrun.integrations.call import signature_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.estimator.probe import walk
+from graphrun.components.trees import walk
 
 
 def signature_of(value: Any, texts: bool = False) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.estimator.probe import tensors_in, walk
+from graphrun.components.trees import tensors_in, walk
 from graphrun.executor.device import Device
 from graphrun.executor.host import Host
 from graphrun.executor.movers import refuse_movers

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from graphrun.components.entry import Boundary
+from graphrun.components.trees import tensors_in, walk
 from graphrun.errors import GraphError
 
 # Pixels of a tile's edge, where a VAE's own is larger: its configuration names the size it was trained at, and 1024 saves nothing
@@ -54,12 +55,12 @@ def _shrink_tiles(module: nn.Module) -> None:
 
 def _one_by_one(component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The entry's result, from a call for each sample: tensors whose first dimension counts samples are cut, others go along."""
-    count = next((t.shape[0] for t in _tensors((args, kwargs)) if t.ndim > 2), 1)
+    count = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.ndim > 2), 1)
     if count == 1:
         return proceed(*args, **kwargs)
     results = []
     for number in range(count):
-        own_args, own_kwargs = _mapped((args, kwargs), functools.partial(_sample, count, number))
+        own_args, own_kwargs = walk((args, kwargs), functools.partial(_sample, count, number))
         results.append(proceed(*own_args, **own_kwargs))
     return _joined(results)
 
@@ -77,24 +78,3 @@ def _joined(results: list[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(_joined(list(items)) for items in zip(*results, strict=True))
     return first
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
