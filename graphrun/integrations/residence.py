@@ -6,12 +6,12 @@ Decides nothing about when. A component is laid out anew where a new kind of cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import CellType
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphrun.components.memos import forget
 from graphrun.components.trees import tensors_in, walk
 from graphrun.executor.device import Device
 from graphrun.executor.host import Host
@@ -23,7 +23,6 @@ from graphrun.units import round_up
 
 # What every module has; none of it is a tensor that a call left.
 OWN = frozenset(vars(nn.Module()))
-EMPTY_CELL = CellType()
 
 
 class LiveHost(Host):
@@ -96,12 +95,10 @@ class Leftovers:
     """
 
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._pipe, self._device = pipe, device
+        self._pipe, self._modules, self._device = pipe, modules, device
         children = [child for module in modules.values() for child in module.modules()]
         helpers = (value for child in children for value in vars(child).values() if _is_plain(value))
         self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
-        kinds = {base for child in children for base in type(child).__mro__}
-        self._remembered = [cache for kind in kinds for value in list(vars(kind).values()) for cache in _caches(value)]
         self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
 
     def clear(self) -> None:
@@ -114,8 +111,7 @@ class Leftovers:
             for key, value in list(vars(child).items()):
                 if key not in OWN and _on_device(value, self._device):
                     _put_back(vars(child), key, before)
-        for cache in self._remembered:
-            cache.cache_clear()
+        forget(self._modules.values())
 
     def _holders(self) -> Iterator[Any]:
         """The pipelines, what they hold besides modules, and what of the libraries' own that holds in turn: a guider's buffer."""
@@ -125,12 +121,6 @@ class Leftovers:
                 if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
                     yield value
                     yield from (inner for inner in list(vars(value).values()) if _is_plain(inner))
-
-
-def _caches(value: Any) -> Iterator[Any]:
-    """What `functools.lru_cache` has put around a method, also where it is hidden in another wrapper."""
-    hidden = (cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != EMPTY_CELL)
-    yield from (found for found in (value, *hidden) if hasattr(found, "cache_clear"))
 
 
 def _is_plain(value: Any) -> bool:
