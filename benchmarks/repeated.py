@@ -213,12 +213,13 @@ def apart(work: Callable[[], Any]) -> int:
         os._exit(code)
 
 
-def kills(count: int, seed: int) -> dict[str, Any]:
-    """A batch killed ``count`` times at random moments, each time gone on with; then what is there beside an unbroken one."""
+def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
+    """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on with; then what is there beside an
+    unbroken one: every file in the folder, hidden ones too."""
     import graphrun
     from graphrun.report.planfile import save_outputs
 
-    of, random_moments = graph(), random.Random(seed)
+    of, items = graph(), 8
     root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))
 
     def batch(name: str, items: int) -> Any:
@@ -226,41 +227,48 @@ def kills(count: int, seed: int) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
 
         def sink(item: Any, outputs: Any) -> list[Path]:
-            with (root / f"{name}.log").open("a") as log:
-                log.write(f"{item.number}\n")
             return save_outputs(outputs, folder / f"{item.number:04d}.png")
 
         return graphrun.run_many(
             of, prompts(items), common=SMALL, cache=root / "cache", reuse="none", sink=sink, resume=root / f"{name}.state", **BUDGET
         )
 
+    def killed_until_done(moments: random.Random, seconds: float, left: int) -> int:
+        """Kills of one batch, ``left`` at most."""
+        for name in ("broken", "broken.state"):
+            shutil.rmtree(root / name, ignore_errors=True)
+        for killed in range(left + 1):
+            child = apart(lambda: batch("broken", items))
+            deadline = time.monotonic() + moments.uniform(0.02, 0.4) * seconds if killed < left else float("inf")
+            while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+                time.sleep(0.003)
+            if done[0]:
+                assert done[1] == 0, "the batch failed"
+                return killed
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        raise AssertionError("the last one has no deadline")
+
     try:
-        start = time.monotonic()
         batch("warm", 2)
-        items = 8
         start = time.monotonic()
         batch("whole", items)
-        whole_seconds = time.monotonic() - start
-        killed = rounds = 0
-        while killed < count:  # as many batches as it takes
-            rounds += 1
-            shutil.rmtree(root / "broken", ignore_errors=True)
-            shutil.rmtree(root / "broken.state", ignore_errors=True)
-            while True:
-                child = apart(lambda: batch("broken", items))
-                deadline = time.monotonic() + random_moments.uniform(0.02, 0.4) * whole_seconds if killed < count else float("inf")
-                while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                if done[0]:
-                    assert done[1] == 0, "the batch failed"
-                    break
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                killed += 1
-            equal = digests(root / "broken") == digests(root / "whole")
-            if not equal:
-                break
-        return {"kills": killed, "batches": rounds, "items": items, "every item there once, equal to the unbroken run": equal}
+        seconds = time.monotonic() - start
+        expected, found = digests(root / "whole"), []
+        for seed in seeds:
+            moments, killed, rounds, wrong = random.Random(seed), 0, 0, list[str]()
+            while killed < count and not wrong:  # as many batches as it takes
+                killed, rounds = killed + killed_until_done(moments, seconds, count - killed), rounds + 1
+                made = digests(root / "broken")
+                wrong = sorted(name for name in made.keys() | expected.keys() if made.get(name) != expected.get(name))
+            found.append({"seed": seed, "kills": killed, "batches": rounds, "unequal": wrong})
+        return {
+            "kills": sum(each["kills"] for each in found),
+            "batches": sum(each["batches"] for each in found),
+            "items": items,
+            "every item there once, equal to the unbroken run": not any(each["unequal"] for each in found),
+            "seeds": found,
+        }
     finally:
         shutil.rmtree(root)
 
@@ -340,7 +348,7 @@ def main() -> None:
         "session": lambda: session(5 if quick else 50),
         "three prompts repeated": lambda: repeated_prompts(2 if quick else 4),
         "two processes on one cache": lambda: two_on_one_cache(3 if quick else 60, 1),
-        "killed and gone on": lambda: kills(2 if quick else 30, 3),
+        "killed and gone on": lambda: kills(2 if quick else 30, (3,) if quick else (3, 4, 5)),
     }
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "units": {"errors"},
     "errors": set(),
     "trace": set(),
+    "files": set(),
     "planner": BASE,
     "graph": BASE,
     "sim": BASE,
@@ -21,9 +22,9 @@ MAY_IMPORT = {
     "ops": BASE | {"graph", "planner", "components"},
     "estimator": BASE | {"graph", "planner", "components", "ops", "sim"},
     "executor": BASE | {"graph", "planner", "components", "ops", "sim"},
-    "report": BASE | {"planner"},
+    "report": BASE | {"files", "planner"},
     "outputs": BASE | {"graph", "planner", "components"},
-    "repeat": BASE | {"graph", "planner", "components", "ops", "executor", "outputs"},
+    "repeat": BASE | {"files", "graph", "planner", "components", "ops", "executor", "outputs"},
 }
 PURE = {
     "planner": {"torch", "pydantic", "yaml", "time", "os", "datetime", "random"},

@@ -7,21 +7,23 @@ Decides what is written when, and refuses to go on with another graph. Knows nei
     3/denoise.steps       latents, scheduler and random numbers after a step
     3/done.json           item 3's files, which are where they belong; the others of its files are gone
 
-Every file is whole under its name or absent: written under another, on the disk for good, renamed. Each begins with its digest.
+    lock                  whoever goes on holds it
+
+Every file is whole under its name or absent, and on the disk for good. Each begins with its digest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.files import write_whole
 from graphrun.ops.steps import StepState
 from graphrun.outputs.pack import pack, unpack
 
@@ -35,10 +37,17 @@ class Journal:
         self.folder, self.every = folder, every
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / ".tried", b"")
-            (folder / ".tried").unlink()
+            self._lock = (folder / "lock").open("ab")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise InputError(f"{folder}: another process goes on with this run; wait for it, or give another output") from error
         except OSError as error:
             raise InputError(f"{folder}: the state of a run cannot be kept there: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Others may go on with it."""
+        self._lock.close()
 
     def require(self, facts: Mapping[str, str], kind: str = "facts") -> None:
         """Notes what the batch is of, or compares it with what was noted. More facts than before are noted too.
@@ -65,7 +74,8 @@ class Journal:
     def _put(self, path: Path, data: bytes) -> None:
         try:
             path.parent.mkdir(exist_ok=True)
-            _write(path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+            checked = hashlib.sha256(data).hexdigest().encode() + b"\n" + data
+            write_whole(path, lambda temporary: temporary.write_bytes(checked), lasting=True)
         except OSError as error:
             raise InputError(f"{path}: the state of the run cannot be kept: {error.strerror or error}") from error
 
@@ -96,6 +106,10 @@ class ItemJournal:
         """The item is done, and these are its files; what it would have gone on from is gone."""
         found = [[str(path.resolve()), _digest(path)] for path in files]
         self._journal._put(self.folder / "done.json", json.dumps(found).encode())
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Of an item that is done nothing else is kept."""
         for path in self.folder.glob("*"):
             if path.name != "done.json":
                 path.unlink(missing_ok=True)
@@ -136,15 +150,3 @@ class ItemJournal:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)

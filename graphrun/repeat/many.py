@@ -8,6 +8,7 @@ Decides what is left to do; how it is done says each part's plan. Knows no termi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,8 +81,15 @@ def run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
     """Every item without an error, run; what came of each. Items of equal settings share plans and loaded weights.
 
     Raises what planning and runs raise; items that were finished by then are with the sink. Raises InputError where the journal is
-    of another batch.
+    of another batch. The journal is closed in the end.
     """
+    with contextlib.ExitStack() as closing:
+        if means.journal is not None:
+            closing.callback(means.journal.close)
+        return _run_items(graph, items, means)
+
+
+def _run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
     batch = Batch()
     for item in items:
         if item.error:
@@ -92,6 +100,8 @@ def run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
         named = {f"inputs of item {item.number}": str(sorted(item.inputs.items())) for item in good}
         means.journal.require(facts(graph, means.device_name) | named)
         batch.done_before = tuple(item.number for item in good if means.journal.item(item.number).done)
+        for number in batch.done_before:
+            means.journal.item(number).tidy()
     for same in _by_settings(graph, [item for item in good if item.number not in batch.done_before]):
         problem = means.estimate(same[0].inputs)
         device = device or open_device(problem)

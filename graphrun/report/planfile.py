@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from graphrun.errors import InputError, PlanError
+from graphrun.files import write_whole
 from graphrun.planner.check import check
 from graphrun.planner.parse import parse
 from graphrun.planner.plan import Plan
@@ -172,23 +173,17 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def require_writable(*paths: Path | None) -> None:
     """Raises InputError unless a file can be written at each of ``paths``: better said before a run than after it."""
     for path in paths:
-        if path is not None:
-            _whole(path, None)
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _whole(path: Path, write: Callable[[Path], Any] | None) -> None:
-    """Writes under another name, then renames. Without ``write``, only the folder is made and writing in it tried."""
+def _whole(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            if write is not None:
-                write(temporary)
-                temporary.chmod(0o644)
-                temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, write)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

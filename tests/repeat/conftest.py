@@ -89,6 +89,30 @@ def killed() -> Callable[[Callable[[], Any], int], bool]:
     return run
 
 
+@pytest.fixture
+def killed_before() -> Callable[[Callable[[], Any], str], None]:
+    """Runs work in another process, which is killed when a file is written whose path ends so, and not yet renamed."""
+
+    def run(work: Callable[[], Any], path: str) -> None:
+        child = os.fork()
+        if child == 0:
+            replace = os.replace
+
+            def renamed(source: Any, target: Any, **more: Any) -> None:
+                if str(target).endswith(path):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                replace(source, target, **more)
+
+            os.replace = renamed  # type: ignore[assignment]
+            try:
+                work()
+            finally:
+                os._exit(1)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "that file was not written"
+
+    return run
+
+
 def _kill_at(moment: int) -> None:
     count, where = 0, random.Random(moment).choice(["synced", "before", "behind"])
     fsync, replace = os.fsync, os.replace

@@ -102,3 +102,33 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(batch: Any
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be kept there"):
         batch(ITEMS[:1], resume=tmp_path / "file" / "state")
+
+
+@pytest.mark.parametrize("kept", ["3.png", "2/done.json"])
+def test_killed_between_writing_and_renaming_it_goes_on_and_leaves_no_other_file(
+    batch: Any, sink: Any, killed_before: Any, whole: dict[str, bytes], kept: str, tmp_path: Path
+) -> None:
+    def work() -> Any:
+        return batch(ITEMS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
+
+    killed_before(work, kept)
+    assert list(tmp_path.rglob(f".{Path(kept).name}.new-*"))
+    work()
+    assert pictures(tmp_path / "out") == whole
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_one_process_at_a_time_goes_on(batch: Any, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(InputError, match="another process goes on with this run"):
+        batch(ITEMS[:1], resume=tmp_path)
+    journal.close()
+    assert batch(ITEMS[:1], resume=tmp_path).outputs
+    assert batch(ITEMS[:1], resume=tmp_path).done_before == (1,)
+
+
+def test_of_an_item_that_is_done_nothing_else_is_kept(batch: Any, tmp_path: Path) -> None:
+    batch(ITEMS[:1], resume=tmp_path)
+    (tmp_path / "1" / "denoise.value").write_bytes(b"left by a kill behind done.json")
+    batch(ITEMS[:1], resume=tmp_path)
+    assert [path.name for path in (tmp_path / "1").iterdir()] == ["done.json"]
