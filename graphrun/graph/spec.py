@@ -25,7 +25,7 @@ Config = Annotated[
     Text | dict[str, Any],
     Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
 ]
-Argument = Scalar | list[Scalar | list[Scalar]]
+Argument = Scalar | None | list[Scalar | list[Scalar]]
 Measure = Annotated[int, Field(gt=0)] | Text
 Source = Annotated[Text, Field(description="A repository on the Hugging Face hub or a local folder, in the layout of diffusers.")]
 

@@ -14,6 +14,8 @@ from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind
 from graphrun.graph.spec import GraphSpec, StageSpec
 from graphrun.graph.values import did_you_mean, of_type
 
+NOTHING = object()  # in place of a reference that names nothing
+
 
 def read_stages(spec: GraphSpec, inputs: Mapping[str, Input], document: Document, problems: Problems) -> dict[str, Stage]:
     """The stages of ``spec`` in the order of the file; what does not fit is added to ``problems``."""
@@ -77,7 +79,7 @@ def _stage(
     arguments: dict[str, Any] = {}
     for key, value in item.arguments.items():
         argument = _argument(value, (*at, "with", key), spec, problems)
-        if argument is not None:
+        if argument is not NOTHING:
             arguments[key] = argument
     operation = OPERATIONS.get(item.op)
     if operation is None:
@@ -107,11 +109,14 @@ def _stage(
 
 
 def _argument(value: Any, at: Location, spec: GraphSpec, problems: Problems) -> Any:
-    """``value`` with references in place of what names them; None where one names nothing."""
+    """``value`` with references in place of what names them; NOTHING where one names nothing."""
     if isinstance(value, list):
         found = [_argument(item, (*at, index), spec, problems) for index, item in enumerate(value)]
-        return None if None in found else found
-    return _reference(value, at, spec, problems) if isinstance(value, str) and value.startswith("$") else value
+        return NOTHING if any(item is NOTHING for item in found) else found
+    if not (isinstance(value, str) and value.startswith("$")):
+        return value
+    reference = _reference(value, at, spec, problems)
+    return NOTHING if reference is None else reference
 
 
 def _written(item: StageSpec) -> list[str]:
