@@ -343,13 +343,9 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
 
     Raises PlanError when one that the plan depends on differs from what was planned.
     """
-    planned = dict(problem.settings)
-    graph = graph.until(problem.until) if problem.until else graph
-    values = graph.resolve({**planned, **inputs})
-    for name, text in planned.items():
-        if str(values[name]) != text:
-            raise PlanError(f"the plan is for {name}={text}, this run has {name}={values[name]}: plan again, or leave {name} out")
-    return values
+    from graphrun.graph.settings import completed
+
+    return completed(graph.until(problem.until) if problem.until else graph, problem.settings, inputs)
 
 
 def _handed_in(problem: Problem, graph: Graph, given: tuple[str, ...]) -> Problem:

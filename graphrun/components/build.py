@@ -54,6 +54,8 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     kind = _module_class(component, allow)
     with torch.device("meta"):
         module = _construct(kind, component)
+    if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module.to("meta")  # `torch.Tensor([alpha])` asks no device, as in SVD's mixers
     return _freeze(module, component)
 
 

@@ -32,6 +32,7 @@ from graphrun.estimator.numbers import Limits, problem_of, ways_of
 from graphrun.estimator.shapes import keep_shapes
 from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.media import told
 from graphrun.planner.check import check
 from graphrun.planner.parse import parse
 from graphrun.planner.problem import BlockClass, Hardware, Problem
@@ -67,7 +68,7 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
             keep_shapes(graph, probed, problem, store)
         return problem
     sources = sorted(name for name, component in graph.components.items() if component.source is not None)
-    settings = {name: repr(value) for name, value in inputs.items() if graph.inputs[name].type != "str"}
+    settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
     key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
     if (found := store.get("problem", key)) is not None:
         try:
@@ -162,13 +163,14 @@ def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
     uses = [
         (name, value.name)
         for stage in graph.stages
-        for name, value in stage.arguments.items()
+        for name, argument in stage.arguments.items()
+        for value in (argument if isinstance(argument, list) else [argument])
         if isinstance(value, Reference) and value.kind == "input"
     ]
     plain = {wanted for name, wanted in uses if "prompt" not in name and name != "seed"}
-    found = {name: repr(inputs[name]) for name in sorted(plain)}
+    found = {name: told(inputs[name]) for name in sorted(plain)}
     texts = sorted({wanted for name, wanted in uses if "prompt" in name} - plain)
-    return found | {name: "text" if inputs[name] else repr(inputs[name]) for name in texts}
+    return found | {name: "text" if inputs[name] and isinstance(inputs[name], str) else told(inputs[name]) for name in texts}
 
 
 def _stamp(package: str) -> tuple[str, int] | None:

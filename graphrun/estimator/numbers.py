@@ -15,6 +15,7 @@ from graphrun.estimator.variants import variants_of
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.settings import settings_of
 from graphrun.planner.directives import directed
 from graphrun.planner.problem import (
     ComponentNumbers,
@@ -267,16 +268,8 @@ def _values(graph: Graph, tape: Tape, stages: Sequence[str]) -> tuple[ValueNumbe
     for name, keys in tape.values.items():
         producer, output = name.split(".", 1)
         wanted = Reference("stage", producer, output)
-        consumers = tuple(stage.name for stage in graph.stages if wanted in stage.arguments.values())
+        consumers = tuple(stage.name for stage in graph.stages if wanted in stage.references)
         phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
         if phases and keys:
             found.append(ValueNumbers(name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1]))
     return tuple(found)
-
-
-def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The inputs that sizes and times depend on: all but texts (padded to a fixed length by the pipelines) and seeds."""
-    given = [stage.arguments.get("seed") for stage in graph.stages]
-    seeds = {value.name for value in given if isinstance(value, Reference)}
-    kept = (name for name in sorted(inputs) if graph.inputs[name].type != "str" and name not in seeds)
-    return tuple((name, str(inputs[name])) for name in kept)

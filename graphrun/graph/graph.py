@@ -10,19 +10,18 @@ Decides the order of stages and what values an input may take. Must not know YAM
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
 
 from graphrun.errors import InputError
+from graphrun.graph import media
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import did_you_mean, fit
 
-InputType = Literal["str", "int", "float", "bool"]
+InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
 DEFAULT_ALLOW = ("diffusers", "transformers")
 
 # A prompt that nobody gave, while planning: texts are padded to a fixed length, so no size depends on it.
@@ -43,7 +42,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value the user gives to a run. ``minimum`` and ``maximum`` are inclusive."""
+    """A value the user gives to a run. ``minimum`` and ``maximum`` are inclusive; ``many``: or a list of such values.
+
+    ``sizes`` of an image, a video or audio that a plan is made without: numbers, and names of inputs that hold them.
+    """
 
     name: str
     type: InputType
@@ -52,6 +54,13 @@ class Input:
     multiple_of: int | None = None
     minimum: float | None = None
     maximum: float | None = None
+    many: bool = False
+    sizes: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def bounds(self) -> tuple[float | None, ...]:
+        """Of what the value must be a multiple, the least and the most that it may be."""
+        return self.multiple_of, self.minimum, self.maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One op with its arguments (literals and references), the components it uses, and other ways to run it (``options``)."""
+    """One op with its arguments (literals, references, lists of them), the components it uses, and other ways to run it
+    (``options``). ``outputs``: what it is asked for, which of an open op is what is read of it."""
 
     name: str
     op: str
@@ -108,11 +118,12 @@ class Stage:
     arguments: Mapping[str, Any]
     where: str = field(default="", compare=False)
     options: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     @property
     def references(self) -> tuple[Reference, ...]:
         """The references among the arguments, in the order they are written."""
-        return tuple(value for value in self.arguments.values() if isinstance(value, Reference))
+        return tuple(_references(list(self.arguments.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +180,9 @@ class Graph:
         return self._resolve(inputs, planning=False)
 
     def for_planning(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Like `resolve`, but a missing required text becomes ``"a photo"``: sizes do not depend on it."""
+        """Like `resolve`, but a missing required text becomes ``"a photo"``: sizes do not depend on it. A missing image or the like
+        becomes one of the declared size; a mask has that of an image that is given.
+        """
         return self._resolve(inputs, planning=True)
 
     def _resolve(self, inputs: Mapping[str, Any], *, planning: bool) -> dict[str, Any]:
@@ -181,15 +194,30 @@ class Graph:
                     values[declared.name] = fit(declared, inputs[declared.name], text=True)
                 elif not declared.required:
                     values[declared.name] = declared.default
-                elif planning and declared.type == "str":
+                elif planning and (declared.type == "str" or declared.sizes):
                     values[declared.name] = PLANNING_TEXT
+                elif media.is_media(declared.type):
+                    raise InputError(f"input {declared.name!r} is missing; it is {media.AN[declared.type]}: give a file")
                 else:
                     raise InputError(f"input {declared.name!r} is missing; it is a {declared.type} and has no default")
             except InputError as error:
                 problems.append(str(error))
         if problems:
             raise InputError("\n".join(problems))
-        return values
+        return {**values, **self._blanks(values)}
+
+    def _blanks(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Stand-ins for images and the like that are not given."""
+        absent = [declared for declared in self.inputs.values() if declared.sizes and values[declared.name] is PLANNING_TEXT]
+        images = (media.size_of(values[name]) for name, declared in self.inputs.items() if declared.type == "image")
+        size = next(filter(None, images), None)
+        found = {}
+        for declared in absent:
+            sizes = {name: values[of] if isinstance(of, str) else of for name, of in declared.sizes.items()}
+            if declared.type == "mask" and size is not None:
+                sizes |= {"width": size[0], "height": size[1]}
+            found[declared.name] = media.blank(declared.type, sizes)
+        return found
 
     def directed(
         self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None, pin: Iterable[str] = ()
@@ -240,7 +268,8 @@ class Graph:
             needed |= {r.name for r in stage.references if r.kind == "stage" and stage.name in needed}
         kept = tuple(stage for stage in self.stages if stage.name in needed)
         read = {reference.name for stage in kept for reference in stage.references if reference.kind == "input"}
-        made = {Reference("stage", name, output) for output in OPERATIONS[stages[name].op].outputs}
+        read |= {of for i in read for of in self.inputs[i].sizes.values() if isinstance(of, str)}
+        made = {Reference("stage", name, output) for output in stages[name].outputs}
         outputs = {key: reference for key, reference in self.outputs.items() if reference in made}
         outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
         return replace(self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs)
@@ -305,7 +334,18 @@ class Graph:
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
-            "inputs": {i.name: [i.type, i.default, i.required, i.multiple_of, i.minimum, i.maximum] for i in self.inputs.values()},
+            "inputs": {
+                i.name: [
+                    i.type,
+                    i.default,
+                    i.required,
+                    i.multiple_of,
+                    i.minimum,
+                    i.maximum,
+                    *([i.many, i.sizes] if i.sizes else []),
+                ]
+                for i in self.inputs.values()
+            },
             "components": {
                 c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, *c.precision, *([c.home] if c.home else [])]
                 for c in self.components.values()
@@ -322,38 +362,18 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-    """``stages`` in topological order, ties in the order given. There must be no cycle."""
-    names, sorter = list(stages), TopologicalSorter(_producers(stages))
-    sorter.prepare()
-    found: list[Stage] = []
-    waiting: list[int] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(waiting, names.index(name))
-        name = names[heapq.heappop(waiting)]
-        found.append(stages[name])
-        sorter.done(name)
-    return tuple(found)
-
-
-def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
-    """The members of a cycle among ``stages``, each the producer of the next; empty when there is none."""
-    try:
-        TopologicalSorter(_producers(stages)).prepare()
-    except CycleError as error:
-        members = tuple(error.args[1][:-1])
-        first = members.index(min(members, key=list(stages).index))
-        return members[first:] + members[:first]
-    return ()
-
-
-def _producers(stages: Mapping[str, Stage]) -> dict[str, list[str]]:
-    return {name: [r.name for r in stage.references if r.kind == "stage" and r.name in stages] for name, stage in stages.items()}
-
-
 def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
     return {"$": str(value)} if isinstance(value, Reference) else value
+
+
+def _references(value: Any) -> Iterator[Reference]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+    elif isinstance(value, Reference):
+        yield value
 
 
 def _content(file: Path | None) -> str | None:

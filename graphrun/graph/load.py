@@ -15,8 +15,11 @@ from pydantic import ValidationError
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, Problems, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, Lora, Part, Stage, find_cycle, order_stages
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, Lora, Part, Stage
+from graphrun.graph.media import AN
+from graphrun.graph.order import find_cycle, order_stages
 from graphrun.graph.shape import note_shape
+from graphrun.graph.sizes import read_sizes
 from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, LoraSpec, PartSpec
 from graphrun.graph.stages import check_uses, read_outputs, read_stages
 from graphrun.graph.values import did_you_mean, fit
@@ -65,13 +68,13 @@ class _Reader:
             problems.add(("stages", name), "an input has this name too")
         stages = read_stages(spec, inputs, self.document, problems)
         outputs = read_outputs(spec, problems)
-        check_uses(spec, stages, outputs, problems)
+        check_uses(spec, inputs, stages, outputs, problems)
         return Graph(
             name=spec.name,
             path=self.document.path,
             pipeline=spec.pipeline,
             source=self._source(spec.source) if spec.source else None,
-            pipeline_config=dict(spec.pipeline_config),
+            pipeline_config=self._pipeline_config(),
             allow=self.allow,
             inputs=inputs,
             components=components,
@@ -80,6 +83,15 @@ class _Reader:
             outputs=outputs,
             directives=self._directives(),
         )
+
+    def _pipeline_config(self) -> dict[str, Any]:
+        for key, value in self.spec.pipeline_config.items():
+            for index, text in enumerate(value if isinstance(value, list) else ()):
+                name = text.removeprefix("$")
+                if name not in self.spec.components or not text.startswith("$"):
+                    what = f"{text!r} is not a component such as $controlnet{did_you_mean(name, self.spec.components)}"
+                    self.problems.add(("pipeline_config", key, index), what)
+        return dict(self.spec.pipeline_config)
 
     def _directives(self) -> Directives:
         spec, at = self.spec.directives, ("directives",)
@@ -114,8 +126,11 @@ class _Reader:
         required = "default" not in spec.model_fields_set
         # A size that must be a multiple of 16 is at least 16.
         minimum = spec.minimum if spec.minimum is not None else spec.multiple_of
-        declared = Input(name, spec.type, spec.default, required, spec.multiple_of, minimum, spec.maximum)
-        if not required and not wrong:
+        sizes = read_sizes(name, spec, self.spec, self.problems)
+        declared = Input(name, spec.type, spec.default, required, spec.multiple_of, minimum, spec.maximum, spec.many, sizes)
+        if not required and sizes:
+            self.problems.add((*at, "default"), f"{name!r} is {AN[spec.type]}, which a run is given: leave the default out")
+        elif not required and not wrong:
             try:
                 return replace(declared, default=fit(declared, spec.default))
             except InputError as error:

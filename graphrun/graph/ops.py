@@ -10,17 +10,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image"]
+Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "any"]
 
 # Kinds that are written in a graph file or given to a run; the others only flow from stage to stage.
 PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
+# Kinds that a run is given as a file, or in Python as an object. What a plan depends on is their size.
+MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio"})
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """What a stage that names this op must pass (``required``), may pass (``optional``) and produces (``outputs``).
 
-    ``options``: other ways to run it -> what must be allowed for it since the output changes ("": nothing does).
+    ``options``: other ways to run it -> what must be allowed for it since the output changes ("": nothing does). ``open``: it takes
+    and produces more, of kind ``any``; what there is says the pipeline's class, which is asked when the stage is planned.
     """
 
     name: str
@@ -28,11 +31,20 @@ class Operation:
     optional: Mapping[str, Kind]
     outputs: Mapping[str, Kind]
     options: Mapping[str, str] = field(default_factory=dict)
+    open: bool = False
 
     @property
     def arguments(self) -> dict[str, Kind]:
         """Every argument with its kind, the required ones first."""
         return {**self.required, **self.optional}
+
+    def argument(self, name: str) -> Kind | None:
+        """The kind of the argument ``name``; None where there is none."""
+        return self.arguments.get(name, "any" if self.open else None)
+
+    def output(self, name: str) -> Kind | None:
+        """The kind of the output ``name``; None where there is none."""
+        return self.outputs.get(name, "any" if self.open and name.isidentifier() else None)
 
 
 def _table(*operations: Operation) -> Mapping[str, Operation]:
@@ -75,5 +87,13 @@ OPERATIONS: Mapping[str, Operation] = _table(
         optional={"height": "int", "width": "int", "num_frames": "int", "use_resolution_binning": "bool", "tiling": "bool"},
         outputs={"image": "image"},
         options={"tiling": "tiling", "slicing": ""},
+    ),
+    Operation(
+        "call",
+        required={},
+        optional={"seed": "int"},
+        outputs={"image": "image", "video": "video", "audio": "audio", "latents": "latents"},
+        options={"tiling": "tiling", "slicing": ""},
+        open=True,
     ),
 )

@@ -25,6 +25,8 @@ Config = Annotated[
     Text | dict[str, Any],
     Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
 ]
+Argument = Scalar | None | list[Scalar | list[Scalar]]
+Measure = Annotated[int, Field(gt=0)] | Text
 Source = Annotated[Text, Field(description="A repository on the Hugging Face hub or a local folder, in the layout of diffusers.")]
 
 
@@ -42,13 +44,23 @@ class Spec(BaseModel):
 
 
 class InputSpec(Spec):
-    """A value that a run is given. Without ``default`` it is required."""
+    """A value that a run is given. Without ``default`` it is required.
 
-    type: Literal["str", "int", "float", "bool"]
+    An image, a mask, a video or audio is a file, or in Python an object. A plan without it is for ``height``, ``width``,
+    ``frames``, ``rate`` and ``seconds``: numbers or inputs such as $height.
+    """
+
+    type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
     default: Scalar | None = None
     multiple_of: Annotated[int, Field(gt=0)] | None = None
     minimum: float | None = None
     maximum: float | None = None
+    many: bool = Field(default=False, description="Whether a list of such values may be given in place of one.")
+    height: Measure | None = Field(default=None, description="Pixels; left out: the input height.")
+    width: Measure | None = Field(default=None, description="Pixels; left out: the input width.")
+    frames: Measure | None = Field(default=None, description="Of a video; left out: the input frames, or num_frames.")
+    rate: Measure | None = Field(default=None, description="Samples of audio per second. A file of another rate is refused.")
+    seconds: Annotated[float, Field(gt=0)] | Text | None = Field(default=None, description="Of audio; left out: the input seconds.")
 
 
 class LoraSpec(Spec):
@@ -89,7 +101,7 @@ class StageSpec(Spec):
 
     op: Annotated[Name, Field(json_schema_extra={"enum": sorted(OPERATIONS)})]
     uses: list[Name] = Field(default_factory=list)
-    arguments: dict[Name, Scalar] = Field(alias="with", default_factory=dict)
+    arguments: dict[Name, Argument] = Field(alias="with", default_factory=dict)
     options: list[StageChoice] = Field(default_factory=list, description="Other ways to run it that a plan may choose.")
 
 
@@ -110,7 +122,9 @@ class GraphSpec(Spec):
     graphrun: Literal[1] = Field(description="The version of this file format.")
     name: Text
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
-    pipeline_config: dict[Name, Scalar | None] = Field(default={}, description="More constructor arguments of the pipeline.")
+    pipeline_config: dict[Name, Scalar | None | list[Text]] = Field(
+        default={}, description="More constructor arguments of the pipeline; a list of components such as [$canny, $depth] too."
+    )
     source: Source | None = None
     allow: list[Name] | None = Field(default=None, description="Packages that classes may come from, in place of the usual two.")
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)

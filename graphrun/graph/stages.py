@@ -5,7 +5,7 @@ Decides what may be passed where. Must not know files or classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphrun.graph.document import Document, Location, Problems
@@ -14,10 +14,13 @@ from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind
 from graphrun.graph.spec import GraphSpec, StageSpec
 from graphrun.graph.values import did_you_mean, of_type
 
+NOTHING = object()  # in place of a reference that names nothing
+
 
 def read_stages(spec: GraphSpec, inputs: Mapping[str, Input], document: Document, problems: Problems) -> dict[str, Stage]:
     """The stages of ``spec`` in the order of the file; what does not fit is added to ``problems``."""
-    return {name: _stage(name, item, spec, inputs, document, problems) for name, item in spec.stages.items()}
+    read = [text for item in spec.stages.values() for text in _written(item)] + list(spec.outputs.values())
+    return {name: _stage(name, item, spec, inputs, document, problems, read) for name, item in spec.stages.items()}
 
 
 def read_outputs(spec: GraphSpec, problems: Problems) -> dict[str, Reference]:
@@ -34,7 +37,9 @@ def read_outputs(spec: GraphSpec, problems: Problems) -> dict[str, Reference]:
     return outputs
 
 
-def check_uses(spec: GraphSpec, stages: Mapping[str, Stage], outputs: Mapping[str, Reference], problems: Problems) -> None:
+def check_uses(
+    spec: GraphSpec, inputs: Mapping[str, Input], stages: Mapping[str, Stage], outputs: Mapping[str, Reference], problems: Problems
+) -> None:
     """Everything declared must be used: components and inputs by stages, stages by stages or outputs.
 
     Silent where a name was misspelled: that is a problem already, and what was meant is used.
@@ -45,7 +50,9 @@ def check_uses(spec: GraphSpec, stages: Mapping[str, Stage], outputs: Mapping[st
             problems.add(("components", name), "no stage uses it; add it to a stage's uses, or remove it")
     references = {r for stage in stages.values() for r in stage.references} | set(outputs.values())
     read = {(r.kind, r.name) for r in references}
-    written = [value for item in spec.stages.values() for value in item.arguments.values() if str(value).startswith("$")]
+    sizes = [size for name, declared in inputs.items() if ("input", name) in read for size in declared.sizes.values()]
+    read |= {("input", size) for size in sizes if isinstance(size, str)}
+    written = [text for item in spec.stages.values() for text in _written(item)]
     if not all(_resolves(str(text), spec) for text in (*written, *spec.outputs.values())):
         return
     for section, kind, unused in (("inputs", "input", "no stage reads it"), ("stages", "stage", "nothing reads its outputs")):
@@ -55,7 +62,13 @@ def check_uses(spec: GraphSpec, stages: Mapping[str, Stage], outputs: Mapping[st
 
 
 def _stage(
-    name: str, item: StageSpec, spec: GraphSpec, inputs: Mapping[str, Input], document: Document, problems: Problems
+    name: str,
+    item: StageSpec,
+    spec: GraphSpec,
+    inputs: Mapping[str, Input],
+    document: Document,
+    problems: Problems,
+    read: Sequence[str],
 ) -> Stage:
     at = ("stages", name)
     for index, component in enumerate(item.uses):
@@ -65,10 +78,9 @@ def _stage(
             problems.add((*at, "uses", index), f"{component!r} stands twice")
     arguments: dict[str, Any] = {}
     for key, value in item.arguments.items():
-        if not (isinstance(value, str) and value.startswith("$")):
-            arguments[key] = value
-        elif (reference := _reference(value, (*at, "with", key), spec, problems)) is not None:
-            arguments[key] = reference
+        argument = _argument(value, (*at, "with", key), spec, problems)
+        if argument is not NOTHING:
+            arguments[key] = argument
     operation = OPERATIONS.get(item.op)
     if operation is None:
         problems.add((*at, "op"), f"unknown op {item.op!r}{did_you_mean(item.op, OPERATIONS)}")
@@ -77,17 +89,45 @@ def _stage(
         if key not in item.arguments:
             problems.add(at, f"{item.op} needs {key!r}; add it to with:")
     for key, value in arguments.items():
-        if key not in operation.arguments:
+        wanted = operation.argument(key)
+        if wanted is None:
             problems.add((*at, "with", key), f"{item.op} has no argument {key!r}{did_you_mean(key, operation.arguments)}")
-        elif text := _misfit(operation.arguments[key], value, spec, inputs):
+        elif wanted == "any":
+            continue
+        elif text := _misfit(wanted, value, spec, inputs):
             problems.add((*at, "with", key), text)
         elif not isinstance(value, Reference):
-            arguments[key] = of_type(operation.arguments[key], value)
+            arguments[key] = of_type(wanted, value)
     for index, option in enumerate(item.options):
         if option not in operation.options:
             known = ", ".join(operation.options) or "none"
             problems.add((*at, "options", index), f"{item.op} has no option {option!r}; it has {known}")
-    return Stage(name, item.op, tuple(item.uses), arguments, document.where(at), tuple(item.options))
+    outputs = tuple(operation.outputs)
+    if operation.open:
+        outputs = tuple(dict.fromkeys(text.partition(".")[2] for text in read if text.startswith(f"${name}.")))
+    return Stage(name, item.op, tuple(item.uses), arguments, document.where(at), tuple(item.options), outputs)
+
+
+def _argument(value: Any, at: Location, spec: GraphSpec, problems: Problems) -> Any:
+    """``value`` with references in place of what names them; NOTHING where one names nothing."""
+    if isinstance(value, list):
+        found = [_argument(item, (*at, index), spec, problems) for index, item in enumerate(value)]
+        return NOTHING if any(item is NOTHING for item in found) else found
+    if not (isinstance(value, str) and value.startswith("$")):
+        return value
+    reference = _reference(value, at, spec, problems)
+    return NOTHING if reference is None else reference
+
+
+def _written(item: StageSpec) -> list[str]:
+    """The references in a stage's arguments, as they are written."""
+
+    def of(value: Any) -> list[str]:
+        if isinstance(value, list):
+            return [text for each in value for text in of(each)]
+        return [value] if isinstance(value, str) and value.startswith("$") else []
+
+    return of(list(item.arguments.values()))
 
 
 def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> Reference | None:
@@ -104,7 +144,7 @@ def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> 
         problems.add(at, f"there is no stage {name!r}{did_you_mean(name, spec.stages)}")
         return None
     operation = OPERATIONS.get(spec.stages[name].op)
-    if operation is not None and output not in operation.outputs:
+    if operation is not None and operation.output(output) is None:
         problems.add(at, f"stage {name!r} has no output {output!r}{did_you_mean(output, operation.outputs)}")
         return None
     return Reference("stage", name, output)
@@ -113,7 +153,7 @@ def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> 
 def _resolves(text: str, spec: GraphSpec) -> bool:
     name, _, output = text[1:].partition(".")
     operation = OPERATIONS.get(spec.stages[name].op) if name in spec.stages else None
-    return output in operation.outputs if operation else not output and name in spec.inputs
+    return operation.output(output) is not None if operation else not output and name in spec.inputs
 
 
 def _an_output(stage: StageSpec) -> str:
@@ -128,10 +168,14 @@ def _misfit(wanted: Kind, value: Any, spec: GraphSpec, inputs: Mapping[str, Inpu
             got: Kind | None = inputs[value.name].type
         else:
             operation = OPERATIONS.get(spec.stages[value.name].op)
-            got = operation.outputs[value.output] if operation else None
-        if got is None or got == wanted or (got, wanted) == ("int", "float"):
+            got = operation.output(value.output) if operation else None
+        if value.kind == "input" and inputs[value.name].many and wanted not in ("any", "str"):
+            return f"expected {wanted}, and {value} may be a list"
+        if got in (None, "any", wanted) or (got, wanted) == ("int", "float"):
             return ""
         return f"expected {wanted}, and {value} is {got}"
+    if isinstance(value, list):
+        return f"expected {wanted}, got a list"
     if wanted not in PLAIN_KINDS:
         return f"expected {wanted}, a stage's output such as $stage.{wanted}; got {value!r}"
     try:

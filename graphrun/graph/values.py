@@ -1,4 +1,4 @@
-"""Whether a value suits a declared input, and which known name an unknown one resembles. Knows no file."""
+"""Whether a value suits a declared input, and which known name an unknown one resembles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import InputError
+from graphrun.graph import media
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Input
@@ -43,8 +44,28 @@ def of_type(kind: str, value: Any) -> Any:
 def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
     """``value`` converted to the input's type and within its bounds; with ``text`` a string is read as a number or a bool.
 
-    Raises InputError that says what would do.
+    A path becomes a `media.File` where an image or the like is declared; an input of ``many`` takes a list too. Raises InputError
+    that says what would do.
     """
+    if declared.many:
+        try:
+            value = media.listed(value) if text and isinstance(value, str) else value
+        except ValueError as error:
+            raise InputError(f"input {declared.name!r}: {error}") from None
+        if isinstance(value, (list, tuple)):
+            if not value:
+                raise InputError(f"input {declared.name!r}: an empty list")
+            return [_one(declared, item, text) for item in value]
+    return _one(declared, value, text)
+
+
+def _one(declared: Input, value: Any, text: bool) -> Any:
+    if media.is_media(declared.type):
+        try:
+            rate = declared.sizes.get("rate")
+            return media.given(declared.type, value, rate if isinstance(rate, int) else None)
+        except ValueError as error:
+            raise InputError(f"input {declared.name!r}: {error}") from None
     try:
         if text and isinstance(value, str) and declared.type != "str":
             value = _read(declared.type, value)

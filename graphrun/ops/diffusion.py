@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from graphrun.errors import GraphError
+from graphrun.graph.graph import Stage
 from graphrun.ops.pipeline import accepted, finished
 from graphrun.ops.steps import Journal, journaled
 
@@ -23,13 +24,14 @@ from graphrun.ops.steps import Journal, journaled
 @dataclass(frozen=True, slots=True)
 class StageContext:
     """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps states of loops. While
-    ``planning``, nobody wants its pictures."""
+    ``planning``, nobody wants its pictures. ``declared`` is the stage as the graph has it."""
 
     stage: str
     pipeline: Any
     device: torch.device
     planning: bool = False
     journal: Journal | None = None
+    declared: Stage | None = None
 
 
 def encode_prompt(
@@ -139,11 +141,16 @@ def decode(
         if tiling is not None:
             (vae.enable_tiling if tiling else vae.disable_tiling)()
     if context.planning:
-        for name in ("image_processor", "video_processor"):
-            if (processor := getattr(pipeline, name, None)) is not None:
-                processor.pt_to_numpy = _one_pixel
+        without_pictures(pipeline)
     images = _call(pipeline, {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings})
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
+
+
+def without_pictures(pipeline: Any) -> None:
+    """What ``pipeline`` makes is not copied to the host, where a dry run needs none of it."""
+    for name in ("image_processor", "video_processor"):
+        if (processor := getattr(pipeline, name, None)) is not None:
+            processor.pt_to_numpy = _one_pixel
 
 
 def _one_pixel(pictures: torch.Tensor) -> Any:

@@ -28,7 +28,10 @@ def assemble(
     prompt needs no VAE and no transformer, and nothing of its sizes is read from them.
     """
     kind = resolve_class(graph.pipeline, graph.allow)
-    arguments: dict[str, Any] = dict(graph.pipeline_config)
+    arguments: dict[str, Any] = {
+        name: [modules[item.removeprefix("$")] for item in value] if isinstance(value, list) else value
+        for name, value in graph.pipeline_config.items()
+    }
     missing = []
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name == "self" or name in arguments or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -46,10 +49,18 @@ def assemble(
             f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", str(graph.path or "")
         )
     pipeline = kind(**arguments)
-    pipeline.set_progress_bar_config(disable=True)
-    here = property(lambda _: device)
-    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": here, "device": here})
+    for owner in _with_inner(pipeline):
+        owner.set_progress_bar_config(disable=True)
+        own, here = type(owner), property(lambda _: device)
+        owner.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "_execution_device": here, "device": here})
     return pipeline
+
+
+def _with_inner(pipeline: Any) -> list[Any]:
+    """``pipeline`` and those that it is combined of: a prior and a decoder."""
+    from diffusers import DiffusionPipeline
+
+    return [pipeline, *(value for value in vars(pipeline).values() if isinstance(value, DiffusionPipeline))]
 
 
 def accepted(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

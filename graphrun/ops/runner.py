@@ -16,12 +16,19 @@ from graphrun.components.entry import Boundary
 from graphrun.components.trees import walk
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference, Stage
+from graphrun.graph.media import opened
+from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.options import applied
 from graphrun.ops.pipeline import assemble
 from graphrun.ops.steps import Journal
 
-OPS: Mapping[str, Callable[..., dict[str, Any]]] = {"encode_prompt": encode_prompt, "denoise": denoise, "decode": decode}
+OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "encode_prompt": encode_prompt,
+    "denoise": denoise,
+    "decode": decode,
+    "call": call,
+}
 
 Observer = Callable[[str, Mapping[str, Any]], None]
 Before = Callable[[str], None]
@@ -115,7 +122,8 @@ class Stages:
             used = {name: module for name, module in present.items() if name in stage.uses}
             with applied(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning, self._journal), **arguments)
+                context = StageContext(stage.name, pipeline, device, self._planning, self._journal, stage)
+                made = OPS[stage.op](context, **arguments)
                 del arguments
         if self.after_stage is not None:
             self.after_stage(stage.name, made)
@@ -126,9 +134,11 @@ class Stages:
         self.named = {key: value for key, value in self.named.items() if key in needed}
 
     def _value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
         if not isinstance(value, Reference):
             return value
-        return self._inputs[value.name] if value.kind == "input" else self.named[f"{value.name}.{value.output}"]
+        return opened(self._inputs[value.name]) if value.kind == "input" else self.named[f"{value.name}.{value.output}"]
 
 
 def run_stages(

@@ -21,6 +21,7 @@ from typing import Any
 from graphrun.components.weights import find_folder
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph, Part, Reference, Stage
+from graphrun.graph.media import is_media, named, told
 from graphrun.graph.ops import OPERATIONS
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import Problem
@@ -87,7 +88,8 @@ class Keys:
     def about(self, stage: str) -> str:
         """The inputs that ``stage`` itself reads, for people: ``prompt='a lighthouse' steps=28``."""
         read = [value.name for value in self.graph.stage(stage).references if value.kind == "input"]
-        return " ".join(f"{name}={self.inputs[name]!r}" for name in read)
+        shown = ((name, self.inputs[name]) for name in dict.fromkeys(read))
+        return " ".join(f"{name}={repr(value) if isinstance(value, str) else told(value)}" for name, value in shown)
 
     def _uses(self, stage: Stage) -> list[str]:
         before = [self.graph.stage(name) for name in self.graph.producers(stage.name)]
@@ -95,17 +97,19 @@ class Keys:
 
     def _key(self, stage: Stage, way: Way) -> str:
         def argument(value: Any) -> Any:
+            if isinstance(value, list):
+                return ["list", *(argument(item) for item in value)]
             if not isinstance(value, Reference):
                 return ["literal", value]
             if value.kind == "input":
-                return ["input", self.inputs[value.name]]
+                return ["input", named(self.inputs[value.name])]
             return ["output", self._key(self.graph.stage(value.name), way), value.output]
 
         held = {name: way.held.get(name, (self.graph.components[name].precision[0], "device")) for name in stage.uses}
         return _digest(
             [
                 self._common_digest(),
-                stage.op,
+                [stage.op, *(stage.outputs if OPERATIONS[stage.op].open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
                 way.options.get(stage.name, ""),
                 {name: [self._component(self.graph.components[name]), *how] for name, how in held.items()},
@@ -151,8 +155,9 @@ class Keys:
 
 
 def kept_kinds(stage: Stage) -> bool:
-    """Whether the outputs of ``stage`` are worth keeping: pictures are saved by those who want them."""
-    return "image" not in OPERATIONS[stage.op].outputs.values()
+    """Whether the outputs of ``stage`` are worth keeping: pictures, videos and sound are saved by those who want them."""
+    operation = OPERATIONS[stage.op]
+    return not any(is_media(operation.output(name) or "") for name in stage.outputs)
 
 
 def code_digest() -> str:

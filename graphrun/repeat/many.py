@@ -19,7 +19,9 @@ from graphrun.executor.device import Device
 from graphrun.executor.executor import Session, refuse_unfit, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
-from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.graph import Graph
+from graphrun.graph.media import named
+from graphrun.graph.settings import settings_of
 from graphrun.outputs.keys import Keys, facts, way_of
 from graphrun.outputs.reuse import Reuse
 from graphrun.planner.given import shortened
@@ -97,7 +99,7 @@ def _run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
             means.watcher.left_out(item)
     good, device = [item for item in items if not item.error], means.device
     if means.journal is not None:
-        named = {f"inputs of item {item.number}": str(sorted(item.inputs.items())) for item in good}
+        named = {f"inputs of item {item.number}": _named(item) for item in good}
         means.journal.require(facts(graph, means.device_name) | named)
         batch.done_before = tuple(item.number for item in good if means.journal.item(item.number).done)
         for number in batch.done_before:
@@ -111,12 +113,14 @@ def _run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
 
 def _by_settings(graph: Graph, items: Sequence[Item]) -> list[list[Item]]:
     """Items with equal values of all that sizes and times depend on, in order of their first."""
-    seeds = {value.name for stage in graph.stages if isinstance(value := stage.arguments.get("seed"), Reference)}
-    found: dict[tuple[str, ...], list[Item]] = {}
+    found: dict[tuple[tuple[str, str], ...], list[Item]] = {}
     for item in items:
-        plain = [f"{k}={v!r}" for k, v in item.inputs.items() if graph.inputs[k].type != "str" and k not in seeds]
-        found.setdefault(tuple(plain), []).append(item)
+        found.setdefault(settings_of(graph, item.inputs), []).append(item)
     return list(found.values())
+
+
+def _named(item: Item) -> str:
+    return str(sorted((name, named(value)) for name, value in item.inputs.items()))
 
 
 class _Runner:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph, Reference, Stage, find_cycle, order_stages
+from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.load import load
 from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.order import find_cycle, order_stages
 from graphrun.graph.spec import schema_text
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

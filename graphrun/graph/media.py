@@ -1,0 +1,280 @@
+"""Images, masks, videos and audio that a run is given: read from files, checked, told by their sizes, named by their content.
+
+Decides what a file must be. A file is read when its input is resolved, and again when a stage takes it: between, only its name,
+size and digest are kept. Knows neither pipelines nor devices; arrays and tensors from Python are passed on as they are.
+
+    image  mask    png jpg webp ...                       PIL, RGB or L
+    video          mp4 gif ..., a folder or list of frames    a list of PIL pictures
+    audio          wav, flac                              an array [channels samples], float32 in [-1, 1]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.graph.ops import MEDIA_KINDS
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")  # of 8 bits a channel, which PIL converts
+# What a plan without the file is for: a picture of one colour, a mask that is full.
+GREY, FULL = (127, 127, 127), 255
+AN = {"image": "an image", "mask": "a mask", "video": "a video", "audio": "audio"}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file, or files, that an input names. ``told``: its size, as a plan shows it; ``digest``: SHA-256 of its bytes."""
+
+    kind: str
+    paths: tuple[Path, ...]
+    told: str
+    digest: str
+
+    def open(self) -> Any:
+        """What is in it. Raises InputError where that is not what it was when the run was planned."""
+        if _digest(self.paths) != self.digest:
+            raise InputError(f"{self.paths[0]}: has changed since the run was planned: start it again")
+        return _content(self.kind, self.paths)
+
+
+def given(kind: str, value: Any, rate: int | None = None) -> Any:
+    """``value`` as a stage may take it: a `File` for a path (for a video also a list of them), an object as it is.
+
+    ``rate``: samples per second that audio must have. Raises ValueError saying what is wrong with it.
+    """
+    if isinstance(value, File) and value.kind == kind:
+        return value
+    if isinstance(value, (str, Path)):
+        return _file(kind, _frames(Path(value)) if kind == "video" and Path(value).is_dir() else (Path(value),), rate)
+    if kind == "video" and isinstance(value, (list, tuple)) and value and all(isinstance(item, (str, Path)) for item in value):
+        return _file(kind, tuple(Path(item) for item in value), rate)
+    if kind == "video" and isinstance(value, (list, tuple)) and value:
+        return [_object("image", item, AN[kind]) for item in value]
+    return _object(kind, value, AN[kind])
+
+
+def opened(value: Any) -> Any:
+    """``value`` with every `File` in it opened."""
+    if isinstance(value, list):
+        return [opened(item) for item in value]
+    return value.open() if isinstance(value, File) else value
+
+
+def blank(kind: str, sizes: Mapping[str, float]) -> Any:
+    """A stand-in for planning, of ``sizes``: height and width, frames, or rate and seconds."""
+    from PIL import Image
+
+    if kind == "audio":
+        import numpy as np
+
+        return np.zeros((1, max(1, round(sizes["rate"] * sizes["seconds"]))), dtype=np.float32)
+    size = int(sizes["width"]), int(sizes["height"])
+    if kind == "mask":
+        return Image.new("L", size, FULL)
+    picture = Image.new("RGB", size, GREY)
+    return [picture] * int(sizes["frames"]) if kind == "video" else picture
+
+
+def told(value: Any) -> str:
+    """What a plan depends on of an input: a number as it is, of everything else its size."""
+    if isinstance(value, File):
+        return value.told
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(item, str) for item in value):
+            return f"{len(value)} texts"
+        each = [told(item) for item in value]
+        return f"{len(each)} of {each[0]}" if len(set(each)) == 1 else ", ".join(each)
+    if _is_picture(value):
+        mode = "" if value.mode in ("RGB", "L") else f" {value.mode}"
+        return f"{value.size[0]}x{value.size[1]}{mode}"
+    if hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return str(value)
+
+
+def named(value: Any) -> Any:
+    """``value`` as plain data that is equal for equal content: pictures, arrays and files by their digests."""
+    if isinstance(value, File):
+        return [value.kind, value.told, value.digest]
+    if isinstance(value, (list, tuple)):
+        return [named(item) for item in value]
+    if _is_picture(value):
+        return ["picture", value.mode, list(value.size), hashlib.sha256(value.tobytes()).hexdigest()]
+    if hasattr(value, "shape"):
+        array = value.detach().cpu().float().numpy() if hasattr(value, "untyped_storage") else value
+        return ["array", told(value), hashlib.sha256(array.tobytes()).hexdigest()]
+    return value
+
+
+def size_of(value: Any) -> tuple[int, int] | None:
+    """Width and height of a picture, an image's file or a video's first frame; None for anything else."""
+    if isinstance(value, File) and value.kind in ("image", "mask"):
+        width, _, height = value.told.partition("x")
+        return int(width), int(height)
+    return (value.size[0], value.size[1]) if _is_picture(value) else None
+
+
+def is_media(kind: str) -> bool:
+    """Whether ``kind`` is given as a file."""
+    return kind in MEDIA_KINDS
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "mode") and hasattr(value, "size") and hasattr(value, "tobytes")
+
+
+def _object(kind: str, value: Any, what: str) -> Any:
+    if _is_picture(value) and kind in ("image", "mask"):
+        return value
+    dimensions = {"image": (2, 3, 4), "mask": (2, 3, 4), "video": (4, 5), "audio": (1, 2, 3)}[kind]
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if len(value.shape) not in dimensions or 0 in value.shape:
+            raise ValueError(f"an array of shape {list(value.shape)} is not {what}")
+        return value
+    raise ValueError(f"{_short(value)} is not {what}: give a file, or in Python a picture, an array or a tensor")
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
+def _frames(folder: Path) -> tuple[Path, ...]:
+    try:
+        found = tuple(sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be read: {error.strerror}") from None
+    if not found:
+        raise ValueError(f"{folder}: holds no frames: {', '.join(PICTURES)}")
+    return found
+
+
+def _file(kind: str, paths: tuple[Path, ...], rate: int | None) -> File:
+    try:
+        digest = _digest(paths)
+        content = _content(kind, paths)
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    if kind == "audio":
+        found = _rate(paths[0])
+        if rate is not None and found != rate:
+            raise ValueError(f"{paths[0]}: has {found} samples a second, and {rate} are wanted: convert it")
+    return File(kind, paths, told(content), digest)
+
+
+def _digest(paths: tuple[Path, ...]) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        except FileNotFoundError:
+            raise InputError(f"{path}: there is no such file") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return total.hexdigest()
+
+
+def _content(kind: str, paths: tuple[Path, ...]) -> Any:
+    """Raises InputError for a file that is not of this kind."""
+    if kind == "audio":
+        return _sound(paths[0])[1]
+    if kind != "video":
+        return _picture(paths[0], "L" if kind == "mask" else "RGB")
+    single = len(paths) > 1 or paths[0].suffix.lower() in PICTURES
+    frames = [_picture(path, "RGB") for path in paths] if single else _film(paths[0])
+    if len({frame.size for frame in frames}) > 1:
+        raise InputError(f"{paths[0]}: the frames are of several sizes: {', '.join(sorted({told(frame) for frame in frames}))}")
+    return frames
+
+
+def _picture(path: Path, mode: str) -> Any:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as found:
+            if found.mode not in MODES:
+                raise InputError(f"{path}: has pixels of mode {found.mode}: save it with 8 bits a channel")
+            return ImageOps.exif_transpose(found).convert(mode)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path}: is no image that can be read: {error}") from None
+
+
+def _film(path: Path) -> list[Any]:
+    from PIL import Image, ImageSequence
+
+    if path.suffix.lower() == ".gif":
+        try:
+            with Image.open(path) as found:
+                return [frame.convert("RGB") for frame in ImageSequence.Iterator(found)]
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise InputError(f"{path}: is no moving picture that can be read: {error}") from None
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            frames = [_picture_of(frame) for frame in container.decode(video=0)] if container.streams.video else []
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise InputError(f"{path}: is no video that can be read: {error}") from None
+    if not frames:
+        raise InputError(f"{path}: holds no pictures")
+    return frames
+
+
+def _picture_of(frame: Any) -> Any:
+    return frame.to_image()
+
+
+def _rate(path: Path) -> int:
+    return _sound(path)[0]
+
+
+def _sound(path: Path) -> tuple[int, Any]:
+    """Samples per second, and the samples [channels samples] in float32."""
+    import numpy as np
+
+    if path.suffix.lower() != ".wav":
+        return _other_sound(path)
+    from scipy.io import wavfile
+
+    try:
+        rate, samples = wavfile.read(path)
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        raise InputError(f"{path}: is no wav file that can be read: {error}") from None
+    samples = samples.T if samples.ndim == 2 else samples[None]
+    if samples.dtype.kind == "u":
+        samples = (samples.astype(np.float32) - 128) / 128
+    elif samples.dtype.kind == "i":
+        samples = samples.astype(np.float64) / -float(np.iinfo(samples.dtype).min)
+    if samples.size == 0:
+        raise InputError(f"{path}: holds no samples")
+    return int(rate), np.ascontiguousarray(samples, dtype=np.float32)
+
+
+def _other_sound(path: Path) -> tuple[int, Any]:
+    import numpy as np
+
+    try:
+        import soundfile
+    except ImportError:
+        raise InputError(f"{path}: only wav is read where the package soundfile is not installed") from None
+    try:
+        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except (RuntimeError, OSError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is no sound that can be read: {error}") from None
+    return int(rate), np.ascontiguousarray(samples.T)
+
+
+def listed(text: str) -> Any:
+    """The list that ``text`` writes as JSON; ``text`` itself where it does not begin as one. Raises ValueError."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a JSON list: {error}") from None

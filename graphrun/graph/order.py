@@ -1,0 +1,39 @@
+"""The order of stages, each behind those whose outputs it reads, and the cycle where there is none."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+
+from graphrun.graph.graph import Stage
+
+
+def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
+    """``stages`` in topological order, ties in the order given. There must be no cycle."""
+    names, sorter = list(stages), TopologicalSorter(_producers(stages))
+    sorter.prepare()
+    found: list[Stage] = []
+    waiting: list[int] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(waiting, names.index(name))
+        name = names[heapq.heappop(waiting)]
+        found.append(stages[name])
+        sorter.done(name)
+    return tuple(found)
+
+
+def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
+    """The members of a cycle among ``stages``, each the producer of the next; empty when there is none."""
+    try:
+        TopologicalSorter(_producers(stages)).prepare()
+    except CycleError as error:
+        members = tuple(error.args[1][:-1])
+        first = members.index(min(members, key=list(stages).index))
+        return members[first:] + members[:first]
+    return ()
+
+
+def _producers(stages: Mapping[str, Stage]) -> dict[str, list[str]]:
+    return {name: [r.name for r in stage.references if r.kind == "stage" and r.name in stages] for name, stage in stages.items()}

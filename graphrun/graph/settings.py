@@ -1,0 +1,43 @@
+"""What of a graph's inputs a plan depends on, and whether a run's inputs are what was planned. Knows neither plans nor problems.
+
+height=1024 image=1024x768 steps=30        a plan holds for these; texts and seeds may be others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from graphrun.errors import PlanError
+from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.media import is_media, told
+
+
+def seeds_of(graph: Graph) -> set[str]:
+    """Names of the inputs that are seeds."""
+    given = (stage.arguments.get("seed") for stage in graph.stages)
+    return {value.name for value in given if isinstance(value, Reference)}
+
+
+def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The inputs that sizes and times depend on: all but texts (padded to a fixed length by the pipelines) and seeds; of a list of
+    texts, their number; of an image and the like, its size."""
+    seeds = seeds_of(graph)
+    kept = (name for name in sorted(inputs) if not isinstance(inputs[name], str) and name not in seeds)
+    return tuple((name, told(inputs[name])) for name in kept)
+
+
+def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """``inputs`` completed from a plan's ``settings`` and the graph's defaults.
+
+    Raises PlanError when one that the plan depends on differs from what was planned.
+    """
+    planned = dict(settings)
+    plain = {name: text for name, text in planned.items() if not (graph.inputs[name].many or is_media(graph.inputs[name].type))}
+    values = graph.resolve({**plain, **inputs})
+    now = dict(settings_of(graph, values))
+    for name in sorted(planned.keys() | now.keys()):
+        there, here = planned.get(name, "one text"), now.get(name, "one text")
+        if there != here:
+            raise PlanError(f"the plan is for {name}={there}, this run has {name}={here}: plan again, or leave {name} out")
+    return values
