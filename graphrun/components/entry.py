@@ -3,8 +3,8 @@
 Decides nothing: it hands each entry to a function. The wrapping is a subclass given to the component and to every module in it for
 as long as the boundary stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores
 everything. While it stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by
-its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move or cast
-is refused.
+its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move is
+refused. So is a cast, unless there is who carries it out.
 
     pipeline's code   vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
     entry             decode           text_model.final_layer_norm                    post_process_latents             a read
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,16 @@ Around = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]
 Reads = Callable[[str, str, torch.Tensor], torch.Tensor]
 
 
+class Casts(Protocol):
+    """Who carries out a cast of a component that is not entered. `forms.Forms` does."""
+
+    def now(self, component: str) -> Any:
+        """The form in which the component is, which has a ``name``."""
+
+    def cast(self, component: str, change: Callable[[], object]) -> Any:
+        """Carries out what ``change`` does to the component, which casts its tensors in place."""
+
+
 class Boundary:
     """A context manager that hands every outermost entry into ``modules`` to a function.
 
@@ -46,7 +56,7 @@ class Boundary:
     ``entry`` is ``forward``, the name of a method, the path of a module in the component that is called directly, or
     ``path:method``. ``reads(component, path, tensor)`` returns what code outside of the component gets in place of a weight that it
     looks at. ``device`` may be changed while the boundary stands. ``dtypes``: what ``module.dtype`` answers from outside, where the
-    component computes in another one.
+    component computes in another one. ``casts``: who carries out casts; entries are then told the name of the component's form.
     """
 
     def __init__(
@@ -59,13 +69,15 @@ class Boundary:
         around: Around | None = None,
         reads: Reads | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
+        casts: Casts | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
         self._around = around or functools.partial(_enter_and_exit, on_enter, on_exit)
         self._reads = reads
         self._dtypes = dict(dtypes or {})
-        self._inside = False
+        self._casts = casts
+        self._inside = self._casting = False
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._places: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
         self._made: dict[type[nn.Module], type[nn.Module]] = {}
@@ -91,8 +103,8 @@ class Boundary:
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
             "__call__": self._wrapped("", kind.__call__),
-            "to": self._moved(),
-            "_apply": lambda module, *_, **__: _refuse_change(self._places[id(module)][0], None),
+            "to": self._moved(kind),
+            "_apply": lambda module, *args, **kwargs: self._changed(kind, module, args, kwargs),
         }
         if self._reads is not None:
             members["__getattr__"] = self._read(kind)
@@ -108,17 +120,35 @@ class Boundary:
         outside = not self._inside and not path and component in self._dtypes
         return self._dtypes[component] if outside else kind.dtype.fget(module)
 
-    def _moved(self) -> Callable[..., nn.Module]:
+    def _moved(self, kind: type[Any]) -> Callable[..., nn.Module]:
         def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if self._casting or id(module) not in self._places:
+                return kind.to(module, *args, **kwargs)  # type: ignore[no-any-return]
             kept = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
             device, dtype, _, _ = torch._C._nn._parse_to(*args, **kept)
             here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
             same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
-            if not here or not same:
+            if not here or (not same and self._casts is None):
                 _refuse_change(self._places[id(module)][0], device if not here else dtype)
-            return module
+            return module if same else kind.to(module, dtype)  # type: ignore[no-any-return]
 
         return to
+
+    def _changed(self, kind: type[Any], module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
+        """In place of ``Module._apply``, through which every move and cast of torch goes."""
+        place = self._places.get(id(module))
+        if self._casting or place is None:
+            return kind._apply(module, *args, **kwargs)  # type: ignore[no-any-return]
+        if self._casts is None or self._inside:
+            _refuse_change(place[0], None)
+        self._casting = True
+        try:
+            self._casts.cast(place[0], lambda: kind._apply(module, *args, **kwargs))  # type: ignore[union-attr]
+        except NotImplementedError:  # meta tensors cannot be moved
+            _refuse_change(place[0], None)
+        finally:
+            self._casting = False
+        return module
 
     def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method``, as an entry when nothing is entered yet. ``name`` is empty for the call of a module itself."""
@@ -129,7 +159,7 @@ class Boundary:
             place = self._places.get(id(module))  # a copy of a module has none
             if self._inside or place is None or not (always or _holds_tensor((*args, *kwargs.values()))):
                 return method(module, *args, **kwargs)
-            component, path = place
+            component, path = self._form(place[0]), place[1]
             entry = f"{path}:{name}" if path and name else path or name or "forward"
             self._inside = True
             try:
@@ -138,6 +168,9 @@ class Boundary:
                 self._inside = False
 
         return enter
+
+    def _form(self, component: str) -> str:
+        return component if self._casts is None else str(self._casts.now(component).name)
 
     def _read(self, kind: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
         """``__getattr__``, through which a module's parameters and buffers are looked up."""
@@ -148,8 +181,7 @@ class Boundary:
             place = self._places.get(id(module))
             if self._inside or self._reads is None or place is None or not isinstance(value, torch.Tensor):
                 return value
-            component, path = place
-            return self._reads(component, f"{path}.{name}" if path else name, value)
+            return self._reads(self._form(place[0]), f"{place[1]}.{name}" if place[1] else name, value)
 
         return look_up
 
@@ -186,7 +218,7 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
 
 
 def _refuse_change(name: str, wanted: object) -> nn.Module:
-    """In place of ``Module._apply``, through which every move and cast of torch goes, and of a ``to`` that changes something."""
+    """In place of what would move or cast the component."""
     asked = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
     raise BrokenPlan(
         f"something moves or casts {name}{asked} during the run, whose weights are where the plan says: take the call out "

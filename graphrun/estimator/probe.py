@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphrun import sim
 from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost
-from graphrun.components.entry import Boundary
+from graphrun.components.entry import Boundary, Casts
 from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
@@ -69,12 +69,12 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
 class Prober:
     """Answers entries into ``ghosts`` from traces on meta, and writes them on ``tape``. A trace serves every later probe too."""
 
-    def __init__(self, ghosts: Mapping[str, nn.Module]) -> None:
-        self.ghosts = ghosts
+    def __init__(self, ghosts: Mapping[str, nn.Module], casts: Casts | None = None) -> None:
+        self.ghosts = dict(ghosts)
         self.tape = Tape()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
-        self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank)
+        self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank, casts=casts)
         self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
         self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
         self._known: dict[Any, tuple[Call, Any]] = {}
@@ -105,19 +105,28 @@ class Prober:
         """The facts of every component, with the classes of its blocks in the order in which they were entered; with ``graph``, in
         every precision."""
         found = {}
-        for name, module in self.ghosts.items():
-            calls = [call for call, _ in self._known.values() if call.component == name]
-            classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
-            layouts = lay_out(module, [path for k in classes for path in k.blocks])
-            nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-            found[name] = Facts(
-                parameters=sum(p.numel() for p in module.parameters()),
-                classes=classes,
-                block_bytes=nbytes,
-                precisions=self._precisions(graph, name, classes) if graph else {},
-                layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
-            )
+        for name in self.ghosts:
+            with self.formed(name):
+                found[name] = self._facts_of(name, graph)
         return found
+
+    def formed(self, name: str) -> AbstractContextManager[None]:
+        """For as long as this lasts, the ghost ``name`` is what its traces were made of."""
+        return nullcontext()
+
+    def _facts_of(self, name: str, graph: Graph | None) -> Facts:
+        module = self.ghosts[name]
+        calls = [call for call, _ in self._known.values() if call.component == name]
+        classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
+        layouts = lay_out(module, [path for k in classes for path in k.blocks])
+        nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+        return Facts(
+            parameters=sum(p.numel() for p in module.parameters()),
+            classes=classes,
+            block_bytes=nbytes,
+            precisions=self._precisions(graph, name, classes) if graph else {},
+            layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
+        )
 
     def _precisions(self, graph: Graph, name: str, classes: Sequence[BlockClass]) -> dict[str, tuple[int, ...]]:
         """Bytes of the blocks in every precision. What a class keeps in fp32 depends on the dtype it is made in."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
+from graphrun.components.forms import Forms
 from graphrun.components.precisions import QUANTIZED
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
@@ -40,6 +41,7 @@ class Host:
     ) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
+        self.forms: Forms | None = None  # of modules that a pipeline may cast while it runs
         self.parts: dict[str, Any] = {}
         self.ghosts: dict[str, nn.Module] = {}
         self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # the graph's dtype and the plan's, where they differ

@@ -87,6 +87,7 @@ class Residency:
             kept = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.given else layouts
             self.home = Arena(kept, device, variant.home == "pinned")
         self._blocks = {path: _block(layout) for path, layout in layouts.items()}
+        self.joined = True  # the module is in the form that these blocks are of
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.home, Arena):
             self._move(self.home, layouts)
@@ -120,6 +121,19 @@ class Residency:
                     key, nbytes = self._device.storage_of(tensor)
                     sizes[key] = nbytes
         return sum(sizes.values())
+
+    def holds_module(self) -> bool:
+        """Whether the module's tensors are those of the home. Loading other weights replaces them, or what they point to."""
+        assert isinstance(self.home, Arena)
+        return self.home.memory is not None and all(
+            getattr(place.owner, place.kind).get(place.key) is entry.host
+            and entry.host.data_ptr() == self.home.block(path).data_ptr() + entry.offset
+            and entry.host.dtype == entry.absent.dtype
+            for path, block in self._blocks.items()
+            for entry in block.entries
+            if entry.nbytes
+            for place in entry.places
+        )
 
     def nbytes(self, path: str) -> int:
         """Bytes of block ``path``, alignment included."""
@@ -183,16 +197,29 @@ class Residency:
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """The tensors of block ``path`` are those that lie in ``buffer``."""
-        for entry in self._blocks[path].entries:
+        for entry in self._blocks[path].entries if self.joined else ():
             entry.put(entry.view_in(buffer))
 
     def unbind(self, path: str) -> None:
         """The tensors of block ``path`` are the host's again, or on meta where no home holds them."""
         block = self._blocks[path]
-        for entry in block.entries:
+        for entry in block.entries if self.joined else ():
             entry.put(entry.host)
         for state in block.states:
             state.idx = None  # the columns of the last call's outliers, on the device
+
+    def leave(self) -> None:
+        """The module gets tensors of another form from now on: its own are the host's; blocks on the device wait to be evicted."""
+        for path in self._blocks:
+            self.unbind(path)
+        self.joined = False
+
+    def join(self) -> None:
+        """The module has the host's tensors of these blocks again: it gets those that are on the device from there."""
+        self.joined = True
+        for path, block in self._blocks.items():
+            if block.buffer is not None:
+                self.bind(path, block.buffer)
 
     def stage(self, path: str, buffer: torch.Tensor, device: Device) -> tuple[Mark, Mark]:
         """Queues the copy of block ``path`` into ``buffer`` without placing its tensors: marks before and after the copy."""

@@ -101,8 +101,8 @@ class Running:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
                 outside = {name: own for name, (own, _) in self._host.casts.items()}
-                modules, place = self._host.modules, device.torch_device
-                self._boundary = Boundary(modules, place, around=self._around, reads=self._read, dtypes=outside)
+                told: dict[str, Any] = {"reads": self._read, "dtypes": outside, "casts": self._host.forms}
+                self._boundary = Boundary(self._host.modules, device.torch_device, around=self._around, **told)
                 with self._boundary:
                     outputs = self._work(work)
                 self._finish()

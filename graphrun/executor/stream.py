@@ -152,6 +152,8 @@ class Streamer:
 
     def _before(self, path: str) -> Callable[[nn.Module, object], None]:
         def before(_: nn.Module, __: object) -> None:
+            if not self._residency.joined:
+                return  # another form of the component computes
             self._come_to(path)
             if not self._issued:
                 self._limit = max(self._limit, self._due + 1)
@@ -166,6 +168,8 @@ class Streamer:
 
     def _after(self, path: str) -> Callable[[nn.Module, object, object], None]:
         def after(_: nn.Module, __: object, ___: object) -> None:
+            if not self._residency.joined:
+                return
             self._residency.unbind(path)
             self._bound = None
             end = self._done[self._issued.popleft().number] = self._device.mark("compute")

@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any
 
 from graphrun.components.entry import Boundary, entry_of
+from graphrun.components.forms import AtRest, Form
 from graphrun.components.trees import tensors_in
 from graphrun.errors import InputError
 from graphrun.estimator import hardware as devices
@@ -129,7 +130,7 @@ class Attachment:
     # -- standing between the pipeline and its caller
 
     def _stand(self) -> None:
-        self._boundary = Boundary(self._modules, self._device.torch_device, around=self._directly)
+        self._boundary = Boundary(self._modules, self._device.torch_device, around=self._directly, casts=AtRest())
         self._boundary.__enter__()
         for path, owner in pipelines_in(self.pipe).items():
             kind = type(owner)
@@ -179,7 +180,7 @@ class Attachment:
 
     def _run(self, call: Call) -> Any:
         device, place = self._device, self._device.torch_device
-        self._notice_changes()
+        self._host.begin(changed=self._notice_changes())
         reserve_bytes = device.allocated_bytes  # what the caller has there, of which arguments may be a part
         key = self._key(call, reserve_bytes)
         planned = self._planned(call, key, reserve_bytes)
@@ -197,7 +198,7 @@ class Attachment:
             return device_bytes(outputs, place, besides=(call.args, call.kwargs))
 
         solution = planned.solution
-        self._host.settle_in(solution.problem)
+        self._host.settle_in(solution.problem, self._known_forms())
         trace = follow(solution.problem, solution.plan, self._host, device, work, detour=detour, handed_out=handed_out)
         self.solution, self.detours = solution, tuple(detour.taken)
         self.trace = _beyond(trace, reserve_bytes, handed_out(trace.outputs))
@@ -206,12 +207,18 @@ class Attachment:
             del self._plans[key]
         return trace.outputs["result"]
 
-    def _notice_changes(self) -> None:
+    def _notice_changes(self) -> bool:
         """Plans do not outlive what they were made for: a VAE that tiles now, a LoRA, another scheduler."""
         state = state_of(self.pipe, self._modules)
-        if state != self._state:
+        changed = state != self._state
+        if changed:
             self._state, self._rehearsal = state, None
             self._plans.clear()
+        return changed
+
+    def _known_forms(self) -> Mapping[str, Form]:
+        assert self._rehearsal is not None
+        return self._rehearsal.forms.known
 
     def _key(self, call: Call, reserve_bytes: int) -> tuple[Any, ...]:
         kind = call.name, signature_of((call.args, call.kwargs))
@@ -233,10 +240,17 @@ class Attachment:
     def problem(self, tape: Tape, reserve_bytes: int) -> Problem:
         """The problem of what ``tape`` records, with ``reserve_bytes`` of other tensors on the device."""
         assert self._rehearsal is not None
-        graph = graph_of(self.pipe, self._modules).directed(*self._demands)
+        graph = graph_of(self.pipe, self._modules, self._known_forms().values()).directed(*self._demanded(tape))
         graph = graph.directed(reserve_bytes=graph.directives.reserve_bytes + reserve_bytes)
         limits = Limits(self._budget_bytes, self._ram_bytes)
         return problem_of(graph, self._rehearsal.probed(tape), self._hardware, limits, {})
+
+    def _demanded(self, tape: Tape) -> tuple[Any, ...]:
+        """What is demanded of the components that are entered, in the forms in which they are."""
+        keep, exclude, reserve_bytes = self._demands
+        forms, entered = self._known_forms(), dict.fromkeys(call.component for _, call in tape.entries())
+        wanted = ([name for name in entered if forms[name].component in names] for names in (keep, exclude))
+        return *wanted, reserve_bytes
 
     def solve(self, problem: Problem) -> Solution:
         """The plan for ``problem``; one without phases has nothing but an end."""
@@ -262,14 +276,15 @@ class _Detour:
         """A plan for this entry and all that follow like it."""
         rehearsal = self._attachment._rehearsal
         assert rehearsal is not None
-        proceed = entry_of(rehearsal.ghosts[component], entry)
-        traced, template = rehearsal.prober.trace(component, entry, proceed, args, kwargs)
+        forms = self._attachment._host.forms
+        assert forms is not None
+        traced, template = rehearsal.trace(forms.known[component], entry, args, kwargs)
         made_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(template))
         again = Mark("enter", component, traced)
         carried = max(0, live_bytes - self._reserve_bytes)
         tape = Tape([(1, carried), again, (2, made_bytes), again, (3, made_bytes), Mark("stage", entry)])
         solution = self._attachment.solve(self._attachment.problem(tape, self._reserve_bytes))
-        self._attachment._host.settle_in(solution.problem)
+        self._attachment._host.settle_in(solution.problem, forms.known)
         self._expected = frozenset({self._signature(component, entry, args, kwargs)})
         self.taken.append(f"{component}.{entry}")
         return solution.problem, solution.plan

@@ -28,7 +28,7 @@ class LivePipeline:
     def problem(self, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> Problem:
         """The problem of ``pipe(**inputs)``; ``demands`` as `Graph.directed` takes them. Raises what the probe of a call raises."""
         tape = self._rehearsal.probe(Call("call", self.pipe, lambda rehearsal: rehearsal.pipe, (), dict(inputs)))
-        graph = graph_of(self.pipe, self.modules).directed(*demands)
+        graph = graph_of(self.pipe, self.modules, self._rehearsal.forms.known.values()).directed(*demands)
         problem = problem_of(graph, self._rehearsal.probed(tape), hardware, Limits(budget_bytes, ram_bytes), {})
         plain = ((name, str(value)) for name, value in sorted(inputs.items()) if isinstance(value, (bool, int, float)))
         return replace(problem, settings=tuple(plain))

@@ -12,12 +12,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphrun.components.forms import Form
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
 
@@ -122,8 +124,16 @@ def own_class(owner: Any) -> type[Any]:
     return getattr(type(owner), "_graphrun_places", type(owner))
 
 
-def graph_of(pipe: Any, modules: Mapping[str, nn.Module]) -> Graph:
-    """What a problem names of a live pipeline: its class, its components with class, configuration and dtype. No stages."""
+def graph_of(pipe: Any, modules: Mapping[str, nn.Module], forms: Iterable[Form] = ()) -> Graph:
+    """What a problem names of a live pipeline: its class, its components with class, configuration and dtype. No stages.
+
+    ``forms``: those in which they are entered beside the one that they are in.
+    """
+    components = {name: _component(name, module) for name, module in modules.items()}
+    for form in forms:
+        dtype = str(next((of for of in form.dtypes if of.is_floating_point), torch.float32)).removeprefix("torch.")
+        if form.name not in components:
+            components[form.name] = replace(components[form.component], name=form.name, dtype=dtype, precision=(dtype,))
     return Graph(
         name=type(pipe).__name__,
         path=None,
@@ -132,7 +142,7 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module]) -> Graph:
         pipeline_config={},
         allow=(),
         inputs={},
-        components={name: _component(name, module) for name, module in modules.items()},
+        components=components,
         parts={},
         stages=(),
         outputs={},

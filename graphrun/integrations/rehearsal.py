@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from graphrun import sim
+from graphrun.components.entry import entry_of
+from graphrun.components.forms import Form, Forms
 from graphrun.errors import GraphrunError, InputError
 from graphrun.estimator.events import Call as Traced
 from graphrun.estimator.events import Facts, Mark, Probed, Tape
@@ -51,6 +53,7 @@ class Rehearsal:
         self.pipe = ghost_of(pipe, sim.device)
         self.ghosts = components_of(self.pipe)
         self.prober = LiveProber(self.ghosts, modules)
+        self.forms = self.prober.forms
         self._twins = {id(module): self.ghosts[name] for name, module in modules.items()}
         self._facts: tuple[int, Mapping[str, Facts]] = (-1, {})
 
@@ -62,6 +65,7 @@ class Rehearsal:
         """
         tape = self.prober.tape = Tape()
         self.prober.answered.clear()
+        self.forms.begin()
         entered: list[Any] = []
         try:
             with _same_randomness(), torch.no_grad(), sim.Machine() as machine, self.prober.boundary:
@@ -83,6 +87,13 @@ class Rehearsal:
             ) from error
         return tape
 
+    def trace(self, form: Form, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Any]:
+        """An entry into a component in ``form``, wherever it comes: what it takes, and what it returns, on meta."""
+        self.prober.know(form)
+        with self.forms.within(form):
+            proceed = entry_of(self.ghosts[form.component], entry)
+            return self.prober.trace(form.name, entry, proceed, args, kwargs)
+
     def probed(self, tape: Tape) -> Probed:
         """``tape`` with the facts of all components, as all traces so far show them."""
         if self._facts[0] != self.prober.traces:
@@ -94,7 +105,8 @@ class LiveProber(Prober):
     """A prober that runs what cannot be traced on meta once on the CPU, with the weights of ``live``."""
 
     def __init__(self, ghosts: Mapping[str, nn.Module], live: Mapping[str, nn.Module]) -> None:
-        super().__init__(ghosts)
+        self.forms = Forms(ghosts)
+        super().__init__(ghosts, self.forms)
         self._live = dict(live)
         self.answered: set[Any] = set()  # signatures of the entries of the call that is probed
         self._cached: dict[int, int] = {}  # by id of a trace: bytes that the component keeps beyond its call
@@ -102,12 +114,23 @@ class LiveProber(Prober):
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As for every probe; the entry's signature is kept, and what the component has cached stays until the end."""
+        self.know(self.forms.known[component])
         signature = self.signature(component, entry, args, kwargs)
         answer = super().answer(component, entry, proceed, args, kwargs)
         if signature not in self.answered:
             self.answered.add(signature)
             self.tape.items.append((next(self._keys), self._cached.get(id(self._known[signature][0]), 0)))
         return answer
+
+    def know(self, form: Form) -> None:
+        """``form`` is entered, and has facts of its own."""
+        self.forms.known[form.name] = form
+        if form.name not in self.ghosts:
+            self.ghosts[form.name] = self.ghosts[form.component]
+            self.entered[form.name], self.repeated[form.name], self.choices[form.name] = {}, set(), set()
+
+    def formed(self, name: str) -> AbstractContextManager[None]:
+        return self.forms.within(self.forms.known[name])
 
     @property
     def traces(self) -> int:
@@ -126,7 +149,7 @@ class LiveProber(Prober):
         except Exception as error:  # noqa: BLE001  (whatever the component's code raises where there are no numbers)
             first = f"{type(error).__name__}: {error}"
         try:
-            with _lent(self._live[component], self.ghosts[component]):
+            with _lent(self._live[self.forms.known[component].component], self.ghosts[component]):
                 return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
         except Exception as error:
             raise ProbeError(
@@ -147,12 +170,20 @@ def _lent(live: nn.Module, ghost: nn.Module) -> Iterator[None]:
         ]
         for tensors, lent in pairs:
             kept += [(tensors, key, tensors[key]) for key in lent if key in tensors]
-            tensors.update(lent)
+            tensors.update({key: _as(tensor, tensors.get(key)) for key, tensor in lent.items()})
     try:
         yield
     finally:
         for tensors, key, tensor in kept:
             tensors[key] = tensor
+
+
+def _as(tensor: Any, mine: Any) -> Any:
+    """``tensor`` in the dtype of ``mine``."""
+    if tensor is None or mine is None or tensor.dtype == mine.dtype:
+        return tensor
+    cast = tensor.detach().to(mine.dtype)
+    return nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
 
 
 @contextmanager

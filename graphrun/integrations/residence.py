@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.components.forms import Form, Forms
 from graphrun.components.memos import forget
 from graphrun.components.trees import tensors_in, walk
 from graphrun.executor.device import Device
@@ -33,6 +34,7 @@ class LiveHost(Host):
         self.modules = dict(modules)
         self.residencies: dict[str, Residency] = {}
         self.casts: dict[str, Any] = {}
+        self.forms: Forms | None = None
         self._variants = {}
         self._device = device
         self._numbers: dict[str, ComponentNumbers] = {}
@@ -43,21 +45,39 @@ class LiveHost(Host):
             if p is not None and p.requires_grad
         }
 
-    def settle_in(self, problem: Problem) -> None:
-        """Every component of ``problem`` is laid out as it says. Between runs, or with nothing on the device."""
+    def begin(self, *, changed: bool) -> None:
+        """A call comes: components are in the form that they are in now. ``changed``: so is the pipeline, since the last one."""
+        if not changed and self.forms is not None:
+            self.forms.begin()
+            return
+        self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
+        self.forms = Forms(self.modules, self._leave, self._join)
+
+    def settle_in(self, problem: Problem, forms: Mapping[str, Form]) -> None:
+        """Every component of ``problem`` is laid out as it says, each in its form. Between runs, or with nothing on the device."""
+        assert self.forms is not None
         for numbers in problem.components:
-            if self._numbers.get(numbers.name) != numbers or not self._current(numbers.name):
-                self.residencies.pop(numbers.name, None)
-                self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, self._device)
-                self._numbers[numbers.name], self._variants[numbers.name] = numbers, numbers.variants[0]
+            with self.forms.within(forms[numbers.name]):
+                if self._numbers.get(numbers.name) != numbers or not self._current(numbers.name):
+                    self.residencies.pop(numbers.name, None)
+                    module = self.modules[forms[numbers.name].component]
+                    self.residencies[numbers.name] = Residency(module, numbers, self._device)
+                    self._numbers[numbers.name], self._variants[numbers.name] = numbers, numbers.variants[0]
+
+    def _leave(self, form: str) -> None:
+        if form in self.residencies:
+            self.residencies[form].leave()
+
+    def _join(self, form: str) -> None:
+        if form in self.residencies:
+            self.residencies[form].join()
 
     def refuse_other(self, problem: Problem) -> None:
         """Nothing to refuse: `settle_in` has laid out what ``problem`` says."""
 
     def restore(self) -> None:
         """Every weight has memory of its own, outside of arenas, and may be trained if it might before."""
-        for name in list(self.residencies):
-            del self.residencies[name]
+        for name in {self.forms.known[form].component for form in self.residencies} if self.forms is not None else ():
             made: dict[int, torch.Tensor] = {}
             for child in self.modules[name].modules():
                 held: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
@@ -66,17 +86,12 @@ class LiveHost(Host):
                         if tensor is not None:
                             trained = (id(child), key) in self._trained
                             tensors[key] = made.setdefault(id(tensor), _own(tensor, trained))
+        self.residencies.clear()
         self._numbers.clear()
 
     def _current(self, name: str) -> bool:
         """Whether the component's tensors are those that were laid out: loading other weights replaces them."""
-        residency = self.residencies[name]
-        return all(
-            getattr(place.owner, place.kind).get(place.key) is entry.host
-            for block in residency._blocks.values()
-            for entry in block.entries
-            for place in entry.places
-        )
+        return name in self.residencies and self.residencies[name].holds_module()
 
     def _children(self) -> Iterator[nn.Module]:
         for module in self.modules.values():
