@@ -179,6 +179,9 @@ class _Watched(Watcher):
     def run(self, part: Part, item: Item) -> Callable[[int, int, int], None]:
         return self._stop.watched(self._progress.run(part, item))
 
+    def planned_again(self, line: str) -> None:
+        typer.echo(line, err=True)
+
     def done(self, item: Item, files: Sequence[Path]) -> None:
         self._progress.done(item, files)
 

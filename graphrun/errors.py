@@ -34,10 +34,11 @@ class BrokenPlan(GraphrunError):
 
 
 class OutOfMemory(BrokenPlan):
-    """The device refused an allocation within the planned budget: in slot number ``slot`` (-1: none), when it had held at most
-    ``peak_bytes`` in it, and this process might have ``available_bytes``."""
+    """The device refused an allocation within the planned budget: in the slot ``part`` of ``phase`` ("": in none), when it had held
+    at most ``peak_bytes`` in it, for which ``planned_bytes`` were planned, and this process might have ``available_bytes``."""
 
-    slot = -1
+    phase = part = ""
+    planned_bytes = 0
     peak_bytes = 0
     available_bytes = 0
     partial: Any = None  # the trace of what was finished before

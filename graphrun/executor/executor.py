@@ -136,7 +136,7 @@ class Session:
             if (left_bytes := self._device.allocated_bytes - self._baseline_bytes) > 0:
                 failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
             if isinstance(failure, OutOfMemory):
-                failure.slot, failure.peak_bytes, failure.available_bytes = run.seen
+                run.note_in(failure)
                 failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
             if failure is error:
                 raise

@@ -1,9 +1,10 @@
 """When reality differs from the plan: what ran out of memory is undone, the rest is planned again with what was seen, and goes on.
 
-    encode | denoise | -- out of memory --> values to the host | plan(denoise, decode; what was seen) | denoise | decode
-                                                               | no plan fits: values are saved, and the run stops
+    encode | denoise t0 t1 t2 | -- out of memory --> values and t1's state to the host | plan(t2 .., decode; what was seen) | t2 ..
+                                                     | no plan fits: they are saved, and the run stops
 
-Decides when to plan again and with which numbers; how is the solver's to say. Components keep their homes and precisions.
+Decides when to plan again and with which numbers; how is the solver's to say. Components keep their homes and precisions. A loop
+that cannot be begun in its middle (`graphrun.ops.steps`) is begun again.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
-from graphrun.errors import BrokenPlan, OutOfMemory, PlanError
+from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
 from graphrun.executor.device import Device
 from graphrun.executor.executor import Session, refuse_unfit, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.running import Progress
 from graphrun.graph.graph import Graph
 from graphrun.ops import Stages
+from graphrun.planner.given import shortened
 from graphrun.planner.infeasible import Infeasible
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import PhaseNumbers, Problem
@@ -88,18 +93,21 @@ def run_to_the_end(
     *,
     tell: Tell | None = None,
     keep: Path | None = None,
+    session: Session | None = None,
 ) -> Trace:
     """``stages`` run by ``plan``; where the device has less than planned, or a stage takes more, by plans for what is left.
 
+    ``session``: of ``plan``, open, whose next run this is; after a run that was planned again the one behind it is a first one.
     ``tell`` gets one line each time. Raises OutOfMemory when no plan fits, with the values that finished stages made saved in the
     folder ``keep`` (a new one by default) and named. The trace has the slots of stages as they were finished, and the lines.
     """
     legs: list[Trace] = []
     notes: list[str] = []
+    behind = _behind(stages)
     while True:
         try:
-            with Session(problem, plan, host, device) as session:
-                legs.append(session.run(stages, progress))
+            with nullcontext(session) if session is not None else Session(problem, plan, host, device) as running:
+                legs.append(running.run(stages, progress))
             return _joined(legs, notes)
         except OutOfMemory as error:
             if error.partial is not None:
@@ -109,15 +117,42 @@ def run_to_the_end(
                     raise BrokenPlan(f"planned again {MOST} times")
                 if lost := stages.lost:
                     raise BrokenPlan(f"{', '.join(lost)} could not be copied from the device")
+                stage = next((phase.stage for phase in settle(problem, plan).phases if phase.name == error.phase), "")
+                begun = stage == stages.todo[0].name
                 problem = rest_of(problem, plan, [stage.name for stage in stages.todo], error)
-                plan = solve(problem).plan
+                problem, behind = _without_steps(problem, stages, behind)
+                plan, session = solve(problem).plan, None
             except (Infeasible, BrokenPlan) as reason:
                 raise _given_up(error, reason, stages, keep) from None
             stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]
             stages.options = dict(plan.options)
-            notes.append(_line(error, problem))
+            notes.append(_line(error, problem, stages, begun=begun))
             if tell is not None:
                 tell(notes[-1])
+
+
+def _behind(stages: Stages) -> dict[str, tuple[int, int]]:
+    """Of each stage whose loop is begun in its middle: how many steps of how many are done."""
+    states = {stage.name: stages.steps.state(stage.name) for stage in stages.todo}
+    return {name: (state.done, state.steps) for name, state in states.items() if state is not None}
+
+
+def _without_steps(
+    problem: Problem, stages: Stages, before: Mapping[str, tuple[int, int]]
+) -> tuple[Problem, dict[str, tuple[int, int]]]:
+    """``problem``, which has no steps that were done ``before``, without those that are done now; and these.
+
+    Where calls cannot be told apart by steps, the loop begins at its first.
+    """
+    behind = _behind(stages)
+    for name, (done, steps) in list(behind.items()):
+        earlier = before.get(name, (0, steps))[0]
+        try:
+            problem = shortened(problem, {name: (done - earlier, steps - earlier)})
+        except InputError:
+            stages.steps.forget(name)
+            del behind[name]
+    return problem, behind
 
 
 def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemory) -> Problem:
@@ -132,7 +167,7 @@ def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemor
     if error.available_bytes < problem.effective_bytes:
         budget_bytes = error.available_bytes + problem.overhead_bytes
     else:
-        raised = _raised(problem, plan, error)
+        raised = _raised(problem, error)
     rest = replace(
         problem,
         components=components,
@@ -150,14 +185,13 @@ def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemor
     return replace(rest, values=arrange(rest).values)
 
 
-def _raised(problem: Problem, plan: Plan, error: OutOfMemory) -> dict[str, tuple[str, int]]:
+def _raised(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]]:
     """Phase -> (part, bytes that it is to have more): what it held and then wanted beyond the plan, and no less than a step."""
-    if error.slot < 0:
+    if not error.phase:
         return {}
-    slot, planned = plan.slots[error.slot], simulate(problem, plan).slots[error.slot]
     wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ ?[KMGT]?i?B)", str(error))  # as torch says it, and sim
-    missing = error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - planned.peak_bytes
-    return {slot.phase: (slot.part, max(missing, problem.effective_bytes // STEP, 1))}
+    missing = error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - error.planned_bytes
+    return {error.phase: (error.part, max(missing, problem.effective_bytes // STEP, 1))}
 
 
 def _more(phase: PhaseNumbers, raised: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
@@ -169,25 +203,39 @@ def _more(phase: PhaseNumbers, raised: Mapping[str, tuple[str, int]]) -> PhaseNu
     return replace(phase, rest_bytes=phase.rest_bytes + more, basis="measured") if part == "rest" else phase
 
 
-def _line(error: OutOfMemory, problem: Problem) -> str:
+def _line(error: OutOfMemory, problem: Problem, stages: Stages, *, begun: bool) -> str:
+    """``begun``: whether the first stage that is left was under way."""
     stage = next(iter(stages_of(problem)), "the end")
-    return f"{str(error).splitlines()[0]}: planned again with {show_size(problem.effective_bytes)}, going on from {stage}"
+    state = stages.steps.state(stage)
+    where = f", behind step {state.done} of {state.steps}" if state is not None else ", from its begin" if begun else ""
+    return f"{str(error).splitlines()[0]}: planned again with {show_size(problem.effective_bytes)}, going on from {stage}{where}"
 
 
 def _given_up(error: OutOfMemory, reason: Exception, stages: Stages, keep: Path | None) -> OutOfMemory:
-    named = _flat(stages.named)
+    values = dict(stages.named)
+    for name, (done, steps) in _behind(stages).items():
+        state = stages.steps.state(name)
+        values[f"{name}.latents behind step {done} of {steps}"] = state.latents if state is not None else None
+    named = _flat(values)
     saved = ""
     if named:
-        from safetensors.torch import save_file
-
-        folder = keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "values.safetensors"
-        partial = folder / ".values.safetensors.part"
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, partial)
-        partial.replace(file)
-        saved = f"; what finished stages made is in {file}: {', '.join(sorted(stages.named))}"
+        try:
+            saved = f"; what was made is in {_saved(named, keep)}: {', '.join(sorted(values))}"
+        except (OSError, SafetensorError) as refused:
+            saved = f"; what was made could not be saved: {refused}"
     return OutOfMemory(f"{error}; no plan fits what is left ({str(reason).splitlines()[0]}){saved}")
+
+
+def _saved(named: Mapping[str, torch.Tensor], keep: Path | None) -> Path:
+    """The file, which is whole or absent."""
+    folder = keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    file, partial = folder / "values.safetensors", folder / ".values.safetensors.part"
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, partial)
+        return partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:

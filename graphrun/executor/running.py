@@ -86,7 +86,7 @@ class Running:
         self.handed_out: HandedOut | None = None
         self._baseline_bytes = device.allocated_bytes - self._loaded_bytes()
         self._before = self._tiers()
-        self.seen = (-1, 0, 0)  # when it failed: slot, peak bytes in it, bytes that the device had for this process
+        self._seen = (0, 0)  # when it failed: peak bytes in the slot that was open, bytes that the device had for this process
 
     @property
     def where(self) -> str:
@@ -213,6 +213,13 @@ class Running:
             self._boundary.device = here
         return walk(result, lambda tensor: tensor.to(here))
 
+    def note_in(self, error: OutOfMemory) -> None:
+        """``error`` says where it happened, and what was planned and seen there."""
+        error.peak_bytes, error.available_bytes = self._seen
+        if self._open is not None:
+            error.phase, error.part = self._open.slot.phase, self._open.slot.part
+            error.planned_bytes = self._peaks[self._open.index]
+
     def finished(self, todo: Sequence[str]) -> Trace:
         """What was measured of the stages that are not ``todo``."""
         stages = {phase.name: phase.stage for phase in self._problem.phases}
@@ -240,8 +247,8 @@ class Running:
             self._progress(self._open.index, call, self._open.slot.calls)
 
     def _note_failure(self, done: bool) -> None:
-        if not done and self._open is not None:
-            self.seen = (self._open.index, self._device.peak_bytes, self._device.available_bytes)
+        if not done:
+            self._seen = self._device.peak_bytes, self._device.available_bytes
 
     def _release(self, *, evict: bool) -> None:
         """Everything that a failure may have left: a copy under way, hooks, staged views, loaded blocks."""

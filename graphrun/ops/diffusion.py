@@ -18,19 +18,19 @@ import torch
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Stage
 from graphrun.ops.pipeline import accepted, finished
-from graphrun.ops.steps import Journal, journaled
+from graphrun.ops.steps import Steps, journaled
 
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps states of loops. While
+    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps a loop's last step. While
     ``planning``, nobody wants its pictures. ``declared`` is the stage as the graph has it."""
 
     stage: str
     pipeline: Any
     device: torch.device
     planning: bool = False
-    journal: Journal | None = None
+    steps: Steps | None = None
     declared: Stage | None = None
 
 
@@ -103,7 +103,7 @@ def denoise(
     """``latents``: what the pipeline's `__call__` returns as latents after ``steps`` steps, packed as that pipeline packs them.
 
     The noise comes from a CPU generator seeded with ``seed``, so that it is the same on every device. The embeddings already hold
-    one row for each of ``num_images``. The loop begins where the context's journal says, which hears of each step.
+    one row for each of ``num_images``. The loop begins where the context's ``steps`` say, which hear of each one.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     arguments = {
@@ -113,7 +113,7 @@ def denoise(
         "output_type": "latent",
         "return_dict": False,
         **settings,
-        **journaled(context.pipeline, context.stage, generator, context.journal),
+        **journaled(context.pipeline, context.stage, generator, context.steps),
     }
     return {"latents": _call(context.pipeline, arguments)}
 

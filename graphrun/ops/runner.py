@@ -21,7 +21,7 @@ from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.options import applied
 from graphrun.ops.pipeline import assemble
-from graphrun.ops.steps import Journal
+from graphrun.ops.steps import Journal, Steps
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "encode_prompt": encode_prompt,
@@ -41,8 +41,9 @@ class Stages:
     are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
     (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
     outputs)`` sees its values as they are on the device. ``given``: values of stages that are not run, by name as in
-    ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the states of denoising loops. A value is dropped
-    after its last consumer. While ``planning``, what costs on the host alone is left out.
+    ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the states of denoising loops, of which
+    ``steps`` has the last. A value is dropped after its last consumer. While ``planning``, what costs on the host alone is left
+    out.
     """
 
     def __init__(
@@ -66,10 +67,9 @@ class Stages:
         self.after_stage, self.before_stage = after_stage, before_stage
         self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
         self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.allow) for name, c in graph.components.items()}
-        self._inputs, self._planning = dict(inputs), planning
+        self._inputs, self._planning, self.steps = dict(inputs), planning, Steps(journal)
         self.named: dict[str, Any] = dict(given or {})  # values of stages that later ones need: ``encode.embeds``
         self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}
-        self._journal = journal
         self.options = dict(options or {})
         self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
 
@@ -81,7 +81,9 @@ class Stages:
         return self._outputs
 
     def leave(self) -> None:
-        """Values that wait for their consumers are on the host from now on; those that cannot be copied any more are lost."""
+        """Values that wait for their consumers are on the host from now on, and so is a loop's last step. Those that cannot be
+        copied any more are lost."""
+        self.steps.leave()
         for name in list(self.named):
             try:
                 self.named[name] = to_host(self.named[name])
@@ -122,9 +124,10 @@ class Stages:
             used = {name: module for name, module in present.items() if name in stage.uses}
             with applied(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
-                context = StageContext(stage.name, pipeline, device, self._planning, self._journal, stage)
-                made = OPS[stage.op](context, **arguments)
+                steps = None if self._planning else self.steps
+                made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning, steps, stage), **arguments)
                 del arguments
+        self.steps.forget(stage.name)
         if self.after_stage is not None:
             self.after_stage(stage.name, made)
         self.named.update({f"{stage.name}.{output}": value for output, value in made.items()})

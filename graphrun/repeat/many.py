@@ -19,6 +19,7 @@ from graphrun.executor.device import Device
 from graphrun.executor.executor import Session, refuse_unfit, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
+from graphrun.executor.recover import run_to_the_end
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import named
 from graphrun.graph.settings import settings_of
@@ -213,7 +214,8 @@ class _Runner:
                     session.close()
                 more = self._arguments(part.graph, first, part.solution)
                 stages = stages_for(plan, part.graph, first.inputs, self.device, host, **more)
-                trace = session.run(stages, self.means.watcher.run(part, first))
+                hears, tell = self.means.watcher.run(part, first), self.means.watcher.planned_again
+                trace = run_to_the_end(problem, plan, stages, host, self.device, hears, tell=tell, session=session)
                 self.batch.traces.append((part.stages, first.number, trace))
                 self._finish(part.graph, first, trace, (first, *others))
 

@@ -23,6 +23,9 @@ class Watcher:
     def run(self, part: Part, item: Item) -> Callable[[int, int, int], None] | None:
         """A run of it, for ``item``; what is returned hears of each call, as a run's ``progress``."""
 
+    def planned_again(self, line: str) -> None:
+        """What is left of the item that runs was planned again, as ``line`` says."""
+
     def done(self, item: Item, files: Sequence[Path]) -> None:
         """An item's outputs are where they belong."""
 

@@ -45,7 +45,9 @@ def shrinking(whole: Whole, component: str, capacity_bytes: int, call: int = 1) 
         return before
 
     hooks = [
-        whole.modules[name].register_forward_pre_hook(enter(name)) for name in ("text_encoder", "text_encoder_2", "transformer")
+        whole.modules[name].register_forward_pre_hook(enter(name))
+        for name in ("text_encoder", "text_encoder_2", "transformer")
+        if name in whole.modules
     ]
     try:
         yield entered
@@ -69,11 +71,34 @@ def test_memory_that_vanishes_in_a_stage_has_the_rest_planned_again(whole: Whole
     assert len(told) == len(trace.notes) == 1
     assert "slot denoise/0:transformer first: sim out of memory" in told[0]
     assert "planned again with" in told[0]
-    assert told[0].endswith("going on from denoise")
+    assert told[0].endswith("going on from denoise, from its begin")
     assert entered.count("text_encoder") == entered.count("text_encoder_2") == 1, "what was finished is not done again"
     assert max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode"))) <= less
     assert [slot.part for slot in trace.slots][-1] == "end"
     assert whole.device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("call", [2, 5])
+def test_it_goes_on_behind_the_last_finished_step(call: int) -> None:
+    whole, told = Whole("flux-tiny", {"steps": 5, "height": 64, "width": 64}), list[str]()
+    problem = roomy(whole)
+    with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, call) as entered:
+        trace = run(whole, problem, told)
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    assert len(told) == 1
+    assert told[0].endswith(f"going on from denoise, behind step {call - 1} of 5")
+    assert entered.count("transformer") == 5 + 1, "the step that broke is taken twice, and no other one"
+    assert sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise") and slot.part != "load") == 6 - call
+    assert whole.device.allocated_bytes == 0
+
+
+def test_a_loop_that_cannot_be_begun_in_its_middle_begins_again_and_the_line_says_so() -> None:
+    whole, told = Whole("wan-tiny", {"steps": 2}), list[str]()
+    with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, 4) as entered:
+        trace = run(whole, roomy(whole), told)
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    assert told[0].endswith("going on from denoise, from its begin")
+    assert entered.count("transformer") == 3 + 1 + 4
 
 
 def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: Whole) -> None:
@@ -103,19 +128,30 @@ def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(who
 
 def test_when_no_plan_fits_it_stops_with_what_was_made_saved_and_named(whole: Whole, tmp_path: Path) -> None:
     problem, told = roomy(whole), list[str]()
-    with shrinking(whole, "transformer", 100_000), pytest.raises(OutOfMemory) as caught:
+    with shrinking(whole, "transformer", 100_000, 2), pytest.raises(OutOfMemory) as caught:
         run(whole, problem, told, tmp_path / "kept")
     assert not told
     text = str(caught.value)
     assert "no plan fits what is left (nothing fits: " in text
-    assert f"what finished stages made is in {tmp_path}/kept/values.safetensors: encode.embeds" in text
+    assert f"what was made is in {tmp_path}/kept/values.safetensors: " in text
+    assert text.endswith(": denoise.latents behind step 1 of 2, encode.embeds")
     found = load_file(tmp_path / "kept" / "values.safetensors")
     embeds = whole.run(whole.problem, planned(whole.problem))  # nothing is left behind by the failure
     assert np.array_equal(pixels(embeds.outputs["image"]), whole.image)
     assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= found.keys()
+    assert "denoise.latents behind step 1 of 2" in found
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
     assert [file.name for file in (tmp_path / "kept").iterdir()] == ["values.safetensors"]
     assert whole.device.allocated_bytes == 0
+
+
+def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: Whole, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with (
+        shrinking(whole, "transformer", 100_000),
+        pytest.raises(OutOfMemory, match="could not be saved: .*File exists"),
+    ):
+        run(whole, roomy(whole), [], tmp_path / "kept")
 
 
 def test_a_run_as_planned_is_not_planned_again(whole: Whole) -> None:

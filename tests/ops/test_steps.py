@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from graphrun.components.build import build
-from graphrun.ops import run_stages
+from graphrun.ops import Stages
 from graphrun.ops.steps import StepState, resumable
 from graphrun.outputs.pack import pack, unpack
 
@@ -44,28 +46,55 @@ class Notes:
         return StepState(**unpack(self.found[done]))
 
 
-@pytest.fixture(scope="module")
-def loops(dry: Any) -> Any:
-    built: dict[str, Any] = {}
+class Loops:
+    """Pipelines in small, up to the end of their loops."""
 
-    def latents(name: str, scheduler: str, notes: Notes) -> torch.Tensor:
-        graph = dry(name)[0]
+    def __init__(self, dry: Any) -> None:
+        self._dry, self._built = dry, dict[str, Any]()
+
+    def stages(self, name: str, scheduler: str, notes: Notes | None = None) -> Stages:
+        graph = self._dry(name)[0]
         if scheduler:
             part = replace(graph.parts["scheduler"], class_path=f"diffusers.{scheduler}")
             if name == "sdxl-tiny":
                 part = replace(part, config={"beta_schedule": "scaled_linear", "steps_offset": 1})
             graph = replace(graph, parts={**graph.parts, "scheduler": part})
         graph = graph.until("denoise")
-        if name not in built:
-            built[name] = {c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses}
+        if name not in self._built:
+            self._built[name] = {c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses}
         inputs = graph.resolve({"steps": STEPS, "height": 64, "width": 64})
-        found: torch.Tensor = run_stages(graph, built[name], torch.device("cpu"), inputs, journal=notes)["latents"]
+        return Stages(graph, self._built[name], torch.device("cpu"), inputs, journal=notes)
+
+    def __call__(self, name: str, scheduler: str, notes: Notes) -> torch.Tensor:
+        found: torch.Tensor = self.stages(name, scheduler, notes).run()["latents"]
         return found
 
-    return latents
+
+@pytest.fixture(scope="module")
+def loops(dry: Any) -> Loops:
+    return Loops(dry)
 
 
-@pytest.mark.parametrize(
+@contextmanager
+def breaking(stages: Stages, call: int, break_it: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """The denoiser's call number ``call`` ends the run, behind ``break_it``; yields one entry for each of its calls."""
+    calls: list[int] = []
+    denoiser = stages.modules["unet" if "unet" in stages.modules else "transformer"]
+
+    def before(*_: Any) -> None:
+        calls.append(len(calls) + 1)
+        if len(calls) == call:
+            break_it()
+            raise Killed
+
+    hook = denoiser.register_forward_pre_hook(before)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+KINDS = pytest.mark.parametrize(
     ("name", "scheduler"),
     [
         ("flux-tiny", ""),
@@ -77,7 +106,10 @@ def loops(dry: Any) -> Any:
         ("cogview4-tiny", ""),
     ],
 )
-def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Any, name: str, scheduler: str) -> None:
+
+
+@KINDS
+def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
     whole = Notes()
     expected = loops(name, scheduler, whole)
     assert sorted(whole.found) == list(range(1, STEPS)), "a state for every step but the last"
@@ -88,6 +120,42 @@ def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Any, name: 
         rest = Notes(begin=broken.after(done))
         assert torch.equal(loops(name, scheduler, rest), expected)
         assert sorted(rest.found) == list(range(done + 1, STEPS)), "and not one step twice"
+
+
+@KINDS
+def test_a_run_that_breaks_in_a_step_goes_on_with_that_step_and_has_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
+    whole, stages = Notes(), loops.stages(name, scheduler)
+    with breaking(stages, 0) as calls:
+        expected = loops(name, scheduler, whole)
+    a_step = len(calls) // STEPS
+    with breaking(stages, 3 * a_step + 1), pytest.raises(Killed):  # the first call of the fourth step
+        stages.run()
+    stages.leave()
+    state = stages.steps.state("denoise")
+    assert state is not None
+    assert (state.done, state.steps) == (3, STEPS)
+    with breaking(stages, a_step + 1) as rest, pytest.raises(Killed):  # and again in the fifth
+        stages.run()
+    stages.leave()
+    with breaking(stages, 0) as last:
+        assert torch.equal(stages.run()["latents"], expected)
+    assert (len(rest), len(last)) == (a_step + 1, a_step)
+    assert stages.steps.state("denoise") is None, "nothing of a loop is kept behind its end"
+
+
+def test_a_state_that_the_broken_step_changed_is_none(loops: Loops) -> None:
+    stages = loops.stages("flux-tiny", "")
+
+    def change() -> None:
+        state = stages.steps.state("denoise")
+        assert state is not None
+        state.latents.mul_(2)
+
+    with breaking(stages, 3, change), pytest.raises(Killed):
+        stages.run()
+    stages.leave()
+    assert stages.steps.state("denoise") is None
+    assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", Notes()))
 
 
 def test_a_pipeline_whose_steps_know_their_number_is_not_begun_in_its_middle() -> None:

@@ -6,14 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import graphrun
+from graphrun.components.build import build
 from graphrun.errors import InputError
+from graphrun.executor.open import open_device
+from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import simulate
 from graphrun.repeat.course import courses
 from graphrun.repeat.values import Values
+from graphrun.repeat.watch import Watcher
 
 ITEMS = [{"prompt": f"prompt {number % 2}", "seed": number} for number in range(4)]
 SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
@@ -106,3 +111,31 @@ def test_values_beyond_their_ram_wait_on_disk() -> None:
         values.drop(2)
         assert (values.held_bytes, values.stored_bytes) == (0, 0)
         assert not values.has(2, "encode.embeds")
+
+
+def test_memory_that_vanishes_in_an_item_has_the_rest_of_it_planned_again(batch: Any, flux: Any, problem: Problem) -> None:
+    modules = {name: build(component, flux) for name, component in flux.components.items()}
+    device, calls, lines = open_device(problem), list[int](), list[str]()
+    least = smallest_budget(problem) + 200_000
+
+    def shrink(*_: Any) -> None:
+        calls.append(len(calls))
+        if len(calls) == 5:  # the second step of the second item
+            device.machine.capacity_bytes = least  # type: ignore[attr-defined]
+
+    class Hears(Watcher):
+        def planned_again(self, line: str) -> None:
+            lines.append(line)
+
+    expected = batch(ITEMS[:2], modules=modules)
+    hook = modules["transformer"].register_forward_pre_hook(shrink)
+    try:
+        found = batch([*ITEMS[:2], ITEMS[0] | {"seed": 5}], modules=modules, device=device, watcher=Hears())
+    finally:
+        hook.remove()
+    for number in (1, 2):
+        assert np.array_equal(np.asarray(found.outputs[number]["image"]), np.asarray(expected.outputs[number]["image"]))
+    assert found.outputs.keys() == {1, 2, 3}, "items behind it run too, with what memory there is"
+    assert lines[0].endswith("going on from denoise, behind step 1 of 3")
+    assert len(calls) == 3 * 3 + 1, "one step is taken twice"
+    assert device.allocated_bytes == 0
