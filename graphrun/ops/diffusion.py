@@ -23,8 +23,8 @@ from graphrun.ops.steps import Steps, journaled
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps a loop's last step. While
-    ``planning``, nobody wants its pictures. ``declared`` is the stage as the graph has it."""
+    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps a loop's last step.
+    While ``planning``, nobody wants its pictures. ``declared`` is the stage as the graph has it."""
 
     stage: str
     pipeline: Any
