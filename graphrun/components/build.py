@@ -24,13 +24,22 @@ import torch
 from torch import nn
 
 from graphrun.components.classes import resolve_class
+from graphrun.components.content import (
+    Content,
+    as_stored,
+    content_of,
+    read_as,
+    refuse_missing,
+    replace_layers,
+    scale_name,
+)
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
-from graphrun.components.quantize import convert, quantizable_layers
+from graphrun.components.quantize import quantizable_layers
 from graphrun.components.random_weights import fill
 from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
-from graphrun.components.stored import saved_as
-from graphrun.components.weights import Stored, config_file, find_folder, local_folder, stored_tensors, weight_files
+from graphrun.components.stored import here
+from graphrun.components.weights import config_file, find_folder, local_folder, weight_files
 from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph, Part
@@ -59,6 +68,17 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
+def held_ghost(component: Component, allow: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
+    """The `ghost` of ``component`` with the layers of ``precision``, and what files on this machine hold for it.
+
+    Its tensors are those that `draft` will have, to the byte. Raises GraphError for files that are broken or another model's.
+    """
+    module, place = ghost(component, allow), here(component, precision)
+    content = content_of(component, module, place, precision) if place is not None else None
+    replace_layers(module, precision, getattr(torch, component.dtype), content)
+    return module, content
+
+
 def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
     """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone;
     with its LoRAs fused.
@@ -69,7 +89,8 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     """
     kind = _module_class(component, graph.allow)
     if component.source is not None:
-        module = _from_source(kind, component, graph.allow)
+        place = find_folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+        module = _from_source(kind, component, graph.allow) if place.is_dir() else _filled(component, graph)
         fuse(component, module)
         return module
     with _empty_parameters():
@@ -85,9 +106,10 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
 def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module, Writer]:
     """``component`` in ``precision`` with parameters on meta, buffers on the CPU, and the writer of its blocks.
 
-    A precision that is a dtype takes the place of the component's own; int8 and nf4 replace its linear layers. Weights are read,
-    or made, when the writer is asked: no checkpoint is ever in memory whole. Where its files name tensors in another way than the
-    module, the library's own loader has to be asked, which holds it for as long as blocks are written. Raises what `build` raises.
+    A precision that is a dtype takes the place of the component's own; the others replace its linear layers. Weights are read, or
+    made, when the writer is asked: no checkpoint is ever in memory whole. Where a folder's files name tensors in another way than
+    the module, the library's own loader has to be asked, which holds it for as long as blocks are written. Raises what `build`
+    raises.
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
@@ -101,35 +123,32 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
-    names = list(parameters)
-    if component.source is not None:
-        folder = find_folder(component.source, ("*.json", "*.safetensors"), component.where)
-        stored = _by_module_names(module, stored_tensors(folder, component.where), component)
-        names = list(dict.fromkeys((*parameters, *saved)))
-        whole = set(saved) <= stored.keys()
-        source = FileSource(stored) if whole else LoadedSource(partial(_from_source, kind, component, graph.allow))
+    names, content = list(parameters), None
+    if (given := component.source_in(precision)) is not None:
+        place = find_folder(given, ("*.json", "*.safetensors"), component.where, component.variant)
+        content = content_of(component, module, place, precision)
+        names = list(dict.fromkeys((*parameters, *saved, *(scale_name(name) for name in content.scales))))
+        if place.is_dir() and not set(saved) <= content.pieces.keys():
+            content, source = None, LoadedSource(partial(_from_source, kind, component, graph.allow))
+        else:
+            refuse_missing(content, module, component)
+            source = FileSource(read_as(content, module, precision, own))
+    elif precision == "gguf":
+        raise GraphError(
+            f"components.{component.name}: gguf has no random weights: add gguf: with the path of a file", component.where
+        )
     if component.loras:
+        if precision in ("gguf", "fp8"):
+            text = f"a LoRA cannot be fused into weights in {precision}: take another precision, or leave loras: out"
+            raise GraphError(f"components.{component.name}: {text}", component.where)
         source = LoraSource(source, deltas_of(component, module))
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
         weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}
-        shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
-        convert(module, precision, own)
+        if content is None or precision not in as_stored(content, weights):
+            shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+        replace_layers(module, precision, own, content)
     return module, Writer(Composed(source, buffers, names), precision, shapes)
-
-
-def _by_module_names(module: nn.Module, stored: Sequence[Stored], component: Component) -> dict[str, Stored]:
-    """``stored`` by the module's names; a tied tensor under all of them. Raises GraphError for a tensor of another shape."""
-    by_name = {tensor.name: tensor for tensor in stored}
-    found: dict[int, Stored] = {}
-    state = module.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        if (there := by_name.get(saved_as(name, module, by_name))) is not None:
-            if there.shape != tuple(tensor.shape):
-                text = f"{component.source} is not what its config says: {name} is {list(there.shape)}, not {list(tensor.shape)}"
-                raise GraphError(f"components.{component.name}: {text}", component.where)
-            found.setdefault(id(tensor), there)
-    return {name: found[id(tensor)] for name, tensor in state.items() if id(tensor) in found}
 
 
 def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
@@ -201,15 +220,34 @@ def _construct(kind: type[Any], component: Component) -> Any:
         return kind(**config)
 
 
+def _filled(component: Component, graph: Graph) -> nn.Module:
+    """``component`` with the weights that a single file has, read one by one."""
+    module, writer = draft(replace(component, loras=()), graph, component.dtype)
+    made: dict[int, nn.Parameter] = {}
+    for prefix, child in module.named_modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
+                    writer.source.into(f"{prefix}.{key}" if prefix else key, made[id(parameter)].data)
+                child._parameters[key] = made[id(parameter)]
+    for name, buffer in module.named_buffers():
+        if name in module.state_dict():
+            writer.source.into(name, buffer)
+    writer.close()
+    return module
+
+
 def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) -> nn.Module:
-    folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where)
-    files = weight_files(folder, component.where)
+    folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where, component.variant)
+    files = weight_files(folder, component.where, component.variant)
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
+    reading = {**_READING, "variant": component.variant or None}
     with _explained(place, component.class_path, component.where), _quiet():
         if hasattr(kind, "load_config"):  # diffusers
-            module, found = kind.from_pretrained(folder, torch_dtype=dtype, **_READING)
+            module, found = kind.from_pretrained(folder, torch_dtype=dtype, **reading)
         elif getattr(kind, "config_class", None) is not None:  # transformers
-            module, found = kind.from_pretrained(folder, dtype=dtype, **_READING)
+            module, found = kind.from_pretrained(folder, dtype=dtype, **reading)
         else:
             module, found = _load(kind, component, files)
     if missing := sorted(found["missing_keys"]):

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-QUANTIZED = ("int8", "nf4", "fp8")
+QUANTIZED = ("int8", "nf4", "fp8", "gguf")

@@ -1,18 +1,23 @@
-"""Quantized layers of bitsandbytes: which layers of a component become one, what they hold, and how a weight is turned into it.
+"""Quantized layers: which layers of a component become one, what they hold, and how a weight is turned into it.
 
-Decides what int8 and nf4 mean for a module. Must not know devices other than the CPU, plans, or where weights come from.
+Decides what int8, nf4 (both bitsandbytes'), fp8 and gguf mean for a module. Must not know devices other than the CPU, plans, or
+where weights come from.
 
     nf4     weight -> data [n/2 1] uint8 | absmax, fp32 per 64 elements | code, 16 values        computes in the component's dtype
     int8    weight -> CB [out in] int8   | SCB, fp32 per output feature                          outliers (6 and above) in 16 bits
-    fp8     weight -> float8_e4m3fn, without a scale                                             cast back in every call
+    fp8     weight -> float8_e4m3fn    (| scale, fp32 per row, where a file has one)             cast back in every call
+    gguf    rows of bytes of a GGUF type, as a file has them                                     made numbers in every call
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from graphrun.components.gguf import dequantized
 
 BLOCK = 64  # elements to a maximum: bitsandbytes' own default
 THRESHOLD = 6.0  # LLM.int8's, of activations (Dettmers et al. 2022, section 3.2), as transformers and diffusers take it
@@ -42,15 +47,31 @@ def quantizable_layers(module: nn.Module, own: torch.dtype) -> dict[str, nn.Line
     }
 
 
-def convert(module: nn.Module, precision: str, own: torch.dtype) -> tuple[str, ...]:
+def convert(
+    module: nn.Module,
+    precision: str,
+    own: torch.dtype,
+    rows: Mapping[str, tuple[str, int]] | None = None,
+    scaled: Collection[str] = (),
+) -> tuple[str, ...]:
     """Replaces `quantizable_layers` by layers of ``precision`` whose weights are on meta, with the shapes that they will have.
 
-    Returns the names of the weights. Where the module is on the CPU, biases stay as they are.
+    ``rows``: for gguf, the weights that the file has quantized, each with its type and bytes of a row; others stay. ``scaled``: for
+    fp8, the weights that have a scale. Returns the names of the weights. Where the module is on the CPU, biases stay as they are.
     """
     made = []
     for path, layer in quantizable_layers(module, own).items():
         parent, _, key = path.rpartition(".")
-        setattr(module.get_submodule(parent), key, _layer(layer, precision, own))
+        name = f"{path}.weight"
+        if precision == "gguf":
+            if rows is None or name not in rows:
+                continue
+            new = gguf_linear(layer, own, *rows[name])
+        else:
+            new = _layer(layer, precision, own)
+        if name in scaled:
+            new.register_parameter("scale", nn.Parameter(torch.empty(layer.out_features, 1, device="meta"), requires_grad=False))
+        setattr(module.get_submodule(parent), key, new)
         made.append(f"{path}.weight")
     return tuple(made)
 
@@ -115,13 +136,42 @@ def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
 
 
 class _Fp8Linear(nn.Linear):
-    """A linear layer whose weight is stored in 8 bits and cast for each call, as diffusers' layerwise casting does for a layer."""
+    """A linear layer whose weight is stored in 8 bits and cast for each call, as diffusers' layerwise casting does for a layer;
+    then scaled where the file has a scale (ComfyUI's scaled fp8: cast, then multiplied in the compute dtype)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+        weight = self.weight.to(input.dtype)
+        if (scale := self._parameters.get("scale")) is not None:
+            weight *= scale.to(input.dtype)
+        return nn.functional.linear(input, weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Its values come later."""
+
+
+class _GgufLinear(nn.Linear):
+    """A linear layer whose weight is rows of bytes of a GGUF type, made numbers for each call: what diffusers' `GGUFLinear`
+    computes. Its weight is a plain parameter: theirs, a subclass of one, cannot be a view of a block's buffer."""
+
+    def __init__(self, like: nn.Linear, own: torch.dtype, kind: str) -> None:
+        super().__init__(like.in_features, like.out_features, like.bias is not None, device="meta")
+        self.kind, self.own = kind, own
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, dequantized(self.weight, self.kind).to(self.own), self.bias)
+
+    def reset_parameters(self) -> None:
+        """Its values come later."""
+
+
+def gguf_linear(layer: nn.Linear, own: torch.dtype, kind: str, row_bytes: int) -> nn.Linear:
+    """A layer in the place of ``layer`` that computes in ``own`` with a weight of type ``kind``, on meta."""
+    made = _GgufLinear(layer, own, kind)
+    weight = torch.empty(layer.out_features, row_bytes, dtype=torch.uint8, device="meta")
+    made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    made._parameters["bias"] = layer.bias
+    quiet: nn.Linear = made.requires_grad_(False).eval()
+    return quiet
 
 
 def _last_of_transformers(module: nn.Module) -> set[str]:

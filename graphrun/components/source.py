@@ -18,6 +18,7 @@ from torch import nn
 from graphrun.components.blocks import BlockLayout
 from graphrun.components.quantize import quantized
 from graphrun.components.random_weights import values_of
+from graphrun.components.symbolic import Piece, Recipe
 from graphrun.components.weights import Stored
 from graphrun.errors import InputError
 
@@ -62,21 +63,32 @@ class RandomSource:
 
 
 class FileSource:
-    """Tensors of safetensors files, straight from the file into their place, converted on the way where dtypes differ.
+    """Tensors of files, straight from the file into their place, converted on the way where dtypes differ. What is made of others
+    holds these while it is made.
 
     ``stored``: by the module's names. Raises InputError where a file was changed or cut since its header was read.
     """
 
     plain = True
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, Piece]) -> None:
         self._stored = dict(stored)
-        self._stamps = {file: _stamp(os.stat(file)) for file in {tensor.file for tensor in self._stored.values()}}
+        leaves = [leaf for piece in self._stored.values() for leaf in (piece.leaves if isinstance(piece, Recipe) else (piece,))]
+        self._stamps = {file: _stamp(os.stat(file)) for file in {leaf.file for leaf in leaves}}
         self._opened: dict[str, int] = {}
 
     def into(self, name: str, target: torch.Tensor) -> int:
         """Bytes as they lie in the file."""
-        tensor = self._stored[name]
+        piece = self._stored[name]
+        if isinstance(piece, Stored):
+            return self._plain_into(piece, target)
+        values = [torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype)) for leaf in piece.leaves]
+        for leaf, value in zip(piece.leaves, values, strict=True):
+            self._plain_into(leaf, value)
+        target.copy_(piece.make(values).reshape(target.shape))
+        return piece.nbytes
+
+    def _plain_into(self, tensor: Stored, target: torch.Tensor) -> int:
         flat, dtype = target.view(-1), getattr(torch, tensor.dtype)
         if dtype == target.dtype:
             self._read(tensor, 0, flat.view(torch.uint8))
@@ -164,7 +176,8 @@ class Composed:
 
 
 class Writer:
-    """Writes a component's blocks: ``shapes`` are those of weights before they are quantized to ``precision`` (their names)."""
+    """Writes a component's blocks: ``shapes`` are those of weights that are quantized to ``precision`` once they are read, by
+    name."""
 
     def __init__(self, source: Source, precision: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         self.source = source

@@ -5,12 +5,13 @@ Decides whether a source may be what its graph says. Builds nothing and reads no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
-from graphrun.components.weights import Stored, has_weights, local_folder, stored_tensors
+from graphrun.components.content import content_of, refuse_missing, tensors_in
+from graphrun.components.weights import Stored, has_weights, local_place
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
 
@@ -28,55 +29,43 @@ class Holding:
     missing: int
 
 
-def stored_in(component: Component) -> tuple[Stored, ...] | None:
+def stored_in(component: Component, precision: str = "") -> tuple[Stored, ...] | None:
     """The tensors that the source of ``component`` holds, None where its files are not here. Raises GraphError for a broken one."""
-    folder = local_folder(component.source) if component.source is not None else None
-    if folder is None or not has_weights(folder):
-        return None
-    return stored_tensors(folder, component.where)
+    place = here(component, precision)
+    return None if place is None else tensors_in(place, component, precision)
+
+
+def here(component: Component, precision: str) -> Path | None:
+    """Where on this machine the weights of ``component`` in ``precision`` lie, None where they do not.
+
+    Raises GraphError for a GGUF file that is not here: nothing but its header says what its tensors take.
+    """
+    source = component.source_in(precision)
+    place = local_place(source) if source is not None else None
+    if place is None and precision == "gguf":
+        text = f"{source} is not on this machine, and its header is needed to plan: get it, or leave gguf out of precision:"
+        raise GraphError(f"components.{component.name}: {text}", component.where)
+    return place if place is not None and (precision == "gguf" or has_weights(place, component.variant)) else None
 
 
 def holding(component: Component, module: nn.Module) -> Holding | None:
     """What the files of ``component`` hold, beside ``module``, its ghost. None where they are not on this machine.
 
     Raises GraphError where a file is broken, or has a tensor of the module's name in another shape: a plan for this module would be
-    refused when its weights are read. Names that libraries give tensors anew while they read them are not judged.
+    refused when its weights are read. Names that libraries give tensors anew while they read a folder are not judged.
     """
-    stored = stored_in(component)
-    if stored is None:
+    place = here(component, "")
+    if place is None:
         return None
-    by_name = {tensor.name: tensor for tensor in stored}
+    content = content_of(component, module, place, "")
+    if place.is_file():
+        refuse_missing(content, module, component)
     state = module.state_dict(keep_vars=True)
-    found = {name: by_name[key] for name in state if (key := saved_as(name, module, by_name)) in by_name}
-    if differing := [
-        f"{name} is {list(tensor.shape)} {tensor.dtype}, not {list(state[name].shape)}"
-        for name, tensor in found.items()
-        if tensor.shape != tuple(state[name].shape)
-    ]:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        text = f"{component.source} is not what its config says: {'; '.join(differing[:3])}{more}"
-        raise GraphError(f"components.{component.name}: {text}", component.where)
-    there = {id(state[name]) for name in found}
-    missing = {id(tensor) for tensor in state.values()} - there
+    missing = {id(tensor) for tensor in state.values()} - {id(state[name]) for name in content.pieces}
     sizes: dict[str, int] = {}
-    for tensor in stored:
+    for tensor in content.tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    used = {tensor.name: tensor.nbytes for tensor in found.values()}
+    used = {id(state[name]): piece.nbytes for name, piece in content.pieces.items()}
     return Holding(
-        str(local_folder(component.source or "")),
-        len(stored),
-        sum(sizes.values()),
-        tuple(sorted(sizes.items())),
-        sum(used.values()),
-        len(missing),
+        str(place), len(content.tensors), sum(sizes.values()), tuple(sorted(sizes.items())), sum(used.values()), len(missing)
     )
-
-
-def saved_as(name: str, module: nn.Module, saved: Mapping[str, Stored]) -> str:
-    """The name under which a file has the module's tensor ``name``: transformers adds or drops the base model's prefix."""
-    prefix = getattr(module, "base_model_prefix", "") or ""
-    if name not in saved and prefix:
-        for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-            if other in saved:
-                return other
-    return name

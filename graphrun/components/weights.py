@@ -1,7 +1,11 @@
-"""The files of a component's source: where its folder is, whether its safetensors are whole, and which tensors they hold.
+"""The files of a component's source: where they are, whether its safetensors are whole, and which tensors they hold.
 
 Decides which files count and refuses broken ones by name. Must not know modules. Pickled weights are never read, and of
 safetensors only the headers: names, dtypes and shapes.
+
+    /folder                     owner/name/transformer          a component's folder, in the layout of diffusers
+    /model.safetensors          owner/name/model.safetensors    one file; whatever order its tensors have
+                                owner/name@revision/...         at a commit, branch or tag ("/" in its name as %2F)
 
     file.safetensors    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
 """
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,8 @@ from typing import Any
 from graphrun.errors import GraphError
 
 # Half-precision copies and other frameworks' exports that stand beside the weights in many repositories.
-_LEFT_OUT = ["*.fp16.*", "*.non_ema.*", "*openvino*", "*onnx*"]
+_LEFT_OUT = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
+_PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 
 # Bits of an element of each dtype of the format, and torch's name for it where graphrun's components may have it (safetensors' own
 # `Dtype`). A header may have 100 MB at most (`MAX_HEADER_SIZE`).
@@ -29,11 +35,14 @@ _DTYPES = {
     **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
 }
 _LONGEST_HEADER_BYTES = 100_000_000
+_FILES = (".safetensors", ".gguf")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a safetensors header describes it: ``dtype`` by torch's name, ``nbytes`` in ``file`` from ``begin`` on."""
+    """A tensor as a header describes it: ``dtype`` by torch's name, ``nbytes`` in ``file`` from ``begin`` on. ``quant``: the type
+    of a quantized tensor of a GGUF file, whose rows are bytes."""
 
     name: str
     dtype: str
@@ -41,51 +50,80 @@ class Stored:
     nbytes: int
     file: str = ""
     begin: int = 0
+    quant: str = ""
 
 
-def find_folder(source: str, patterns: tuple[str, ...], where: str) -> Path:
+def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
     """The local folder of ``source`` with the files that match ``patterns``; from the hub's cache, or downloaded to it.
 
-    ``source`` is an absolute path or ``owner/repo[/subfolder]``. Raises GraphError at ``where``.
+    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder]``; of one file it is the file. ``variant``: files of which
+    variant are wanted. Raises GraphError at ``where``.
     """
     if Path(source).is_absolute():
-        if not Path(source).is_dir():
+        if not Path(source).exists():
             raise GraphError(f"no such folder: {source}; give the source's folder, or remove source: for random weights", where)
         return Path(source)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    owner, repository, *below = source.split("/")
-    inside = "/".join(below)
+    repository, revision, inside = split_source(source)
     wanted = [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
+    wanted = [inside] if inside.endswith(_FILES) else wanted
+    left_out = [pattern for pattern in _LEFT_OUT if not variant or variant not in pattern]
     try:
-        root = snapshot_download(f"{owner}/{repository}", allow_patterns=wanted, ignore_patterns=_LEFT_OUT)
+        root = snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
     except (OSError, ValueError, HfHubHTTPError) as error:
         text = f"cannot get {source} from the hub ({_first_line(error)}); download it, and give its folder"
         raise GraphError(text, where) from error
-    folder = Path(root) / inside
-    if not folder.is_dir():
-        raise GraphError(f"the repository {owner}/{repository} has no folder {inside}", where)
-    return folder
+    place = Path(root) / inside
+    if not place.exists():
+        kind = "file" if inside.endswith(_FILES) else "folder"
+        raise GraphError(f"the repository {repository} has no {kind} {inside}", where)
+    return place
+
+
+def split_source(source: str) -> tuple[str, str | None, str]:
+    """(``owner/name``, revision or None, the path inside) of a hub path."""
+    owner, repository, *below = source.split("/")
+    name, at, revision = repository.partition("@")
+    return f"{owner}/{name}", revision.replace("%2F", "/") if at else None, "/".join(below)
+
+
+def commit_of(source: str) -> str:
+    """The commit of a hub path's revision, as the hub's cache on this machine has it; "" for what is none, or is not there."""
+    if Path(source).is_absolute():
+        return ""
+    from huggingface_hub import constants
+
+    repository, revision, _ = split_source(source)
+    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    try:
+        return (root / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return revision if revision is not None and (root / "snapshots" / revision).is_dir() else ""
+
+
+def local_place(source: str) -> Path | None:
+    """The folder or file of ``source`` if it is on this machine: as it is, or what of a repository lies in the hub's cache.
+
+    No network. Only some of a repository's files may be there. None where there is nothing.
+    """
+    if Path(source).is_absolute():
+        return Path(source) if Path(source).exists() else None
+    from huggingface_hub import constants
+
+    repository, _, inside = split_source(source)
+    if not (commit := commit_of(source)):
+        return None
+    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    place = root.joinpath("snapshots", commit, inside)
+    return place if place.exists() else None
 
 
 def local_folder(source: str) -> Path | None:
-    """The folder of ``source`` if it is on this machine: a folder, or what of a repository lies in the hub's cache. No network.
-
-    Only some of a repository's files may be there. None where there is nothing.
-    """
-    if Path(source).is_absolute():
-        return Path(source) if Path(source).is_dir() else None
-    from huggingface_hub import constants
-
-    owner, repository, *below = source.split("/")
-    root = Path(constants.HF_HUB_CACHE) / f"models--{owner}--{repository}"
-    try:
-        revision = (root / "refs" / "main").read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    folder = root.joinpath("snapshots", revision, *below)
-    return folder if folder.is_dir() else None
+    """`local_place`, where it is a folder."""
+    place = local_place(source)
+    return place if place is not None and place.is_dir() else None
 
 
 def config_file(source: str | None) -> Path | None:
@@ -95,31 +133,31 @@ def config_file(source: str | None) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether there are safetensors, or an index of them, in ``folder``: whole or not."""
-    return bool(_indices(folder) or _single(folder))
+def has_weights(place: Path, variant: str = "") -> bool:
+    """Whether there are safetensors, or an index of them, in the folder ``place``: whole or not. A file is one."""
+    return place.is_file() or bool(_indices(place, variant) or _single(place, variant))
 
 
-def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
+def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...]:
     """The safetensors files in ``folder``, shards in order, each checked to be whole.
 
     Raises GraphError when there is none, a shard of the index is missing, or a file is cut or corrupt.
     """
-    files = tuple(_listed(folder, where))
+    files = tuple(_listed(folder, where, variant))
     for file in files:
         _header(file, where)
     return files
 
 
-def stored_tensors(folder: Path, where: str) -> tuple[Stored, ...]:
-    """Every tensor in the safetensors of ``folder``, from their headers alone. Raises what `weight_files` raises."""
-    return tuple(tensor for file in _listed(folder, where) for tensor in _header(file, where))
+def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
+    """Every tensor in the safetensors of ``place``, from their headers alone. Raises what `weight_files` raises."""
+    return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
 
 
-def file_stamps(folder: Path, where: str) -> list[list[Any]]:
+def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
     """Name, bytes and time of writing of each file that `weight_files` finds: what changes when the weights do. May be missing."""
     found: list[list[Any]] = []
-    for file in _listed(folder, where) if has_weights(folder) else ():
+    for file in _listed(place, where, variant) if has_weights(place, variant) else ():
         try:
             status = file.stat()
             found.append([file.name, status.st_size, status.st_mtime_ns])
@@ -128,20 +166,36 @@ def file_stamps(folder: Path, where: str) -> list[list[Any]]:
     return found
 
 
-def _listed(folder: Path, where: str) -> list[Path]:
-    indices = _indices(folder)
-    files = [folder / name for name in _shards(indices[0], where)] if indices else _single(folder)
-    if not files:
-        raise GraphError(f"no safetensors in {folder}", where)
-    return files
+def _listed(place: Path, where: str, variant: str) -> list[Path]:
+    if place.is_file():
+        return [place]
+    indices = _indices(place, variant)
+    if files := [place / name for name in _shards(indices[0], where)] if indices else _single(place, variant):
+        return files
+    others = sorted({name for path in place.glob("*.safetensors*") if (name := _variant_of(path.name)) != variant})
+    pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
+    text = f"no safetensors{f' of variant {variant}' if variant else ''} in {place}"
+    if others:
+        have = ", ".join(f"variant: {name}" if name else "no variant" for name in others)
+        text += f"; it has files of {have}: say so, or give the component a source: of its own"
+    elif pickled:
+        text += f", only {', '.join(pickled[:3])}: nothing is unpickled; convert it to safetensors (save_pretrained does)"
+    raise GraphError(text, where)
 
 
-def _indices(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors.index.json") if ".fp16." not in path.name)
+def _indices(folder: Path, variant: str) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors.index*.json") if _variant_of(path.name) == variant)
 
 
-def _single(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors") if ".fp16." not in path.name)
+def _single(folder: Path, variant: str) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors") if _variant_of(path.name) == variant)
+
+
+def _variant_of(name: str) -> str:
+    """``fp16`` of ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``
+    (diffusers' `_add_variant`)."""
+    stem, _, index = name.partition(".safetensors")
+    return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(".json").strip(".")
 
 
 def _shards(index: Path, where: str) -> list[str]:

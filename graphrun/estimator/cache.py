@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from graphrun.components.weights import config_file, file_stamps, local_folder
+from graphrun.components.weights import config_file, file_stamps, local_folder, local_place
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Product, Tape
 from graphrun.estimator.feedback import informed
@@ -143,12 +143,12 @@ def _sources(graph: Graph) -> list[Any] | None:
     something that it needs is not here."""
     found: list[Any] = []
     for c in graph.components.values():
-        folder = local_folder(c.source) if c.source is not None else None
+        places = [place for source in (c.source, c.gguf) if source and (place := local_place(source)) is not None]
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
         text = config.read_text(encoding="utf-8") if config is not None else ""
-        found.append([c.name, text, file_stamps(folder, c.where) if folder is not None else []])
+        found.append([c.name, text, c.variant, *(file_stamps(place, c.where, c.variant) for place in places)])
     for p in graph.parts.values():
         if not (p.has_config or p.file):
             folder = local_folder(p.source) if p.source is not None else None
@@ -266,6 +266,8 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             tuple(found["block_bytes"]),
             {precision: tuple(sizes) for precision, sizes in found["precisions"].items()},
             {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
+            {name: (most, written) for name, (most, written) in found["widened"].items()},
+            tuple(found["as_stored"]),
         )
         for name, found in data["facts"].items()
     }

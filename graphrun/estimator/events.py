@@ -86,13 +86,17 @@ class Tape:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a component's structure says: its parameters, its classes of blocks, per class the bytes of its largest block, as the
-    graph declares it, and in every precision. ``layers``: the weights that int8 and nf4 quantize, each (outputs, inputs)."""
+    graph declares it, and in every precision. ``layers``: the weights that int8 and nf4 quantize, each (outputs, inputs);
+    ``widened``: those of a GGUF file, each with the bytes that making it numbers takes at most, and writes. ``as_stored``:
+    quantized precisions that files hold as they are."""
 
     parameters: int
     classes: tuple[BlockClass, ...]
     block_bytes: tuple[int, ...]
     precisions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    as_stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

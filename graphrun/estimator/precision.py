@@ -21,9 +21,11 @@ from graphrun.estimator.events import Call, Product
 
 # (package, first version): what a precision needs to be had at all, and for its modules to move. Sources: bitsandbytes' release
 # notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and transformers 4.58 for modules
-# that these dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33 `apply_layerwise_casting`.
+# that these dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33 `apply_layerwise_casting`; diffusers' GGUF quantizer
+# asks for gguf 0.10.
 NEEDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "fp8": (("torch", "2.1"), ("diffusers", "0.33")),
+    "gguf": (("gguf", "0.10"), ("diffusers", "0.33")),
     "int8": (("bitsandbytes", "0.37"),),
     "nf4": (("bitsandbytes", "0.39"),),
 }
@@ -94,7 +96,13 @@ def _new_enough(number: str | None, first: str) -> bool:
         return False
 
 
-def requantized(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: str = "bfloat16") -> Call:
+def requantized(
+    call: Call,
+    shapes: Mapping[str, Shape],
+    precision: str,
+    dtype: str = "bfloat16",
+    widened: Mapping[str, tuple[int, int]] | None = None,
+) -> Call:
     """``call`` as it is with the weights that ``shapes`` names ([outputs inputs] each) in ``precision``, computing in ``dtype``.
 
     What a quantized layer takes is allocated where its product is made:
@@ -102,9 +110,11 @@ def requantized(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: 
         nf4     | weight in 16 bit ............. |          int8   | input in fp16, ... | input in int8, int32, fp16 |
                          | product                                                      | product
 
-    One token alone needs no weight in 16 bit (`gemm_4bit`'s own kernel). Sizes of products come from the trace; the peak is counted
-    anew.
+    One token alone needs no weight in 16 bit (`gemm_4bit`'s own kernel); fp8 and gguf always do, and gguf takes what ``widened``
+    says before that. Sizes of products come from the trace; the peak is counted anew.
     """
+    if precision == "gguf":
+        shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
     made = {product.event: product for product in call.products if product.name in shapes}
     if precision not in QUANTIZED or not made:
         return call
@@ -116,7 +126,7 @@ def requantized(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: 
             moved[number] = len(events)
             events.append(event)
             continue
-        before, beside = _scratch(made[number], shapes, precision, dtype)
+        before, beside = _scratch(made[number], shapes, precision, dtype, widened or {})
         if before:
             events += [(key + 1, before), (key + 1, 0)]
         if beside:
@@ -130,9 +140,13 @@ def requantized(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: 
     return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products)
 
 
-def _scratch(product: Product, shapes: Mapping[str, Shape], precision: str, dtype: str) -> tuple[int, int]:
+def _scratch(
+    product: Product, shapes: Mapping[str, Shape], precision: str, dtype: str, widened: Mapping[str, tuple[int, int]]
+) -> tuple[int, int]:
     """(bytes before the result of ``product`` is made, bytes beside it)."""
     outputs, inputs = shapes[product.name]
+    if precision == "gguf":
+        return widened[product.name][0], outputs * inputs * ELEMENT_BYTES[dtype]
     if precision == "fp8":  # the cast weight, whatever the rows
         return 0, nf4_scratch(outputs * inputs, ELEMENT_BYTES[dtype])
     if precision == "int8":

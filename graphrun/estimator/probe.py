@@ -8,7 +8,7 @@ argument shapes, and zeros of the right shape come back. The 28 denoising steps 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,20 +19,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
 from graphrun.components.blocks import lay_out
-from graphrun.components.build import build_part, ghost
+from graphrun.components.build import build_part, ghost, held_ghost
+from graphrun.components.content import as_stored
 from graphrun.components.entry import Boundary, Casts
 from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.components.trees import tensors_in, walk
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
-from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
+from graphrun.estimator.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.repeats import Repeats
 from graphrun.estimator.weights import choices_among, classify, unit_paths
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Component, Graph
 from graphrun.ops import run_stages
-from graphrun.planner.problem import BlockClass
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up
 
@@ -120,22 +120,8 @@ class Prober:
         classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
         layouts = lay_out(module, [path for k in classes for path in k.blocks])
         nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-        return Facts(
-            parameters=sum(p.numel() for p in module.parameters()),
-            classes=classes,
-            block_bytes=nbytes,
-            precisions=self._precisions(graph, name, classes) if graph else {},
-            layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
-        )
-
-    def _precisions(self, graph: Graph, name: str, classes: Sequence[BlockClass]) -> dict[str, tuple[int, ...]]:
-        """Bytes of the blocks in every precision. What a class keeps in fp32 depends on the dtype it is made in."""
-        component = graph.components[name]
-        found = block_bytes_by_precision(self.ghosts[name], classes, component.dtype)
-        for dtype in set(component.precision) - {component.dtype, *QUANTIZED}:
-            module = ghost(replace(component, dtype=dtype), graph.allow)
-            found[dtype] = block_bytes_by_precision(module, classes, dtype)[dtype]
-        return found
+        facts = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
+        return _in_every_precision(facts, graph, graph.components[name], module) if graph else facts
 
     def _trace(
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
@@ -178,6 +164,28 @@ class Prober:
             recorder.close()
             forget([module])
         return recorder, template
+
+
+def _in_every_precision(facts: Facts, graph: Graph, component: Component, module: nn.Module) -> Facts:
+    """``facts`` of ``component`` with bytes of its blocks in every precision. What a class keeps in fp32 depends on the dtype it is
+    made in; what its files hold quantized is as it is there."""
+    classes, layers = facts.classes, quantized_shapes(module, component.dtype)
+    sizes = block_bytes_by_precision(module, classes, component.dtype)
+    as_they_are: tuple[str, ...] = ()
+    kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
+    for precision in dict.fromkeys(component.precision):
+        if precision in ("fp8", "gguf"):
+            held, content = held_ghost(component, graph.allow, precision)
+            if content is not None and precision in as_stored(content, layers):
+                as_they_are = (*as_they_are, precision)
+                sizes[precision] = laid_out_bytes(held, classes)
+            if content is not None and precision == "gguf":
+                named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
+                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
+        elif precision not in (component.dtype, *QUANTIZED):
+            other = ghost(replace(component, dtype=precision), graph.allow)
+            sizes[precision] = block_bytes_by_precision(other, classes, precision)[precision]
+    return replace(facts, precisions=sizes, layers=layers, widened=widened(kinds, component.dtype), as_stored=as_they_are)
 
 
 def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

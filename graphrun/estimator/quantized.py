@@ -8,6 +8,8 @@ Formulas are those of bitsandbytes 0.50, checked byte for byte against its layer
 
     fp8    one byte an element, no statistics
 
+What files hold quantized already (GGUF, fp8 with scales) has no formula: the layers are made on meta, and their bytes counted.
+
 Which layers are quantized says `components.quantize`: linear ones, and nothing else. A bias stays as it is.
 """
 
@@ -17,11 +19,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun.components.blocks import ALIGNMENT, BlockLayout, lay_out
 from graphrun.components.precisions import QUANTIZED
-from graphrun.components.quantize import quantizable_layers
+from graphrun.components.quantize import gguf_linear, quantizable_layers
 from graphrun.estimator.allocator import ROUND_BYTES
+from graphrun.estimator.precision import peak_of
+from graphrun.estimator.recorder import Recorder
 from graphrun.planner.problem import BlockClass
 from graphrun.units import round_up
 
@@ -106,6 +111,31 @@ def _block_bytes(
         for path, layout in layouts.items()
     }
     return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in classes)
+
+
+def laid_out_bytes(module: nn.Module, classes: Sequence[BlockClass]) -> tuple[int, ...]:
+    """Per class the bytes of its largest block, of ``module`` as it is."""
+    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+
+
+def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -> dict[str, tuple[int, int]]:
+    """What computing with GGUF weights takes, by name: (bytes at most before the weight stands in ``dtype``, bytes written on the
+    way, the weight's in ``dtype`` included). ``kinds``: type, bytes of a row, (outputs, inputs) of each.
+
+    Counted on meta from diffusers' own functions, which make half a dozen tensors of a weight's size.
+    """
+    known: dict[tuple[str, int, tuple[int, int]], tuple[int, int]] = {}
+    own: torch.dtype = getattr(torch, dtype)
+    for kind, row_bytes, (outputs, inputs) in set(kinds.values()):
+        layer = gguf_linear(nn.Linear(inputs, outputs, bias=False, device="meta"), own, kind, row_bytes)
+        recorder = Recorder(layer, ())
+        with _disable_current_modes(), torch.no_grad(), recorder:
+            layer(torch.empty(1, inputs, dtype=own, device="meta"))
+        recorder.close()
+        written = sum(nbytes for _, nbytes in recorder.events if nbytes > 0)
+        known[kind, row_bytes, (outputs, inputs)] = peak_of(recorder.events), written
+    return {name: known[of] for name, of in kinds.items()}
 
 
 def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:

@@ -59,10 +59,11 @@ def _in_homes(
     dtype, quantized = component.dtype, precision in QUANTIZED
     block_bytes = facts.block_bytes if precision == dtype else facts.precisions[precision]
     whole = sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, block_bytes, strict=True))
+    stored = precision in facts.as_stored
     widened = _widened_bytes(facts, precision, ELEMENT_BYTES[dtype]) if quantized else ()
-    read = _fill_seconds(component, precision, facts.block_bytes, block_bytes, hardware)
+    read = _fill_seconds(component, precision, facts.block_bytes, block_bytes, hardware, stored)
     for home in (home for home in HOMES if home in homes):
-        if home == "disk" and (quantized or component.source is None):
+        if home == "disk" and not (stored or (not quantized and component.source is not None)):
             continue  # nothing there can be read block by block
         rate = hardware.pageable_bytes_per_second if home == "pageable" else hardware.h2d_bytes_per_second
         yield Variant(
@@ -77,7 +78,9 @@ def _in_homes(
             block_seconds=tuple(dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in widened),
             slowdown=SLOWDOWNS.get(precision, 1.0),
             scratch_bytes=_scratch_bytes(facts, calls, precision, dtype),
-            transient_bytes=quantizing_bytes(facts.layers.values(), precision, ELEMENT_BYTES[dtype]) if quantized else 0,
+            transient_bytes=quantizing_bytes(facts.layers.values(), precision, ELEMENT_BYTES[dtype])
+            if quantized and not stored
+            else 0,
             needs="" if precision == component.precision[0] else precision,
         )
 
@@ -87,29 +90,40 @@ def _widened_bytes(facts: Facts, precision: str, element_bytes: int) -> tuple[in
     found = [0] * len(facts.classes)
     if precision == "int8":
         return tuple(found)
+    cast = {name: element_bytes * outputs * inputs for name, (outputs, inputs) in facts.layers.items()}
+    if precision == "gguf":
+        cast = {name: written for name, (_, written) in facts.widened.items()}
     for number, k in enumerate(facts.classes):
         for path in k.blocks:
-            inside = (size for name, size in facts.layers.items() if path and name.startswith(f"{path}."))
-            found[number] = max(found[number], sum(element_bytes * outputs * inputs for outputs, inputs in inside))
-    rest = sum(element_bytes * outputs * inputs for outputs, inputs in facts.layers.values())
+            inside = (nbytes for name, nbytes in cast.items() if path and name.startswith(f"{path}."))
+            found[number] = max(found[number], sum(inside))
+    rest = sum(cast.values())
     rest -= sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, found, strict=True))
     return tuple(max(0, rest) if "" in k.blocks else nbytes for k, nbytes in zip(facts.classes, found, strict=True))
 
 
 def _scratch_bytes(facts: Facts, calls: Sequence[Call], precision: str, dtype: str) -> int:
     """By how much the peak of a call rises with quantized layers, the most of all calls."""
-    more = (requantized(call, facts.layers, precision, dtype).peak_bytes - peak_of(call.events) for call in calls)
-    return round_up(max((0, *more)), ALLOCATION_BYTES) if precision in QUANTIZED else 0
+    if precision not in QUANTIZED:
+        return 0
+    held = (requantized(call, facts.layers, precision, dtype, facts.widened) for call in calls)
+    more = (anew.peak_bytes - peak_of(call.events) for anew, call in zip(held, calls, strict=True))
+    return round_up(max((0, *more)), ALLOCATION_BYTES)
 
 
 def _fill_seconds(
-    component: Component, precision: str, traced: tuple[int, ...], block_bytes: tuple[int, ...], hardware: Hardware
+    component: Component,
+    precision: str,
+    traced: tuple[int, ...],
+    block_bytes: tuple[int, ...],
+    hardware: Hardware,
+    stored: bool,
 ) -> tuple[float, ...]:
     """Per class, to read one block into its home: what the files hold is read, which for quantized weights is what was traced, and
-    these are then quantized. () without a source: weights are made before the run."""
-    if component.source is None:
+    these are then quantized, unless files hold them so (``stored``). () without a source: weights are made before the run."""
+    if component.source_in(precision) is None:
         return ()
-    if precision not in QUANTIZED:
+    if precision not in QUANTIZED or stored:
         return tuple(nbytes / hardware.disk_bytes_per_second for nbytes in block_bytes)
     each = 1 / hardware.disk_bytes_per_second + 1 / QUANTIZED_PER_SECOND[precision]
     return tuple(nbytes * each for nbytes in traced)

@@ -75,8 +75,9 @@ class Lora:
 class Component:
     """A module with weights.
 
-    ``source`` is the folder or hub path (``owner/repo/subfolder``) of this component alone, None for random weights made from
-    ``seed``. ``loras`` are fused into either. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the
+    ``source`` is the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this component alone, None for
+    random weights made from ``seed``; ``variant`` says which of a folder's files, ``gguf`` is the file of that precision. ``loras``
+    are fused into either. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the
     constructor's defaults. ``precision``: the first is what is planned, the others must be allowed. ``home``: where its master
     copy may lie, empty: wherever it can. ``where`` is ``file:line``.
     """
@@ -91,7 +92,13 @@ class Component:
     seed: int = 0
     home: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
+    variant: str = ""
+    gguf: str = ""
     where: str = field(default="", compare=False)
+
+    def source_in(self, precision: str) -> str | None:
+        """Where its weights in ``precision`` come from; None: they are random."""
+        return self.gguf or None if precision == "gguf" else self.source
 
 
 @dataclass(frozen=True, slots=True)

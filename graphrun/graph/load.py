@@ -25,6 +25,11 @@ from graphrun.graph.stages import check_uses, read_outputs, read_stages
 from graphrun.graph.values import did_you_mean, fit
 from graphrun.units import parse_size
 
+# What a file of weights is called, and what one is that is not read.
+WEIGHTS = ".safetensors"
+FILES = (WEIGHTS, ".gguf")
+PICKLED = (".ckpt", ".bin", ".pt", ".pth", ".pkl")
+
 # Where libraries keep the configuration of a component or part in its folder.
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
@@ -73,7 +78,7 @@ class _Reader:
             name=spec.name,
             path=self.document.path,
             pipeline=spec.pipeline,
-            source=self._source(spec.source) if spec.source else None,
+            source=self._source(("source",), spec.source, spec.revision) if spec.source else None,
             pipeline_config=self._pipeline_config(),
             allow=self.allow,
             inputs=inputs,
@@ -140,10 +145,12 @@ class _Reader:
     def _component(self, name: str, spec: ComponentSpec) -> Component:
         at = ("components", name)
         self._check_class((*at, "class"), spec.class_path)
-        source = self._own_source(name, spec.source)
+        source = self._own_source(at, spec.source, spec.revision)
         config = self._config((*at, "config"), spec.config, source)
         if config is None and source is None:
             self.problems.add(at, "neither config nor source; give config: {} for the defaults of its class")
+        elif config is None and source is not None and source.endswith(WEIGHTS):
+            self.problems.add(at, "no config, and a single file has none: give config:")
         elif config is None and source is not None and Path(source).is_absolute():
             self.problems.add(at, f"no config, and no {source}/config.json; give config: or another source:")
         return Component(
@@ -157,8 +164,25 @@ class _Reader:
             seed=spec.seed,
             home=tuple(spec.home or ()),
             loras=tuple(self._lora((*at, "loras", index), item) for index, item in enumerate(spec.loras)),
+            variant=spec.variant or (self.spec.variant or "" if spec.source is None else ""),
+            gguf=self._gguf(at, spec),
             where=self.document.where(at),
         )
+
+    def _gguf(self, at: Location, spec: ComponentSpec) -> str:
+        """The GGUF file of a component, which a plan of that precision reads the header of."""
+        wanted = "gguf" in (spec.precision or ())
+        if spec.gguf is None:
+            if wanted:
+                self.problems.add((*at, "precision"), "gguf needs a file: add gguf: with the path of one")
+            return ""
+        if not wanted:
+            self.problems.add((*at, "gguf"), "is not used: add gguf to precision:, or leave it out")
+        file = self._source((*at, "gguf"), spec.gguf, None)
+        if Path(file).is_absolute() and not Path(file).is_file():
+            what = f"no such file: {file}; its header is needed to plan: get it, or leave gguf out of precision:"
+            self.problems.add((*at, "gguf"), what)
+        return file
 
     def _lora(self, at: Location, spec: LoraSpec) -> Lora:
         file = self.folder / spec.file
@@ -169,7 +193,7 @@ class _Reader:
     def _part(self, name: str, spec: PartSpec) -> Part:
         at = ("parts", name)
         self._check_class((*at, "class"), spec.class_path)
-        source = self._own_source(name, spec.source)
+        source = self._own_source(at, spec.source, None)
         config = self._config((*at, "config"), spec.config, source)
         file = self.folder / spec.file if spec.file else None
         if file is not None and not file.is_file():
@@ -205,17 +229,40 @@ class _Reader:
                     return {}
         return None
 
-    def _own_source(self, name: str, own: str | None) -> str | None:
+    def _own_source(self, at: Location, own: str | None, revision: str | None) -> str | None:
+        """The source of the component or part ``at``; a single file is that of every component, and of no part."""
         if own is not None:
-            return self._source(own)
-        return f"{self._source(self.spec.source)}/{name}" if self.spec.source else None
+            return self._source((*at, "source"), own, revision)
+        if revision is not None:
+            self.problems.add((*at, "revision"), "is that of a source: give source: too")
+        if not self.spec.source:
+            return None
+        whole = self._source((), self.spec.source, self.spec.revision)
+        if whole.endswith(WEIGHTS):
+            return whole if at[0] == "components" else None
+        return f"{whole}/{at[1]}"
 
-    def _source(self, text: str) -> str:
-        """A hub path as it is; a folder, taken relative to the graph file, as an absolute path."""
+    def _source(self, at: Location, text: str, revision: str | None) -> str:
+        """A hub path, with its revision; a folder or file, taken relative to the graph file, as an absolute path. What is wrong is
+        noted ``at`` its place, if that is not ()."""
         text = text.rstrip("/") or text
-        folder = self.folder / Path(text).expanduser()
-        looks_local = text.startswith((".", "/", "~")) or "/" not in text
-        return str(folder.resolve()) if looks_local or folder.is_dir() else text
+        place = self.folder / Path(text).expanduser()
+        parts = text.split("/")
+        local = text.startswith((".", "/", "~")) or len(parts) < 2 or (len(parts) == 2 and text.endswith(FILES)) or place.exists()
+        problem = ""
+        if text.endswith(PICKLED):
+            problem = "is pickled, and nothing is unpickled: convert it to safetensors"
+        elif local and revision is not None:
+            problem = f"{place} is on this machine, and a revision is that of a repository: leave revision: out"
+        elif not local and revision is not None and "@" in text:
+            problem = "has a revision of its own: leave revision: out"
+        if problem and at:
+            self.problems.add(at, problem)
+        if local:
+            return str(place.resolve())
+        owner, repository, *inside = parts
+        pinned = f"{repository}@{revision.replace('/', '%2F')}" if revision is not None else repository
+        return "/".join((owner, pinned, *inside))
 
 
 def _config_files(source: str | None) -> list[Path]:

@@ -18,7 +18,7 @@ ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
-Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4"]
+Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "gguf"]
 Home = Literal["pinned", "pageable", "disk"]
 StageChoice = Literal["tiling", "slicing", "split"]
 Config = Annotated[
@@ -27,7 +27,21 @@ Config = Annotated[
 ]
 Argument = Scalar | None | list[Scalar | list[Scalar]]
 Measure = Annotated[int, Field(gt=0)] | Text
-Source = Annotated[Text, Field(description="A repository on the Hugging Face hub or a local folder, in the layout of diffusers.")]
+Source = Annotated[
+    Text,
+    Field(
+        description="A repository on the Hugging Face hub (owner/name, owner/name@revision), a local folder in the layout "
+        "of diffusers, or one safetensors file in the layout of its first authors."
+    ),
+]
+Revision = Annotated[
+    Text, Field(description="A commit, branch or tag of the source's repository; the same as source: owner/name@revision.")
+]
+FileVariant = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9_]+$"),
+    Field(description="Which files of a folder: fp16 reads model.fp16.safetensors."),
+]
 
 
 class Spec(BaseModel):
@@ -76,6 +90,11 @@ class ComponentSpec(Spec):
     class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.AutoencoderKL.")
     config: Config | None = None
     source: Source | None = None
+    revision: Revision | None = None
+    variant: FileVariant | None = None
+    gguf: Text | None = Field(
+        default=None, description="The GGUF file that precision gguf is read from: a path, or owner/name/file.gguf."
+    )
     dtype: Dtype
     precision: list[Precision] | None = Field(
         default=None, min_length=1, description="The first is planned; the others are what --allow may choose from."
@@ -126,6 +145,8 @@ class GraphSpec(Spec):
         default={}, description="More constructor arguments of the pipeline; a list of components such as [$canny, $depth] too."
     )
     source: Source | None = None
+    revision: Revision | None = None
+    variant: FileVariant | None = None
     allow: list[Name] | None = Field(default=None, description="Packages that classes may come from, in place of the usual two.")
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)
     components: dict[Name, ComponentSpec] = Field(min_length=1)
