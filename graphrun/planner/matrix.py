@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from graphrun.planner.homes import NOTHING, ONE, Homes, most_host_bytes
 from graphrun.planner.model import Model, Sum, plus
-from graphrun.planner.needs import DEPTH, ring_bytes
+from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.settle import activation_bytes
 
@@ -223,11 +223,12 @@ class Matrix:
             used[self.present[t][j]] = used[self.loaded[t][j]] = cell.held_bytes / self.bytes_unit
         fixed = float(self.program.intervals[t].fixed_bytes)
         for members in streams.values():
-            ring = self.model.column(0.0, np.inf)
-            used[ring] = 1.0
+            largest, beside = self.model.column(0.0, np.inf), self.model.column(0.0, np.inf)
+            used[largest] = used[beside] = 1.0
             for streamed, j in members:
-                one, two = (ring_bytes(self.program.cells[j].block_bytes, depth) / self.bytes_unit for depth in (1, DEPTH))
-                self.model.row({ring: 1.0, streamed: -two, self.alone[t][j]: two - one}, 0.0, np.inf)
+                size = self.program.cells[j].held_bytes / self.bytes_unit
+                self.model.row({largest: 1.0, streamed: -size}, 0.0, np.inf)
+                self.model.row({beside: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
         self._activations.append(self._activation(t))
         activation, _ = self._activations[t]
         spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]

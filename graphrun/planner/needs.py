@@ -64,11 +64,6 @@ def streamable_classes(component: ComponentNumbers, number: int = 0) -> tuple[bo
     return tuple(of.streamable and variant.streamable and variant.movable for of in component.classes)
 
 
-def ring_bytes(block_bytes: int, depth: int) -> int:
-    """Bytes of a ring with room for ``depth`` blocks."""
-    return round_up(depth * block_bytes, ALLOCATION_BYTES)
-
-
 def least_needs(problem: Problem) -> tuple[Need, ...]:
     """What each phase takes at least with the first variants, in the slot (first or rest) that decides; nothing is spilled."""
     needs, held = [], dict[str, set[int]]()
@@ -90,7 +85,9 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
             for part in ("first", "rest") if use else ():
                 used = {k for k, calls in enumerate(use.class_calls_in(part)) if calls}
                 fixed[part] += _whole(component, used - passes)
-                rings[part] += ring_bytes(max((component.variants[0].block_bytes[k] for k in used & passes), default=0), 1)
+                rings[part] += round_up(
+                    max((component.variants[0].block_bytes[k] for k in used & passes), default=0), ALLOCATION_BYTES
+                )
         both = [_need(problem, phase, part, weights + fixed[part], rings[part], values) for part in ("first", "rest")]
         needs.append(both[1] if phase.rest_calls and both[1].total_bytes > both[0].total_bytes else both[0])
     return tuple(needs)

@@ -7,7 +7,8 @@ blocks of one way that computes on the device): K blocks present at its start, d
     used        K = nb, d = 0             not streamable            x = 0
     used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring
                                           rest:  x = n*(nb - K), d = 0 for the whole component
-    ring        >= 2*b*s - b*r            r: of this class it has room for one block alone, whose copies and compute take turns
+    ring        >= L + M                  L >= b*s: the largest that passes; M >= b*s - b*r: beside it one of each class
+                                          but those with r, whose copies and compute take turns
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
     session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphrun.planner.needs import DEPTH, ring_bytes, streamable_classes, used_components
+from graphrun.planner.needs import DEPTH, streamable_classes, used_components
 from graphrun.planner.plan import Part
 from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Placement, Problem, Variant
 from graphrun.planner.settle import activation_bytes, use_with
@@ -113,8 +114,8 @@ class Gap:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Integers of a solution: ``present[t][j]`` and ``loaded[t][j]`` per cell of the ways taken, in which interval each component's
-    home is filled and freed (-1: never), which gaps are spilled; ``depths[t][j]``: of how many blocks of the cell, where some are
-    streamed, the ring has room at least (none: of two everywhere)."""
+    home is filled and freed (-1: never), which gaps are spilled; ``depths[t][j]``: for how many blocks the ring has room where some
+    of the cell are streamed, the largest that passes being one of them (none: for two everywhere)."""
 
     present: tuple[tuple[int, ...], ...]
     loaded: tuple[tuple[int, ...], ...]
@@ -173,7 +174,7 @@ class Program:
         interval, found = self.intervals[t], [0.0] * len(self.cells)
         rings = {component: self.ring_bytes(choice, t, component) for component in interval.used}
         for j, cell in enumerate(self.cells):
-            if (passing := self._passing(choice, t, j)) and rings[cell.component] < 2 * cell.block_bytes:
+            if (passing := self._passing(choice, t, j)) and rings[cell.component] < self._largest(choice, t, j) + cell.held_bytes:
                 found[j] = interval.calls[j] * passing * interval.seconds[j]
         return tuple(found)
 
@@ -201,15 +202,16 @@ class Program:
         return any(cell.component == component and self._passing(choice, t, j) for j, cell in enumerate(self.cells))
 
     def ring_bytes(self, choice: Choice, t: int, component: int) -> int:
-        """The ring of ``component`` in interval ``t``: what the deepest of the classes that pass through it takes."""
-        return max(
-            (
-                ring_bytes(cell.block_bytes, choice.depths[t][j] if choice.depths else DEPTH)
-                for j, cell in enumerate(self.cells)
-                if cell.component == component and self._passing(choice, t, j)
-            ),
-            default=0,
-        )
+        """The ring of ``component`` in interval ``t``: the largest block that passes, and what the classes want beside it."""
+        passing = [j for j, cell in enumerate(self.cells) if cell.component == component and self._passing(choice, t, j)]
+        depths = choice.depths[t] if choice.depths else (DEPTH,) * len(self.cells)
+        beside = max(((depths[j] - 1) * self.cells[j].held_bytes for j in passing), default=0)
+        return max((self.cells[j].held_bytes for j in passing), default=0) + beside
+
+    def _largest(self, choice: Choice, t: int, j: int) -> int:
+        """Bytes of the largest block that is streamed beside cell ``j``."""
+        beside = (i for i, cell in enumerate(self.cells) if cell.component == self.cells[j].component)
+        return max((self.cells[i].held_bytes for i in beside if self._passing(choice, t, i)), default=0)
 
     def device_bytes(self, choice: Choice) -> tuple[int, ...]:
         """What is on the device per interval, at most."""

@@ -179,11 +179,13 @@ class Run:
         return longest
 
     def ring(self, t: int, c: int, m: int, passing: list[tuple[int, Any, Any]]) -> Any:
-        """Room for two of the largest block that passes, or for one alone."""
-        ring = self.number(max(up(2 * nbytes) for nbytes, _, _ in passing), f"ring {t} {c} {m}")
+        """Room for the largest block that passes, and beside it for one of each class whose blocks need not wait for each other."""
+        most = max(up(nbytes) for nbytes, _, _ in passing)
+        largest, beside = self.number(most, f"largest {t} {c} {m}"), self.number(most, f"beside {t} {c} {m}")
         for nbytes, passes, alone in passing:
-            self.of.sat.add(ring >= up(2 * nbytes) * passes - (up(2 * nbytes) - up(nbytes)) * alone)
-        return ring
+            self.of.sat.add(largest >= up(nbytes) * passes)
+            self.of.sat.add(beside >= up(nbytes) * passes - up(nbytes) * alone)
+        return largest + beside
 
     def room(self, t: int, bytes_held: list[Any]) -> None:
         """Budgets of the device, of RAM and of page-locked RAM."""
