@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphrun.planner.keep import keep_order
-from graphrun.planner.needs import ring_bytes
 from graphrun.planner.plan import Action, Blocks, Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
 from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program
@@ -49,8 +48,8 @@ def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]
         actions += [Fill(name) for name in _at(program, choice.fills, t)]
         for use in phase.uses if interval.part != "load" else ():
             component = next(c for c, numbers in enumerate(program.problem.components) if numbers.name == use.component)
-            if streamed := program.streamed(choice, t, component):
-                actions.append(Stream(use.component, keeps.get(use.component, ()), ring_bytes(streamed)))
+            if program.streams(choice, t, component):
+                actions.append(Stream(use.component, keeps.get(use.component, ()), program.ring_bytes(choice, t, component)))
         homes = {program.problem.components[way.component].name: way.of.home for way in program.ways}
         actions += [Load(n, loads[n], homes[n]) for n in _by_next_use(program.problem, interval.phase) if n in loads]
         actions += [Run()] if interval.rounds else []

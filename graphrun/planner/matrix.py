@@ -10,7 +10,7 @@ Every way has integers of its own, bounded by whether it is taken: that keeps th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 
 from graphrun.planner.homes import NOTHING, ONE, Homes, most_host_bytes
 from graphrun.planner.model import Model, Sum, plus
-from graphrun.planner.needs import ring_bytes
-from graphrun.planner.problem import ALLOCATION_BYTES
+from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.settle import activation_bytes
-from graphrun.units import round_up
 
 MEMORY_SCALE = 1000.0
 TIME_SCALE = 100.0
@@ -54,6 +52,7 @@ class Matrix:
         self.model = Model()
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
+        self.alone: list[dict[int, int]] = []  # per interval: r of the cells that may be streamed
         self._activations: list[tuple[Sum, Sum]] = []  # per interval: on the device, on the host
         self._uses = [[t for t, interval in enumerate(program.intervals) if interval.calls[j]] for j in range(len(program.cells))]
         self._starts = (0, program.turn) if program.session else (0,)
@@ -68,12 +67,15 @@ class Matrix:
         for t, interval in enumerate(program.intervals):
             self.present.append([])
             self.loaded.append([])
+            self.alone.append({})
             copies, rings = self._cells(t)
             seconds[self._time(t, copies, factors[t])] = interval.weight
             used, fixed = self._memory(t, rings)
             kept = self.spare.device.get(t, 0) / self.bytes_unit
             self.model.row(used, -np.inf, MEMORY_SCALE - fixed - kept)
             self.model.row({**used, peak: -1.0}, -np.inf, -fixed)
+            for j, column in self.alone[t].items():  # nor is a ring for one block alone chosen where it saves nothing
+                occupied[column] = 2e-3 * program.cells[j].block_bytes / self.bytes_unit / len(program.intervals)
             for column, value in used.items():
                 occupied[column] = occupied.get(column, 0.0) + 1e-3 * value / len(program.intervals)
             for cell, (terms, constant) in zip(program.cells, copies, strict=True):
@@ -130,6 +132,7 @@ class Matrix:
                 streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
                 model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
                 streams.setdefault(cell.way, []).append((streamed, j))
+                self.alone[t][j] = model.column(0.0, 1.0, True)
         return copies, streams
 
     def _follows(self, t: int, j: int) -> None:
@@ -190,6 +193,11 @@ class Matrix:
                     model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
                 for rate in rates if rates[1] else rates[:1]:
                     model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rate, blocks))))
+                if (alone := self.alone[t].get(j)) is not None:
+                    after = {self.present[t][j]: 1.0, self.loaded[t][j]: 1.0}
+                    each = calls[j] * program.intervals[t].seconds[j] / self.seconds_unit
+                    turns = plus((float(cell.count), ({alone: 1.0}, 0.0)), (-1.0, (after, 0.0)))
+                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rates[0], blocks), (-each, turns))))
                 own.append((-1.0, ({longer: 1.0}, 0.0)))
         interval = program.intervals[t]
         own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
@@ -214,19 +222,13 @@ class Matrix:
         for j, cell in enumerate(self.program.cells):
             used[self.present[t][j]] = used[self.loaded[t][j]] = cell.held_bytes / self.bytes_unit
         fixed = float(self.program.intervals[t].fixed_bytes)
-        for way, members in streams.items():
-            cells = [self.program.cells[j] for _, j in members]
-            if "exclude" in cells[0].demanded:  # all of it streams, and holding an only block instead is not allowed
-                least = ring_bytes((cell.block_bytes, cell.count) for cell in cells)
-                for column, value in self.homes.taken[way][0].items():
-                    used[column] = used.get(column, 0.0) + least * value / self.bytes_unit
-                fixed += least * self.homes.taken[way][1]
-                continue
-            ring = self.model.column(0.0, np.inf)
-            used[ring] = 1.0
+        for members in streams.values():
+            largest, beside = self.model.column(0.0, np.inf), self.model.column(0.0, np.inf)
+            used[largest] = used[beside] = 1.0
             for streamed, j in members:
-                size = round_up(2 * self.program.cells[j].block_bytes, ALLOCATION_BYTES) / self.bytes_unit
-                self.model.row({ring: 1.0, streamed: -size}, 0.0, np.inf)
+                size = self.program.cells[j].held_bytes / self.bytes_unit
+                self.model.row({largest: 1.0, streamed: -size}, 0.0, np.inf)
+                self.model.row({beside: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
         self._activations.append(self._activation(t))
         activation, _ = self._activations[t]
         spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]
@@ -322,7 +324,8 @@ class Matrix:
         fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.ways[n].variant for n in ways)
-        kept = Choice(present, loaded, fills, (-1,) * len(ways), spills)
+        depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else DEPTH for j in cells) for alone in self.alone)
+        kept = Choice(present, loaded, fills, (-1,) * len(ways), spills, depths)
         return variants, freed(program.taking(variants), kept)
 
     def _ways(self, component: int) -> list[int]:
@@ -340,7 +343,7 @@ def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:
     end = len(program.intervals)
     held = [way.used and (way.fill_seconds is None or fill >= 0) for way, fill in zip(program.ways, choice.fills, strict=True)]
     frees = tuple(at if at < end and is_held else -1 for at, is_held in zip(after, held, strict=True))
-    return Choice(choice.present, choice.loaded, choice.fills, frees, choice.spills)
+    return replace(choice, frees=frees)
 
 
 def _least(of: Sum, most: bool = False) -> tuple[Mapping[int, float], float, float]:

@@ -5,19 +5,23 @@ blocks of one way that computes on the device): K blocks present at its start, d
 
     unused      any K + d <= nb                                     x = d        blocks moved: prefetch
     used        K = nb, d = 0             not streamable            x = 0
-    used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring, ring >= 2*b*s
+    used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring
                                           rest:  x = n*(nb - K), d = 0 for the whole component
+    ring        >= L + M                  L >= b*s: the largest that passes; M >= b*s - b*r: beside it one of each class
+                                          but those with r, whose copies and compute take turns
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
     session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
                 whole    s = 0 where used         drop     K = 0 in load slots, K = d = 0 in phases of others
     home        filled in one slot at most; x = 0 before it, and after it was freed; on the CPU: filled before it is entered
     spill       of a value over a gap: out in the load slot of its first phase, back in that of the phase behind it
-    time        D >= sum of max(compute of j, copies of j) over the used j + compute on the CPU
+    time        D >= sum over the used j of max(compute of j, copies of j, where r: copies of j + compute of what passes)
+                     + compute on the CPU
                 D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + fills
     memory      sum b*(K + d) + rings + activation + values + carry <= effective budget;  homes and spills <= RAM, page-locked RAM
 
-x follows from K and d, so it is no variable. A ring for one block alone (b) never pays: holding that block costs the same bytes.
+x follows from K and d, so it is no variable. Room for one block alone pays where copies take much longer than compute: the bytes of
+the other hold a block that then need not be copied; and where there is no more room.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphrun.planner.needs import ring_bytes, streamable_classes, used_components
+from graphrun.planner.needs import DEPTH, streamable_classes, used_components
 from graphrun.planner.plan import Part
 from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Placement, Problem, Variant
 from graphrun.planner.settle import activation_bytes, use_with
@@ -110,13 +114,15 @@ class Gap:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Integers of a solution: ``present[t][j]`` and ``loaded[t][j]`` per cell of the ways taken, in which interval each component's
-    home is filled and freed (-1: never), which gaps are spilled."""
+    home is filled and freed (-1: never), which gaps are spilled; ``depths[t][j]``: for how many blocks the ring has room where some
+    of the cell are streamed, the largest that passes being one of them (none: for two everywhere)."""
 
     present: tuple[tuple[int, ...], ...]
     loaded: tuple[tuple[int, ...], ...]
     fills: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     spills: tuple[bool, ...] = ()
+    depths: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +160,22 @@ class Program:
             blocks = [self.moved(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))]
             copies = [factor * cell.load_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
             reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
-            own = sum(max(self.compute_seconds(t, j), copies[j], reads[j]) for j, calls in enumerate(interval.calls) if calls)
+            turns = self._turns_seconds(choice, t)
+            own = sum(
+                max(self.compute_seconds(t, j), copies[j] + turns[j], reads[j]) for j, calls in enumerate(interval.calls) if calls
+            )
             spills = sum(gap.seconds(t) for gap, out in zip(self.gaps, choice.spills, strict=False) if out)
             fills = sum(way.fill_seconds or 0.0 for way, at in zip(self.ways, choice.fills, strict=False) if at == t)
             found.append(max(own + sum(interval.cpu_seconds), sum(copies) + factor * spills, sum(reads) + factor * fills))
+        return tuple(found)
+
+    def _turns_seconds(self, choice: Choice, t: int) -> tuple[float, ...]:
+        """Compute per cell that has to wait for copies and lets copies wait: of what passes through room for one block alone."""
+        interval, found = self.intervals[t], [0.0] * len(self.cells)
+        rings = {component: self.ring_bytes(choice, t, component) for component in interval.used}
+        for j, cell in enumerate(self.cells):
+            if (passing := self._passing(choice, t, j)) and rings[cell.component] < self._largest(choice, t, j) + cell.held_bytes:
+                found[j] = interval.calls[j] * passing * interval.seconds[j]
         return tuple(found)
 
     def seconds(self, choice: Choice, factors: Sequence[float] = ()) -> float:
@@ -175,22 +193,32 @@ class Program:
             for j, cell in enumerate(self.cells)
         )
 
-    def streamed(self, choice: Choice, t: int, component: int) -> list[tuple[int, int]]:
-        """Bytes of a block and blocks streamed, per class of ``component`` of which some are streamed in interval ``t``."""
-        return [
-            (cell.block_bytes, cell.count - choice.present[t][j] - choice.loaded[t][j])
-            for j, cell in enumerate(self.cells)
-            if cell.component == component
-            and self.intervals[t].calls[j]
-            and cell.count > choice.present[t][j] + choice.loaded[t][j]
-        ]
+    def _passing(self, choice: Choice, t: int, j: int) -> int:
+        """Blocks of cell ``j`` that are streamed in interval ``t``."""
+        return self.cells[j].count - choice.present[t][j] - choice.loaded[t][j] if self.intervals[t].calls[j] else 0
+
+    def streams(self, choice: Choice, t: int, component: int) -> bool:
+        """Whether any block of ``component`` is streamed in interval ``t``."""
+        return any(cell.component == component and self._passing(choice, t, j) for j, cell in enumerate(self.cells))
+
+    def ring_bytes(self, choice: Choice, t: int, component: int) -> int:
+        """The ring of ``component`` in interval ``t``: the largest block that passes, and what the classes want beside it."""
+        passing = [j for j, cell in enumerate(self.cells) if cell.component == component and self._passing(choice, t, j)]
+        depths = choice.depths[t] if choice.depths else (DEPTH,) * len(self.cells)
+        beside = max(((depths[j] - 1) * self.cells[j].held_bytes for j in passing), default=0)
+        return max((self.cells[j].held_bytes for j in passing), default=0) + beside
+
+    def _largest(self, choice: Choice, t: int, j: int) -> int:
+        """Bytes of the largest block that is streamed beside cell ``j``."""
+        beside = (i for i, cell in enumerate(self.cells) if cell.component == self.cells[j].component)
+        return max((self.cells[i].held_bytes for i in beside if self._passing(choice, t, i)), default=0)
 
     def device_bytes(self, choice: Choice) -> tuple[int, ...]:
         """What is on the device per interval, at most."""
         found = []
         for t, interval in enumerate(self.intervals):
             held = sum(c.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, c in enumerate(self.cells))
-            rings = sum(ring_bytes(self.streamed(choice, t, component)) for component in interval.used)
+            rings = sum(self.ring_bytes(choice, t, component) for component in interval.used)
             spilled = sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=False) if out and g.absent(t))
             found.append(interval.fixed_bytes - spilled + self.activation_bytes(t) + held + rings)
         return tuple(found)
