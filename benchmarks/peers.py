@@ -40,9 +40,9 @@ from peers_cell import GRAPHS, graph_file, process, subject  # noqa: E402
 from peers_tools import OWN, TOOLS  # noqa: E402
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "scipy")
-SHARES = (0.0, 0.25, 0.5, 0.75)
-"""Caps between graphrun's smallest and what everything resident needs. That is added, and so are the least that any tool takes, and
-the middle between that and graphrun's smallest."""
+SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
+"""Caps between the least that any peer takes and what everything resident needs. That is added, and so is graphrun's smallest: what
+graphrun learns moves no cell of a peer's."""
 
 TIGHT = 0.6
 """The tight RAM budget, as a share of all weights."""
@@ -56,7 +56,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="sim", choices=("sim", "cuda"))
     parser.add_argument("--models", default=",".join(GRAPHS))
-    parser.add_argument("--tools", help="comma-separated, those with a comma of their own by a part of their name; default all")
+    parser.add_argument(
+        "--tools", help="comma-separated, those with a comma of their own by a part of their name; peers: all others'; default all"
+    )
     parser.add_argument("--steps", type=int, default=4, help="denoising steps")
     parser.add_argument("--caps", help="comma-separated sizes in place of the grid, such as 8G,16G")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; on cuda always one")
@@ -73,19 +75,21 @@ class Bench:
         self.asked, self.cache = asked, cache
         wanted = asked.tools.split(",") if asked.tools else [""]
         known = [*TOOLS, *OWN]
+        wanted = [*TOOLS] if wanted == ["peers"] else wanted
         self.tools = [name for name in known if any(part == name or (part not in known and part in name) for part in wanted)]
         self.path = asked.out or HERE / "results" / f"peers-{asked.device}.json"
         self.results: dict[str, Any] = {"about": about(asked), "models": {}, "cells": []}
         if asked.resume and self.path.exists():
             before = json.loads(self.path.read_text())
             self.results |= {"models": before["models"], "cells": before["cells"]}
+        self.folder: Path | None = None
         self._context: Any = multiprocessing.get_context("fork" if asked.device == "sim" else "spawn")
 
     def cell(self, model: str, tool: str, kind: str = "run", **more: Any) -> dict[str, Any]:
         """One cell in a process of its own. A process that dies or hangs is a result too."""
         known = self.results["models"].get(model, {})
         asked = _asked(model, tool, kind, more) | {"device": self.asked.device, "steps": self.asked.steps, "cache": self.cache}
-        asked["activation_bytes"] = known.get("activation_bytes", 0)
+        asked |= {"activation_bytes": known.get("activation_bytes", 0), "folder": str(self.folder) if asked["ram_bytes"] else None}
         receiver, sender = self._context.Pipe(duplex=False)
         start = time.perf_counter()
         worker = self._context.Process(target=process, args=(asked, sender))
@@ -160,27 +164,29 @@ class Bench:
         facts["graphrun_smallest_bytes"] = smallest_budget(ample) - ample.hardware.context_bytes
         tools = [tool for tool in self.tools if tool in OWN or not TOOLS[tool].for_ram]
         uncapped = self.many([(name, tool, "run", {}) for tool in tools])
-        facts["caps"] = caps = self.caps(facts, [_peak(c) for c in uncapped if c["status"] == "finished"])
+        peaks = [_peak(c) for c in uncapped if c["status"] == "finished" and c["tool"] not in OWN]
+        facts["caps"] = caps = self.caps(facts, peaks)
         runnable = [c for c in uncapped if c["status"] not in ("unavailable", "failed")]
         self.many([(name, c["tool"], "run", {"cap_bytes": cap}) for c in runnable for cap in self.caps_of(c, caps)])
         if not of.encodes_only:
             self.many([(name, c["tool"], "encode", {}) for c in runnable])
         facts["tight_ram_bytes"] = ram = int(TIGHT * facts["weight_bytes"])
         tight = [tool for tool in self.tools if tool in OWN or TOOLS[tool].for_ram]
-        at = [caps[len(caps) // 2], caps[-1]]
+        self.folder = of.stored(Path(self.cache))  # the weights in files, as a user's are
+        at = [between(facts["peers_least_bytes"], facts["resident_peak_bytes"], 0.5), facts["resident_peak_bytes"]]
         self.many([(name, tool, "run", {"cap_bytes": cap, "ram_bytes": ram}) for cap in at for tool in tight])
         gc.unfreeze()
 
     def caps(self, facts: dict[str, Any], peaks: list[int]) -> list[int]:
-        """From the least that any tool needs to what everything resident needs, in multiples of 512 bytes."""
+        """From the least that a peer needs to what all resident needs, in multiples of 512 bytes, and graphrun's smallest."""
         if self.asked.caps:
             from graphrun.units import parse_size
 
             return [parse_size(text, name="cap") for text in self.asked.caps.split(",")]
-        low, high = facts["graphrun_smallest_bytes"], facts["resident_peak_bytes"]
-        found = {low + int(share * (high - low)) // 512 * 512 for share in SHARES} | {high}
-        least = min(peaks, default=low)
-        return sorted(found | {least, (least + low) // 1024 * 512})
+        low = facts.setdefault("peers_least_bytes", min(peaks, default=facts["graphrun_smallest_bytes"]))
+        own = {facts["graphrun_smallest_bytes"]} if set(OWN) & set(self.tools) else set[int]()
+        high = facts["resident_peak_bytes"]
+        return sorted({between(low, high, share) for share in SHARES} | {high} | own)
 
     def caps_of(self, uncapped: dict[str, Any], caps: list[int]) -> list[int]:
         """Those of ``caps`` at which a tool has to be run: all, but for one that does not look at the cap the two around its peak.
@@ -213,6 +219,11 @@ class Bench:
         """What there is so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+
+
+def between(low: int, high: int, share: float) -> int:
+    """In multiples of 512 bytes, as memory is allocated."""
+    return low + int(share * (high - low)) // 512 * 512
 
 
 def _asked(model: str, tool: str, kind: str, more: dict[str, Any]) -> dict[str, Any]:

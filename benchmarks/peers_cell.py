@@ -71,6 +71,25 @@ class Subject:
             random = weave
         return {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
 
+    def stored(self, cache: Path) -> Path:
+        """The folder with every component as a checkpoint has it; written once."""
+        folder = cache / "weights" / self.graph.name
+        for name, module in self.modules.items():
+            if not (folder / name).exists():
+                module.save_pretrained(folder / name)
+        return folder
+
+    def read(self, folder: Path) -> None:
+        """From now on the weights are those in ``folder``, read as the libraries read them, and the graph's source is there."""
+        from dataclasses import replace
+
+        names = {"diffusers": "torch_dtype", "transformers": "dtype"}
+        for name, module in self.modules.items():
+            dtype = {names[type(module).__module__.split(".")[0]]: next(module.parameters()).dtype}
+            self.modules[name] = type(module).from_pretrained(folder / name, **dtype).eval().requires_grad_(False)
+        parts = {name: replace(c, source=str(folder / name)) for name, c in self.graph.components.items()}
+        self.graph = replace(self.graph, components=parts)
+
     @functools.cached_property
     def encodes_only(self) -> bool:
         """Whether the graph ends with the embeddings."""
@@ -197,7 +216,7 @@ def _peer(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> 
 def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool) -> dict[str, Any]:
     """The same graph, planned for the cap and the RAM, and run twice. The executor opens the device.
 
-    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads them as its plan says.
+    Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads their files as its plan says.
     """
     import graphrun
     from graphrun.executor.executor import Session, stages_for
@@ -209,7 +228,7 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     problem = _problem(of, graph, asked, books.on.name)
     solution = graphrun.plan(problem)
     plan, planned = solution.plan, simulate(problem, solution.plan)
-    given = of.modules if asked["ram_bytes"] is None else {}
+    given = of.modules if asked["folder"] is None else {}
     books.modules, device = given, books.on.executor()
     host = Host.of_graph(graph, settle(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})
     inputs = graph.resolve({key: value for key, value in of.inputs.items() if key in graph.inputs})
@@ -251,7 +270,7 @@ def _problem(of: Subject, graph: Any, asked: Mapping[str, Any], device: str) -> 
         runs=2 if asked["tool"] == SESSION else 1,
         hardware=hardware,
         inputs={key: value for key, value in of.given.items() if key in graph.inputs},
-        cache=Path(asked["cache"]) if asked.get("cache") else None,
+        cache=Path(asked["cache"], "stored" if asked["folder"] else "") if asked.get("cache") else None,
     )
 
 
@@ -263,7 +282,8 @@ def _context_bytes() -> int:
 
 
 def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes.
+    """What came of the cell ``asked``: model, tool, kind ("run", "encode"), device, steps, cap_bytes, ram_bytes, activation_bytes,
+    folder (of weights, where they are to be read from files).
 
     ``status``: finished, oom, refused (before anything was loaded), unavailable, failed. ``runs`` has one entry per complete run.
     """
@@ -277,6 +297,8 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with redirect_stdout(told), redirect_stderr(told):
             of = subject(asked["model"], asked["device"], asked["steps"])
+            if asked["folder"] is not None:
+                of.read(Path(asked["folder"]))
             books.modules = of.modules
             found |= work(books, of, asked, asked["kind"] == "encode")
     except Exception as error:  # noqa: BLE001 - what a tool raises is a result

@@ -46,7 +46,7 @@ class Instrument(Protocol):
         """The peak starts again from what is allocated now."""
 
     def moved(self) -> dict[str, int]:
-        """Bytes copied ``in`` and ``out`` so far, as far as they can be counted."""
+        """Bytes copied ``in`` and ``out``, and ``read`` from disk, so far, as far as they can be counted."""
 
 
 class Sim:
@@ -117,8 +117,8 @@ class Sim:
         self.machine.reset_peak()
 
     def moved(self) -> dict[str, int]:
-        """Every copy between host and device, whoever made it."""
-        return {"in": self.machine.bytes_in, "out": self.machine.bytes_out}
+        """Every copy between host and device, whoever made it, and what graphrun read from disk: others' reads go unseen."""
+        return {"in": self.machine.bytes_in, "out": self.machine.bytes_out, "read": self.machine.bytes_read}
 
 
 class Cuda:

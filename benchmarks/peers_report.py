@@ -209,11 +209,12 @@ def books_table(of: Results, model: str) -> str:
 
 def ram_table(of: Results, model: str) -> str:
     """The cells with tight RAM."""
-    rows = [["tool", "cap MiB", "result", "run 1 ms", "host held MiB", "message"]]
+    rows = [["tool", "cap MiB", "result", "run 1 ms", "run 2 ms", "read MiB", "host held MiB", "message"]]
     for cell in of.cells(model, "run", tight=True):
-        runs = f"{1e3 * first(cell):.1f}" if cell["runs"] else ""
+        runs = [f"{1e3 * run['seconds']:.1f}" for run in cell["runs"]] + ["", ""]
+        read = mib(cell["runs"][0].get("read_bytes", 0)) if cell["tool"] in OWN and cell["runs"] else ""
         host = mib(cell["host"]["held"]) if cell.get("host") else ""
-        rows.append([cell["tool"], mib(cell["cap_bytes"]), cell["status"], runs, host, _text(cell["message"])])
+        rows.append([cell["tool"], mib(cell["cap_bytes"]), cell["status"], *runs[:2], read, host, _text(cell["message"])])
     return table(rows)
 
 

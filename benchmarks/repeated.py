@@ -59,7 +59,7 @@ def many(count: int) -> dict[str, Any]:
     return {
         "prompts": count,
         "chosen": course.name,
-        "parts": [list(part.stages) for part in course.parts],
+        "legs": [list(leg.stages) for leg in course.legs],
         "predicted_seconds": course.seconds,
         "measured_seconds": batch.seconds,
         "predicted_bytes": course.moved_bytes,
@@ -181,8 +181,8 @@ def repeated_prompts(times: int) -> dict[str, Any]:
         "bytes of encoders": encoder_bytes(first),
         "encoders are": sum(
             sum(b * len(k.blocks) for k, b in zip(c.classes, c.variants[0].block_bytes, strict=True))
-            for part in first.courses[0].parts
-            for c in part.solution.problem.components
+            for leg in first.courses[0].legs
+            for c in leg.solution.problem.components
             if "text_encoder" in c.name
         ),
         "runs of encode, again": sum("encode" in stages for stages, _, _ in second.traces),

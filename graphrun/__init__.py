@@ -301,7 +301,7 @@ def run_many(
     says so, and equal stages run once. ``budgets`` and what else is demanded are `estimate`'s arguments. ``resume`` is a folder for
     the state of the batch: called again with it, the batch goes on from its last finished item, stage or denoising step, with the
     same bits in the end. ``sink`` takes each item's outputs as they come and returns their files, else they are in the result.
-    An item that cannot be run is in the result's ``errors``; with ``strict`` it is an InputError before anything runs.
+    An item that cannot be run, or whose run fails, is in the result's ``errors``; with ``strict`` it is raised, before or at once.
     ``modules``, ``cache``, ``reuse`` and ``note`` are as for `run`.
     """
     from graphrun.repeat import many
@@ -334,6 +334,7 @@ def run_many(
         device=device,
         sink=sink,
         watcher=watcher or Watching(),
+        strict=strict,
     )
     return many.run_items(graph, items, means)
 

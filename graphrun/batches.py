@@ -28,7 +28,7 @@ from graphrun.units import show_seconds, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.repeat.course import Course, Part
+    from graphrun.repeat.course import Course, Leg
     from graphrun.repeat.items import Item
     from graphrun.repeat.many import Batch
 
@@ -173,11 +173,11 @@ class _Watched(Watcher):
     def course(self, course: Course, counts: Mapping[str, int]) -> None:
         self._progress.course(course, counts)
 
-    def part(self, part: Part, runs: int) -> None:
-        self._progress.part(part, runs)
+    def leg(self, leg: Leg, runs: int) -> None:
+        self._progress.leg(leg, runs)
 
-    def run(self, part: Part, item: Item) -> Callable[[int, int, int], None]:
-        return self._stop.watched(self._progress.run(part, item))
+    def run(self, leg: Leg, item: Item) -> Callable[[int, int, int], None]:
+        return self._stop.watched(self._progress.run(leg, item))
 
     def planned_again(self, line: str) -> None:
         typer.echo(line, err=True)
@@ -187,6 +187,9 @@ class _Watched(Watcher):
 
     def left_out(self, item: Item) -> None:
         self._progress.left_out(item)
+
+    def restarts(self, stage: str, why: str) -> None:
+        self._progress.restarts(stage, why)
 
 
 def _batch_json(batch: Batch, items: int, files: Mapping[int, Sequence[str]]) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def _batch_json(batch: Batch, items: int, files: Mapping[int, Sequence[str]]) ->
                 "name": course.name,
                 "items": course.items,
                 "group": course.group,
-                "parts": [list(part.stages) for part in course.parts],
+                "legs": [list(leg.stages) for leg in course.legs],
                 "predicted_seconds": course.seconds,
                 "moved_bytes": course.moved_bytes,
                 "waiting_bytes": course.waiting_bytes,
@@ -223,9 +226,7 @@ def _batch_screen(batch: Batch, items: int) -> str:
         names = ", ".join(dict.fromkeys(course.name for course in batch.courses))
         lines.append(f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved)} in")
     if batch.traces:
-        lines.append(
-            f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs of parts"
-        )
+        lines.append(f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs")
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs not needed, since their outputs were there: {shared}")
     return "\n".join(lines)

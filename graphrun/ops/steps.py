@@ -1,23 +1,23 @@
-"""A denoising loop that goes on where another one stopped: its state after each step, and a pipeline's own loop begun behind it.
+"""A denoising loop that goes on where another one stopped: its state after each step, and a pipeline's loop begun behind it.
 
-Decides what the state is (latents, scheduler, random numbers) and when a pipeline's loop can be begun in its middle. Knows no file:
-whoever keeps states beyond a run is a `Journal`.
+Decides what the state is (latents, scheduler, random numbers) and puts it in its place. Knows no file: whoever keeps states beyond
+a run is a `Journal`.
 
-    unbroken   set_timesteps  t0  t1  t2  t3  t4     state after t2 = latents, what the scheduler knows, the generator's state
-    resumed    set_timesteps              t3  t4     the same code with the same numbers from there on
+    unbroken   set_timesteps, noise   for i, t in enumerate(timesteps):  0,t0  1,t1  2,t2  3,t3  4,t4     state after 2: latents,
+    resumed    set_timesteps, noise   for i, t in enumerate(timesteps):                    3,t3  4,t4     scheduler, generator
 
 The state of the last step is always at hand (`Steps`), and takes nothing: the loop itself holds it until its next step ends.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
-import textwrap
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,9 +25,7 @@ import torch
 
 from graphrun.components.trees import tensors_in
 from graphrun.errors import BrokenPlan
-
-# What may depend on a step's number without harm; where anything else does, a loop begun in its middle is another one.
-_HARMLESS = frozenset({"callback_on_step_end", "num_warmup_steps", "callback"})
+from graphrun.ops.loops import CALLBACKS, REMEMBERED, why_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +100,66 @@ def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Ste
 
     Empty where there is none, or the pipeline's loop cannot be begun in its middle: then nothing is kept either.
     """
-    if keeper is None or not resumable(type(pipeline)):
+    if keeper is None or why_not(type(pipeline)):
         return {}
-    state, arguments = keeper.state(stage), {}
-    begin = 0
-    if state is not None:
-        begin = state.done
-        pipeline.scheduler = _continued(pipeline.scheduler, state, generator, pipeline.device)
-        arguments["latents"] = state.latents  # on the host: the pipeline takes it to the device and holds the only copy there
+    pipeline.scheduler = _remembering(pipeline.scheduler)
+    loop = _Loop(pipeline, stage, generator, keeper)
+    takes = inspect.signature(type(pipeline).__call__).parameters
+    _count_with(pipeline, loop.counted)
+    hears = {"callback_on_step_end": loop.on_step_end, "callback": loop.on_step}
+    name = next(name for name in CALLBACKS if name in takes)
+    return {name: hears[name]}
 
-    def on_step_end(_: Any, index: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
-        latents, done, steps = values["latents"], begin + index + 1, len(pipeline.scheduler.timesteps)
+
+class _Loop:
+    """A pipeline's loop over timesteps: begun where the keeper says, and told to it step by step."""
+
+    def __init__(self, pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps) -> None:
+        self.pipeline, self.stage, self.generator, self.keeper = pipeline, stage, generator, keeper
+        self.steps = 0
+        self.shape: torch.Size | None = None  # of latents whose place others can take
+
+    def counted(self, values: Any, start: int = 0) -> Any:
+        """What ``enumerate`` is to the pipeline's call: the loop begins. All before it has run as ever.
+
+        What the scheduler knew, the latents and the generator's state are set as they were. Everybody sees the whole schedule,
+        since the last steps of multistep methods, and of some pipelines, are told by their number.
+        """
+        if not isinstance(values, torch.Tensor):
+            return enumerate(values, start)
+        latents = _latents_of(sys._getframe(1))
+        self.steps, self.shape = len(values), latents.shape if latents is not None else None
+        state = self.keeper.state(self.stage)
+        if state is None:
+            return enumerate(values, start)
+        before, now = (state.steps, state.latents.shape), (self.steps, self.shape)
+        if latents is None or now != before:
+            raise BrokenPlan(f"{self.stage}: steps and latents are {now}, and were {before}: remove the state, and begin anew")
+        place = latents.device
+        torch.utils.swap_tensors(latents, state.latents.to(place, copy=True))  # it may be of another precision than the noise
+        for name, (value, there) in state.scheduler.items():
+            setattr(self.pipeline.scheduler, name, _moved(value, place if there else torch.device("cpu")))
+        self.generator.set_state(state.generator)
+        return itertools.islice(enumerate(values, start), state.done, None)
+
+    def on_step_end(self, _: Any, index: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        """As pipelines call it today."""
+        latents = values["latents"]
         values.clear()  # what it refers to would live on the device until the next step's end
         _let_go(sys._getframe(1).f_locals)
-        if done < steps and (known := _known(pipeline.scheduler)) is not None:
-            keeper.finish(stage, StepState(done, steps, latents, generator.get_state(), known))
-        else:
-            keeper.forget(stage)
+        self._keep(index + 1, latents)
         return values
 
-    return {**arguments, "callback_on_step_end": on_step_end}
+    def on_step(self, index: int, _: Any, latents: torch.Tensor) -> None:
+        """As older ones do, which count the steps of a picture: a scheduler of second order takes two for one."""
+        self._keep((index + 1) * getattr(self.pipeline.scheduler, "order", 1), latents)
+
+    def _keep(self, done: int, latents: torch.Tensor) -> None:
+        known = _known(self.pipeline.scheduler)
+        if done < self.steps and latents.shape == self.shape and known is not None:
+            self.keeper.finish(self.stage, StepState(done, self.steps, latents, self.generator.get_state(), known))
+        else:
+            self.keeper.forget(self.stage)
 
 
 def _let_go(seen: Any) -> None:
@@ -131,39 +169,48 @@ def _let_go(seen: Any) -> None:
         seen.clear()
 
 
-def resumable(kind: Any) -> bool:
-    """Whether the loop of the pipeline class ``kind`` takes callbacks, and does the same whatever number a step has in it."""
-    return _resumable(inspect.unwrap(kind.__call__))
+def _count_with(pipeline: Any, counted: Callable[..., Any]) -> None:
+    """``pipeline``'s own call from now on: the same code, whose ``enumerate`` is ``counted``. No other pipeline's is."""
+    kind = type(pipeline)
+    plain = inspect.unwrap(kind.__call__)
+    names = {**plain.__globals__, "enumerate": counted}
+    call = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    call.__kwdefaults__ = plain.__kwdefaults__
+    members = {"__module__": kind.__module__, "__call__": functools.wraps(plain)(torch.no_grad()(call))}
+    pipeline.__class__ = type(kind.__name__, (kind,), members)
 
 
-@functools.cache
-def _resumable(call: Any) -> bool:
-    if not {"callback_on_step_end", "latents", "generator"} <= inspect.signature(call).parameters.keys():
-        return False
-    tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _counted(node)]
-    return len(loops) == 1 and not any(_depends(loops[0].target.elts[0].id, node) for node in loops[0].body)  # type: ignore[attr-defined]
+def _latents_of(frame: Any) -> torch.Tensor | None:
+    """The loop's latents before its first step; None where there are none, or they have another name too."""
+    names = frame.f_locals
+    latents = names.get("latents")
+    known = [value for value in names.values() if value is latents or isinstance(value, (list, tuple)) and _holds(value, latents)]
+    if isinstance(names, dict):
+        names.clear()  # a copy, which would hold what it refers to on the device
+    return latents if isinstance(latents, torch.Tensor) and len(known) == 1 else None
 
 
-def _counted(loop: ast.For) -> bool:
-    """Whether this is ``for i, t in enumerate(timesteps)``."""
-    call, target = loop.iter, loop.target
-    return (
-        isinstance(call, ast.Call)
-        and getattr(call.func, "id", "") == "enumerate"
-        and "timesteps" in ast.unparse(call)
-        and isinstance(target, ast.Tuple)
-        and isinstance(target.elts[0], ast.Name)
-    )
+def _holds(values: Any, latents: Any) -> bool:
+    return any(value is latents for value in values)
 
 
-def _depends(index: str, node: ast.AST) -> bool:
-    """Whether ``node`` reads the variable ``index`` anywhere but for callbacks and progress."""
-    if isinstance(node, ast.If) and _HARMLESS & {name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)}:
-        return any(_depends(index, child) for child in node.orelse)
-    if isinstance(node, ast.Name):
-        return node.id == index
-    return any(_depends(index, child) for child in ast.iter_child_nodes(node))
+def _remembering(scheduler: Any) -> Any:
+    """A scheduler like ``scheduler`` that holds what its steps hand to the next through the pipeline's hands."""
+    kind, signature = type(scheduler), inspect.signature(type(scheduler).step)
+    if REMEMBERED not in signature.parameters:
+        return scheduler
+
+    @functools.wraps(kind.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        if bound.arguments[REMEMBERED] is None:
+            bound.arguments[REMEMBERED] = vars(self).get(REMEMBERED)
+        found = kind.step(*bound.args, **bound.kwargs)
+        setattr(self, REMEMBERED, found[1])
+        return found
+
+    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "step": step})
+    return made.from_config(scheduler.config)
 
 
 def _known(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
@@ -205,33 +252,3 @@ def _moved(value: Any, place: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_moved(item, place) for item in value)
     return {key: _moved(item, place) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _continued(scheduler: Any, state: StepState, generator: torch.Generator, device: torch.device) -> Any:
-    """A scheduler like ``scheduler`` whose loop begins behind ``state``.
-
-    The pipeline sees the steps that are left; the scheduler's own code sees all of them, since the last ones of multistep methods
-    are told by their number. The generator is set when the first of them is taken: what a pipeline draws before its loop is drawn.
-    """
-    kind = type(scheduler)
-
-    @functools.wraps(kind.set_timesteps)
-    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind.set_timesteps(self, *args, **kwargs)
-        if len(self.timesteps) != state.steps:
-            raise BrokenPlan(f"the loop has {len(self.timesteps)} steps, and the state that was kept is of one with {state.steps}")
-        for name, (value, there) in state.scheduler.items():
-            setattr(self, name, _moved(value, device if there else torch.device("cpu")))
-        self.all_timesteps = self.timesteps
-        self.timesteps = self.timesteps[state.done :]
-
-    @functools.wraps(kind.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "all_timesteps" in vars(self):
-            self.timesteps = vars(self).pop("all_timesteps")
-            generator.set_state(state.generator)
-        return kind.step(self, *args, **kwargs)
-
-    members = {"__module__": kind.__module__, "set_timesteps": set_timesteps, "step": step, "init_noise_sigma": 1.0}
-    begun: Any = type(kind.__name__, (kind,), members)
-    return begun.from_config(scheduler.config)

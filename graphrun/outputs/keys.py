@@ -20,7 +20,7 @@ from typing import Any
 
 from graphrun.components.weights import find_folder
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph, Part, Reference, Stage
+from graphrun.graph.graph import Component, Graph, Lora, Part, Reference, Stage
 from graphrun.graph.media import is_media, named, told
 from graphrun.graph.ops import OPERATIONS
 from graphrun.planner.plan import Plan
@@ -137,8 +137,13 @@ class Keys:
             content: Any = ["random", component.name, component.seed]
             if component.source is not None:
                 content = self._folder(component.source, ("*.json", "*.safetensors"), component.where)
-            self._contents[component.name] = content
+            self._contents[component.name] = [content, *(self._lora(lora, component) for lora in component.loras)]
         return self._contents[component.name]
+
+    def _lora(self, lora: Lora, component: Component) -> list[Any]:
+        if not (file := Path(lora.file)).is_file():
+            raise GraphError(f"components.{component.name}.loras: no such file: {file}", component.where)
+        return [_blob(file) or self._digest_of(file), lora.scale]
 
     def _part(self, part: Part) -> Any:
         content: list[Any] = [part.class_path, part.config]
@@ -171,7 +176,7 @@ def code_digest() -> str:
 
 def _declared(component: Component) -> dict[str, Any]:
     """All that the graph says of a component, but where it lies and lay."""
-    left_out = ("source", "where", "home", "precision")
+    left_out = ("source", "where", "home", "precision", "loras")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
 
 

@@ -4,7 +4,7 @@
     stage by stage    encode1..n | denoise1..n | decode1..n                        a session for each stage; values wait between
     between           encode1..n | (denoise decode)1 (denoise decode)2 ...
 
-Each part is a session that the planner plans; a course is a cut of the stages into parts. Values that wait lie in RAM that no part
+Each leg is a session that the planner plans; a course is a cut of the stages into legs. Values that wait lie in RAM that no leg
 needs, then on disk; where both are short, items pass in groups. Knows no weights and no device.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from graphrun.graph.graph import Graph
 from graphrun.planner.given import without
@@ -25,7 +24,7 @@ Solve = Callable[[Problem], Solution]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Leg:
     """Some stages in a row, planned as a session: ``graph`` has these alone, ``given`` and outputs at its ends."""
 
     stages: tuple[str, ...]
@@ -47,9 +46,9 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Course:
     """Parts in order, for groups of ``group`` items. ``seconds`` and ``moved_bytes`` are predicted for all items; ``waiting_bytes``
-    wait between two parts at most, ``room_bytes`` of them in RAM."""
+    wait between two legs at most, ``room_bytes`` of them in RAM."""
 
-    parts: tuple[Part, ...]
+    legs: tuple[Leg, ...]
     items: int
     group: int
     seconds: float
@@ -59,83 +58,83 @@ class Course:
 
     @property
     def name(self) -> str:
-        """``item by item``, ``stage by stage``, else the parts: ``encode | denoise decode``."""
-        if len(self.parts) == 1:
-            return "item by item" if self.items > 1 or len(self.parts[0].stages) == 1 else "one run"
-        if all(len(part.stages) == 1 for part in self.parts):
+        """``item by item``, ``stage by stage``, else the legs: ``encode | denoise decode``."""
+        if len(self.legs) == 1:
+            return "item by item" if self.items > 1 or len(self.legs[0].stages) == 1 else "one run"
+        if all(len(leg.stages) == 1 for leg in self.legs):
             return "stage by stage"
-        return " | ".join(" ".join(part.stages) for part in self.parts)
+        return " | ".join(" ".join(leg.stages) for leg in self.legs)
 
 
 def courses(graph: Graph, problem: Problem, counts: Mapping[str, int], items: int, solve: Solve) -> list[Course]:
-    """Every course of ``items`` items, the predicted fastest first; of equal ones the one with fewer bytes moved, then fewer parts.
+    """Every course of ``items`` items, the predicted fastest first; of equal ones the one with fewer bytes moved, then fewer legs.
 
     ``counts``: how many of a stage's runs differ, so that outputs of the others are theirs; a stage with 0 is done already, and its
     outputs are given. Raises Infeasible where no course fits the budgets.
     """
     order = [stage.name for stage in graph.stages if counts[stage.name]]
-    parts: dict[tuple[str, ...], Part | Infeasible] = {}
+    legs: dict[tuple[str, ...], Leg | Infeasible] = {}
     found = []
     for cut in _cuts(order):
         runs = [max(counts[name] for name in stages) for stages in cut]
         for stages, number in zip(cut, runs, strict=True):
-            if stages not in parts:
-                parts[stages] = _part(graph, problem, stages, number, solve)
-        chosen = [parts[stages] for stages in cut]
-        if all(isinstance(part, Part) for part in chosen):
-            found.append(_course(problem, tuple(part for part in chosen if isinstance(part, Part)), runs, items))
+            if stages not in legs:
+                legs[stages] = _leg(graph, problem, stages, number, solve)
+        chosen = [legs[stages] for stages in cut]
+        if all(isinstance(leg, Leg) for leg in chosen):
+            found.append(_course(problem, tuple(leg for leg in chosen if isinstance(leg, Leg)), runs, items))
     if not found:
-        raise next(part for part in parts.values() if isinstance(part, Infeasible))
-    return sorted(found, key=lambda course: (round(course.seconds, 9), course.moved_bytes, len(course.parts)))
+        raise next(leg for leg in legs.values() if isinstance(leg, Infeasible))
+    return sorted(found, key=lambda course: (round(course.seconds, 9), course.moved_bytes, len(course.legs)))
 
 
-def part_of(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int) -> tuple[Graph, Problem]:
+def leg_of(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int) -> tuple[Graph, Problem]:
     """The graph and the problem of ``stages`` alone, as a session of ``runs`` runs."""
     own = graph.part(stages)
     given = {reference.name for reference in own.given}
     return own, replace(without(problem, stages, given, own.digest), runs=runs)
 
 
-def _part(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, solve: Solve) -> Part | Infeasible:
-    own, cut = part_of(graph, problem, stages, runs)
+def _leg(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, solve: Solve) -> Leg | Infeasible:
+    own, cut = leg_of(graph, problem, stages, runs)
     try:
         solution = solve(cut)
     except Infeasible as error:
         return error
-    return Part(stages, own, solution, simulate(cut, solution.plan))
+    return Leg(stages, own, solution, simulate(cut, solution.plan))
 
 
-def _course(problem: Problem, parts: tuple[Part, ...], runs: list[int], items: int) -> Course:
-    crossing = [_crossing_bytes(problem, parts[: number + 1], parts[number + 1 :]) for number in range(len(parts) - 1)]
+def _course(problem: Problem, legs: tuple[Leg, ...], runs: list[int], items: int) -> Course:
+    crossing = [_crossing_bytes(problem, legs[: number + 1], legs[number + 1 :]) for number in range(len(legs) - 1)]
     waiting = max(crossing, default=0)
-    room = max(0, problem.ram_bytes - max(part.simulation.host_peak_bytes for part in parts))
+    room = max(0, problem.ram_bytes - max(leg.simulation.host_peak_bytes for leg in legs))
     group = items
     if waiting and problem.disk_bytes is not None:
-        stored = max(sum(v.stored_bytes for c in part.solution.problem.components for v in c.variants[:1]) for part in parts)
+        stored = max(sum(v.stored_bytes for c in leg.solution.problem.components for v in c.variants[:1]) for leg in legs)
         group = max(1, min(items, (room + max(0, problem.disk_bytes - stored)) // waiting))
     sizes = [group] * (items // group) + ([items % group] if items % group else [])
-    pairs = [(part, min(number, size)) for size in sizes for part, number in zip(parts, runs, strict=True)]
+    pairs = [(leg, min(number, size)) for size in sizes for leg, number in zip(legs, runs, strict=True)]
     moving = sum(crossing) * (1 / problem.hardware.h2d_bytes_per_second + 1 / problem.hardware.d2h_bytes_per_second)
     return Course(
-        parts,
+        legs,
         items,
         group,
-        sum(part.seconds(number) for part, number in pairs) + items * moving,
-        sum(part.moved_bytes(number) for part, number in pairs),
+        sum(leg.seconds(number) for leg, number in pairs) + items * moving,
+        sum(leg.moved_bytes(number) for leg, number in pairs),
         waiting * group,
         room,
     )
 
 
-def _crossing_bytes(problem: Problem, before: tuple[Part, ...], behind: tuple[Part, ...]) -> int:
-    """Bytes of one item's values that are made in the parts ``before`` and read in those ``behind``."""
-    made = {name for part in before for name in part.stages}
-    read = {name for part in behind for name in part.stages}
+def _crossing_bytes(problem: Problem, before: tuple[Leg, ...], behind: tuple[Leg, ...]) -> int:
+    """Bytes of one item's values that are made in the legs ``before`` and read in those ``behind``."""
+    made = {name for leg in before for name in leg.stages}
+    read = {name for leg in behind for name in leg.stages}
     return sum(value.nbytes for value in problem.values if value.producer in made and read & set(value.consumers))
 
 
 def _cuts(order: list[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to cut ``order`` into parts."""
+    """Every way to cut ``order`` into legs."""
     if not order:
         return
     for length in range(len(order), 0, -1):
@@ -144,16 +143,3 @@ def _cuts(order: list[str]) -> Iterator[list[tuple[str, ...]]]:
             yield [head]
         for rest in _cuts(order[length:]):
             yield [head, *rest]
-
-
-def as_json(course: Course, runs: Mapping[str, int]) -> dict[str, Any]:
-    """What a screen or ``--json`` shows of a course."""
-    return {
-        "name": course.name,
-        "items": course.items,
-        "group": course.group,
-        "predicted_seconds": course.seconds,
-        "moved_bytes": course.moved_bytes,
-        "waiting_bytes": course.waiting_bytes,
-        "parts": [{"stages": list(part.stages), "runs": max(runs[name] for name in part.stages)} for part in course.parts],
-    }

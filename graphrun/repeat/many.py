@@ -1,8 +1,8 @@
 """Runs a graph for a list of inputs, by the course that is predicted fastest, and goes on where an earlier run was killed.
 
-Decides what is left to do; how it is done says each part's plan. Knows no terminal.
+Decides what is left to do; how it is done says each leg's plan. Knows no terminal.
 
-    items -> those that are done leave -> by settings (equal sizes, one problem) -> the fastest course -> groups -> parts -> runs
+    items -> those that are done leave -> by settings (equal sizes, one problem) -> the fastest course -> groups -> legs -> runs
                                                                                           a value made is kept, shared, or waits
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.errors import InputError
+from graphrun.components.build import resolve_class
+from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.executor.device import Device
 from graphrun.executor.executor import Session, refuse_unfit, stages_for
 from graphrun.executor.host import Host
@@ -23,6 +24,7 @@ from graphrun.executor.recover import run_to_the_end
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import named
 from graphrun.graph.settings import settings_of
+from graphrun.ops.loops import why_not
 from graphrun.outputs.keys import Keys, facts, way_of
 from graphrun.outputs.reuse import Reuse
 from graphrun.planner.given import shortened
@@ -30,7 +32,7 @@ from graphrun.planner.problem import Problem
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution
-from graphrun.repeat.course import Course, Part, courses, part_of
+from graphrun.repeat.course import Course, Leg, courses, leg_of
 from graphrun.repeat.items import Item
 from graphrun.repeat.journal import ItemJournal, Journal
 from graphrun.repeat.values import Values
@@ -78,13 +80,15 @@ class Means:
     device: Device | None = None
     sink: Sink | None = None
     watcher: Watcher = field(default_factory=Watcher)
+    strict: bool = False  # the first item that fails ends all
 
 
 def run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
     """Every item without an error, run; what came of each. Items of equal settings share plans and loaded weights.
 
-    Raises what planning and runs raise; items that were finished by then are with the sink. Raises InputError where the journal is
-    of another batch. The journal is closed in the end.
+    An item whose run fails on the device has an error, and the others run, unless they are ``strict``. Raises what planning raises,
+    and InputError where the journal is of another batch or cannot be written; items that were finished by then are with the sink.
+    The journal is closed in the end.
     """
     with contextlib.ExitStack() as closing:
         if means.journal is not None:
@@ -105,11 +109,19 @@ def _run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
         batch.done_before = tuple(item.number for item in good if means.journal.item(item.number).done)
         for number in batch.done_before:
             means.journal.item(number).tidy()
+        for stage, why in loops_begun_anew(graph):
+            means.watcher.restarts(stage, why)
     for same in _by_settings(graph, [item for item in good if item.number not in batch.done_before]):
         problem = means.estimate(same[0].inputs)
         device = device or open_device(problem)
         _Runner(graph, problem, same, means, device, batch).run()
     return batch
+
+
+def loops_begun_anew(graph: Graph) -> list[tuple[str, str]]:
+    """The stages whose loops cannot go on where they were broken off, each with the reason."""
+    why = why_not(resolve_class(graph.pipeline, graph.allow))
+    return [(stage.name, why) for stage in graph.stages if why and stage.op == "denoise"]
 
 
 def _by_settings(graph: Graph, items: Sequence[Item]) -> list[list[Item]]:
@@ -160,8 +172,8 @@ class _Runner:
             self.means.watcher.course(course, counts)
             items = list(self.items)
             for begin in range(0, len(items), course.group):
-                for part in course.parts:
-                    self._part(part, items[begin : begin + course.group])
+                for leg in course.legs:
+                    self._leg(leg, items[begin : begin + course.group])
 
     def _found(self, item: Item) -> set[str]:
         """Stages whose outputs need not be made: this item's own from before, or those that are kept."""
@@ -186,38 +198,52 @@ class _Runner:
             state = journal.state(stage.name) if journal is not None else None
             if journal is None or state is None:
                 continue
-            own, problem = part_of(self.graph, self.problem, (stage.name,), 1)
-            try:
-                problem = shortened(problem, {stage.name: (state.done, state.steps)})
-            except InputError:
-                problem = self.problem
-            if problem is self.problem or not {reference.name for reference in own.given} <= found:
+            own, problem = leg_of(self.graph, self.problem, (stage.name,), 1)
+            if not {reference.name for reference in own.given} <= found:
                 journal.forget(stage.name)
                 continue
+            try:
+                problem = shortened(problem, {stage.name: (state.done, state.steps)})
+            except InputError as error:
+                self._begin_anew(item, stage.name, error)
+                continue
             solution = self.means.solve(problem)
-            self._session(Part((stage.name,), own, solution, simulate(problem, solution.plan)), [[item]])
+            leg = Leg((stage.name,), own, solution, simulate(problem, solution.plan))
+            try:
+                self._session(leg, [[item]], (OutOfMemory, TransferFailed))
+            except BrokenPlan as error:  # the loop is not as it was
+                self._begin_anew(item, stage.name, error)
 
-    def _part(self, part: Part, items: Sequence[Item]) -> None:
+    def _begin_anew(self, item: Item, stage: str, why: GraphrunError) -> None:
+        if (journal := self._journal(item)) is not None:
+            journal.forget(stage)
+        self.means.watcher.restarts(f"{stage} of item {item.number}", str(why))
+
+    def _leg(self, leg: Leg, items: Sequence[Item]) -> None:
         """A session over those of ``items`` that differ; the others get what theirs made."""
-        if todo := self._distinct(part.stages, items):
-            self._session(part, todo)
+        if todo := self._distinct(leg.stages, [item for item in items if item in self.items]):
+            self._session(leg, todo, (BrokenPlan,))
 
-    def _session(self, part: Part, todo: Sequence[Sequence[Item]]) -> None:
-        """A run for the first of each of ``todo``, whose outputs are those of all of them."""
-        problem, plan = part.solution.problem, part.solution.plan
-        refuse_unfit(problem, plan, part.graph)
-        self.means.watcher.part(part, len(todo))
-        host = Host.of_graph(part.graph, settle(problem, plan), self.device, self.means.modules)
+    def _session(self, leg: Leg, todo: Sequence[Sequence[Item]], failures: tuple[type[GraphrunError], ...]) -> None:
+        """A run for the first of each of ``todo``, whose outputs are those of all of them; so is one of ``failures``."""
+        problem, plan = leg.solution.problem, leg.solution.plan
+        refuse_unfit(problem, plan, leg.graph)
+        self.means.watcher.leg(leg, len(todo))
+        host = Host.of_graph(leg.graph, settle(problem, plan), self.device, self.means.modules)
         with Session(problem, plan, host, self.device) as session:
             for first, *others in todo:
                 if problem.runs == 1:  # what stays is for the runs that were planned
                     session.close()
-                more = self._arguments(part.graph, first, part.solution)
-                stages = stages_for(plan, part.graph, first.inputs, self.device, host, **more)
-                hears, tell = self.means.watcher.run(part, first), self.means.watcher.planned_again
-                trace = run_to_the_end(problem, plan, stages, host, self.device, hears, tell=tell, session=session)
-                self.batch.traces.append((part.stages, first.number, trace))
-                self._finish(part.graph, first, trace, (first, *others))
+                more = self._arguments(leg.graph, first, leg.solution)
+                stages = stages_for(plan, leg.graph, first.inputs, self.device, host, **more)
+                hears, tell = self.means.watcher.run(leg, first), self.means.watcher.planned_again
+                try:
+                    trace = run_to_the_end(problem, plan, stages, host, self.device, hears, tell=tell, session=session)
+                except failures as error:  # the device is empty again
+                    self._fail((first, *others), error)
+                    continue
+                self.batch.traces.append((leg.stages, first.number, trace))
+                self._finish(leg.graph, first, trace, (first, *others))
 
     def _arguments(self, graph: Graph, item: Item, solution: Solution) -> dict[str, Any]:
         """More arguments of the stages: what they are handed, and who hears of what they do."""
@@ -257,6 +283,16 @@ class _Runner:
         self.items.remove(item)
         self.means.watcher.done(item, files)
 
+    def _fail(self, owners: Sequence[Item], error: GraphrunError) -> None:
+        """The run that was to make outputs of ``owners`` failed: they are left out, and can be gone on with."""
+        if self.means.strict:
+            raise error
+        for owner in owners:
+            self.batch.errors[owner.number] = str(error)
+            self.means.watcher.left_out(replace(owner, error=str(error)))
+            self.values.drop(owner.number)
+            self.items.remove(owner)
+
     def _distinct(self, stages: Sequence[str], items: Sequence[Item]) -> list[list[Item]]:
         """Items whose outputs of ``stages`` are still to be made, those together that get the same."""
         wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
@@ -278,8 +314,8 @@ class _Runner:
         if self.means.journal is None or not self.problem.allow:
             return
         named: dict[str, str] = {}
-        for part in course.parts:
-            way = way_of(part.solution.problem, part.solution.plan)
+        for leg in course.legs:
+            way = way_of(leg.solution.problem, leg.solution.plan)
             named |= {f"how {name} is held": " on the ".join(how) for name, how in way.held.items()}
             named |= {f"how {name} is run": option for name, option in way.options.items()}
         self.means.journal.require(named, "ways " + " ".join(f"{name}={value}" for name, value in self.problem.settings))

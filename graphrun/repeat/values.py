@@ -1,4 +1,4 @@
-"""Values that wait between two parts of a course: in RAM while there is room, then on disk. Knows no plan."""
+"""Values that wait between two legs of a course: in RAM while there is room, then on disk. Knows no plan."""
 
 from __future__ import annotations
 

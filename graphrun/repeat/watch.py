@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphrun.repeat.course import Course, Part
+    from graphrun.repeat.course import Course, Leg
     from graphrun.repeat.items import Item
 
 
@@ -17,10 +17,10 @@ class Watcher:
     def course(self, course: Course, counts: Mapping[str, int]) -> None:
         """Items of equal settings are about to run in this way, ``counts[stage]`` runs of each stage."""
 
-    def part(self, part: Part, runs: int) -> None:
+    def leg(self, leg: Leg, runs: int) -> None:
         """A session of ``runs`` runs begins."""
 
-    def run(self, part: Part, item: Item) -> Callable[[int, int, int], None] | None:
+    def run(self, leg: Leg, item: Item) -> Callable[[int, int, int], None] | None:
         """A run of it, for ``item``; what is returned hears of each call, as a run's ``progress``."""
 
     def planned_again(self, line: str) -> None:
@@ -30,4 +30,7 @@ class Watcher:
         """An item's outputs are where they belong."""
 
     def left_out(self, item: Item) -> None:
-        """An item cannot be run: ``item.error`` says why."""
+        """An item cannot be run, or its run failed: ``item.error`` says why."""
+
+    def restarts(self, stage: str, why: str) -> None:
+        """The loop of ``stage`` begins anew where it was broken off, or would."""

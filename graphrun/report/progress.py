@@ -102,9 +102,9 @@ class Progress:
 
 
 class BatchProgress:
-    """Of a batch: hears of its courses, parts, runs and finished items, as `graphrun.repeat.many.Watcher` says.
+    """Of a batch: hears of its courses, legs, runs and finished items, as `graphrun.repeat.many.Watcher` says.
 
-    A line for each run, with its part, the mean of a run and what is left; on a terminal a bar that goes on with every step.
+    A line for each run, with its leg, the mean of a run and what is left; on a terminal a bar that goes on with every step.
     """
 
     def __init__(self, items: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
@@ -125,19 +125,19 @@ class BatchProgress:
         self.pace = Pace(course.seconds, self._clock)
         self._line(f"  {course.items} of {self.items} items {course.name}: predicted {show_seconds(course.seconds)}")
 
-    def part(self, part: Any, runs: int) -> None:
+    def leg(self, leg: Any, runs: int) -> None:
         """A session of ``runs`` runs begins."""
         self._runs, self._begun, self._start = runs, 0, self._clock()
         if not self.pace.done_seconds:
             self.pace.begin()
 
-    def run(self, part: Any, item: Any) -> Callable[[int, int, int], None]:
+    def run(self, leg: Any, item: Any) -> Callable[[int, int, int], None]:
         """A run begins: what hears of its calls."""
         self._begun += 1
-        simulation = part.simulation
+        simulation = leg.simulation
         slots = simulation.again if self._begun > 1 and simulation.again else simulation.slots
         seconds, names, before = [slot.seconds for slot in slots], [slot.phase for slot in slots], self.pace.done_seconds
-        stages, number = " ".join(part.stages), self._begun
+        stages, number = " ".join(leg.stages), self._begun
         rate = f", {show_seconds((self._clock() - self._start) / (number - 1))} each" if number > 1 else ""
         self._line(f"  {stages} {number}/{self._runs}{rate}, {self.pace.text()}")
 
@@ -156,9 +156,14 @@ class BatchProgress:
             self._line(f"  done {self.finished}/{self.items}: {', '.join(map(str, files))}")
 
     def left_out(self, item: Any) -> None:
-        """An item cannot be run."""
+        """An item cannot be run, or its run failed."""
         if self.say is not None:
             self.say(f"graphrun: {item.where}: {item.error}")
+
+    def restarts(self, stage: str, why: str) -> None:
+        """A loop begins anew where it is broken off."""
+        if self.say is not None:
+            self.say(f"  {stage} begins anew where it is broken off: {why}")
 
     def _line(self, text: str) -> None:
         if self.say is not None and not self.bar.shown:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import graphrun
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Lora
 from graphrun.outputs.index import Index
-from graphrun.outputs.keys import Keys, Way
+from graphrun.outputs.keys import Keys, Way, facts
 from graphrun.outputs.reuse import Reuse
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
@@ -75,6 +77,24 @@ def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> 
     assert Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key("encode") not in (None, before)
     missing = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
     assert key(missing) is None, "what cannot be named is not kept"
+
+
+def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(flux: Any, tmp_path: Path) -> None:
+    def keys(stage: str, component_name: str, scale: float = 1.0) -> str | None:
+        graph = component(component_name, loras=(Lora(str(file), scale),))(flux)
+        return Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(stage)
+
+    file = tmp_path / "style.safetensors"
+    file.write_bytes(b"one")
+    first, of_transformer = keys("encode", "text_encoder_2"), keys("encode", "transformer")
+    assert len({first, keys("encode", "text_encoder_2", 0.5), key(flux)}) == 3
+    file.write_bytes(b"two, trained longer")
+    assert keys("encode", "text_encoder_2") not in (None, first)
+    assert keys("encode", "transformer") == of_transformer, "embeddings know nothing of the transformer's weights"
+    file.unlink()
+    assert keys("encode", "text_encoder_2") is None
+    with pytest.raises(GraphError, match="text_encoder_2.loras: no such file"):
+        facts(component("text_encoder_2", loras=(Lora(str(file), 1.0),))(flux), "sim")
 
 
 def test_stages_that_only_made_kept_values_are_not_looked_for(flux: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import graphrun
 from graphrun.components.build import build
-from graphrun.errors import InputError
+from graphrun.errors import InputError, OutOfMemory
 from graphrun.executor.open import open_device
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.problem import Problem
@@ -51,7 +51,7 @@ def test_outputs_kept_by_one_batch_spare_the_next_its_encoders(batch: Any, tmp_p
     assert encoders(first) > 0
     again = batch([{"prompt": "prompt 0", "seed": 9}, ITEMS[0]], cache=tmp_path, reuse="encoded")
     assert encoders(again) == 0
-    planned = {component.name for part in again.courses[0].parts for component in part.solution.problem.components}
+    planned = {component.name for leg in again.courses[0].legs for component in leg.solution.problem.components}
     assert planned == {"transformer", "vae"}
     assert again.outputs[2]["image"].tobytes() == first.outputs[1]["image"].tobytes()
 
@@ -65,6 +65,42 @@ def test_a_broken_item_is_left_out_and_the_rest_runs_unless_it_is_strict(batch: 
     assert found.errors == {2: "input 'steps': 'many' is not an int"}
 
 
+class FailsIn(Watcher):
+    """Breaks the memory of the device in the n-th run."""
+
+    def __init__(self, number: int) -> None:
+        self.runs, self.number, self.seen = 0, number, list[tuple[int, str]]()
+
+    def run(self, leg: Any, item: Any) -> Any:
+        self.runs += 1
+        if self.runs != self.number:
+            return None
+
+        def told(slot: int, call: int, calls: int) -> None:
+            if call:
+                raise OutOfMemory("the card is full")
+
+        return told
+
+    def left_out(self, item: Any) -> None:
+        self.seen.append((item.number, item.error))
+
+
+@pytest.mark.parametrize(("run", "failed"), [(1, [1, 3]), (3, [1]), (8, [2])])
+def test_an_item_whose_run_fails_is_reported_and_the_rest_runs(batch: Any, run: int, failed: list[int], tmp_path: Path) -> None:
+    items = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}, {"prompt": "b", "seed": 4}]
+    watcher = FailsIn(run)
+    found = batch(items, watcher=watcher, resume=tmp_path)
+    assert [course.name for course in found.courses] == ["stage by stage"]
+    assert watcher.seen == [(number, "the card is full") for number in failed]
+    assert list(found.errors) == failed
+    assert sorted(found.outputs) == [number for number in (1, 2, 3, 4) if number not in failed]
+    with pytest.raises(OutOfMemory, match="the card is full"):
+        batch(items, watcher=FailsIn(run), strict=True)
+    rest = batch(items, resume=tmp_path)
+    assert sorted(rest.outputs) == failed, "the same batch again makes those that are missing"
+
+
 def test_other_sizes_are_planned_apart(batch: Any) -> None:
     found = batch([{"prompt": "a", "steps": 1}, {"prompt": "a", "steps": 2}])
     assert [course.items for course in found.courses] == [1, 1]
@@ -74,14 +110,14 @@ def test_other_sizes_are_planned_apart(batch: Any) -> None:
 def test_the_course_of_least_predicted_time_comes_first(flux: Any, problem: Problem) -> None:
     counts = {"encode": 8, "denoise": 8, "decode": 8}
     found = courses(flux, problem, counts, 8, graphrun.plan)
-    assert [len(course.parts) for course in sorted(found, key=lambda course: len(course.parts))] == [1, 2, 2, 3]
+    assert [len(course.legs) for course in sorted(found, key=lambda course: len(course.legs))] == [1, 2, 2, 3]
     assert [course.seconds for course in found] == sorted(course.seconds for course in found)
     staged = next(course for course in found if course.name == "stage by stage")
     whole = next(course for course in found if course.name == "item by item")
     assert staged.moved_bytes < whole.moved_bytes
     assert staged.group == 8
     given = courses(flux, problem, {**counts, "encode": 0}, 8, graphrun.plan)
-    assert all("encode" not in part.stages for course in given for part in course.parts)
+    assert all("encode" not in leg.stages for course in given for leg in course.legs)
 
 
 def test_groups_are_as_large_as_ram_and_disk_have_room(flux: Any, problem: Problem) -> None:

@@ -39,21 +39,23 @@ def test_a_run_says_a_line_for_each_slot() -> None:
 def test_a_batch_says_a_line_for_each_run_with_its_rate_and_what_is_left() -> None:
     now, lines = [0.0], list[str]()
     slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
-    part = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    leg = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
     item = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
     with BatchProgress(2, lines.append, lambda: now[0]) as progress:
         progress.left_out(item)
+        progress.restarts("denoise", "its pipeline has 2 loops")
         progress.course(SimpleNamespace(seconds=4.0, items=2, name="item by item"), {})
-        progress.part(part, 2)
-        progress.run(part, item)(0, 1, 1)
+        progress.leg(leg, 2)
+        progress.run(leg, item)(0, 1, 1)
         now[0] = 3.0
         progress.pace.done_seconds = 2.0
-        progress.run(part, item)
+        progress.run(leg, item)
         progress.done(item, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
-    assert lines[:4] == [
+    assert lines[:5] == [
         "graphrun: p.jsonl:3: is not JSON",
+        "  denoise begins anew where it is broken off: its pipeline has 2 loops",
         "  2 of 2 items item by item: predicted 4.0 s",
         "  a 1/2, about 4.0 s left",
         "  a 2/2, 3.0 s each, about 3.0 s left",
     ]
-    assert lines[4].startswith("  done 1/2: ")
+    assert lines[5].startswith("  done 1/2: ")
