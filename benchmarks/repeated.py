@@ -217,7 +217,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
     """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on with; then what is there beside an
     unbroken one: every file in the folder, hidden ones too."""
     import graphrun
-    from graphrun.report.planfile import save_outputs
+    from graphrun.report.saving import save_outputs
 
     of, items = graph(), 8
     root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))
