@@ -267,7 +267,8 @@ def attach(
     """
     from graphrun.estimator.machine import host_ram_bytes
     from graphrun.executor.open import open_hardware
-    from graphrun.integrations.attach import Attachment, demands_of, hardware_of, refuse_placed
+    from graphrun.integrations.attach import Attachment, demands_of, hardware_of
+    from graphrun.integrations.standing import refuse_placed
 
     refuse_placed(pipe)
     place = hardware_of(device, hardware)

@@ -92,6 +92,11 @@ class Boundary:
             child.__class__ = self._made[kind] if kind in self._made else self._made.setdefault(kind, self._bounded(kind))
         return self
 
+    @property
+    def outermost(self) -> bool:
+        """Whether no other boundary was put around this one."""
+        return all(type(module) in self._made.values() for module, _ in self._classes)
+
     def __exit__(self, *_: object) -> None:
         while self._classes:
             module, kind = self._classes.pop()
@@ -102,6 +107,8 @@ class Boundary:
         members: dict[str, Any] = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
+            "__reduce_ex__": lambda module, protocol: plainly(kind, super(kind, module).__reduce_ex__(protocol)),
+            "_graphrun_boundary": self,
             "__call__": self._wrapped("", kind.__call__),
             "to": self._moved(kind),
             "_apply": lambda module, *args, **kwargs: self._changed(kind, module, args, kwargs),
@@ -130,7 +137,8 @@ class Boundary:
             same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
             if not here or (not same and self._casts is None):
                 _refuse_change(self._places[id(module)][0], device if not here else dtype)
-            return module if same else kind.to(module, dtype)  # type: ignore[no-any-return]
+            kept = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
+            return module if same and not kept else kind.to(module, dtype, **kept)
 
         return to
 
@@ -184,6 +192,12 @@ class Boundary:
             return self._reads(self._form(place[0]), f"{place[1]}.{name}" if place[1] else name, value)
 
         return look_up
+
+
+def plainly(kind: type[Any], reduced: Any) -> Any:
+    """What pickles and copies something of a class around ``kind``: the copy is of ``kind`` itself."""
+    make, args, *rest = reduced
+    return make, tuple(kind if isinstance(arg, type) and issubclass(arg, kind) else arg for arg in args), *rest
 
 
 def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:

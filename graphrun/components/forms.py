@@ -104,6 +104,11 @@ class Forms:
         finally:
             self.become(before)
 
+    @property
+    def first(self) -> bool:
+        """Whether every component is in its first form."""
+        return all(form.name == name for name, form in self._now.items())
+
     def begin(self) -> None:
         """Every component is in its first form, and the values of others follow from it anew: it may have been changed."""
         for name in self._modules:

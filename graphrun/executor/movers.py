@@ -5,6 +5,7 @@ Decides nothing about placement. Must not know plans. Looks at what other librar
     accelerate   ``_hf_hook`` on a module (enable_model_cpu_offload, cpu_offload, dispatch_model), ``hf_device_map`` on the model
     diffusers    ``_diffusers_hook``, a registry of hooks by name (group offloading, layerwise casting)
     peft         layers that hold ``lora_A`` around a ``base_layer``
+    torch        a module that is compiled: its guards hold its parameters
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ def refuse_movers(modules: Mapping[str, nn.Module], *, adapters: bool = False) -
     for name, module in modules.items():
         for path, child in module.named_modules():
             place = f"{name}.{path}" if path else name
+            if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
+                raise InputError(
+                    f"{place.removesuffix('._orig_mod')} is compiled: what torch.compile made of it holds on to weights where they "
+                    "were, and they move: hand it in as it was (torch.compile(m)._orig_mod is m; m.compile() is undone by "
+                    "m._compiled_call_impl = None)"
+                )
             if (hook := _accelerate_hook(child)) is not None:
                 raise InputError(
                     f"{place} carries accelerate's {hook}, which moves its weights too: call pipeline.remove_all_hooks(), or "

@@ -44,7 +44,8 @@ class _Entry:
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor as it lies in ``buffer`` (flat uint8, the block's own), with what its library hung on it."""
-        view = buffer[self.offset : self.offset + self.nbytes].view(self.absent.dtype).view(self.absent.shape)
+        flat, shape, strides = buffer[self.offset : self.offset + self.nbytes].view(self.absent.dtype), *_arranged(self.absent)
+        view = flat.view(shape) if strides is None else flat.as_strided(shape, strides, flat.storage_offset())
         if not isinstance(self.absent, nn.Parameter):
             return view
         made = nn.Parameter(view, requires_grad=False)
@@ -250,6 +251,13 @@ class Residency:
                 entry.host = entry.absent = view
                 entry.put(view)
         home.lock()
+
+
+def _arranged(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...] | None]:
+    """The shape of ``tensor``, and its strides where they are other than usual and leave no gap, as in channels_last."""
+    usual = torch.empty(tensor.shape, device="meta").stride()
+    dense = tensor.stride() != usual and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.shape, tensor.stride() if dense else None
 
 
 def _block(layout: BlockLayout) -> _Block:

@@ -13,10 +13,13 @@ Decides when a plan is made and which one holds. Where what lives, the plan has 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any
+
+import torch
 
 from graphrun.components.entry import Boundary, entry_of
 from graphrun.components.forms import AtRest, Form
@@ -28,9 +31,10 @@ from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.executor.device import Device
 from graphrun.executor.executor import follow
 from graphrun.integrations.call import signature_of
-from graphrun.integrations.live import components_of, graph_of, own_class, pipelines_in, placed, state_of
+from graphrun.integrations.live import components_of, graph_of, pipelines_in, state_of
 from graphrun.integrations.rehearsal import Call, Rehearsal
 from graphrun.integrations.residence import Leftovers, LiveHost, device_bytes
+from graphrun.integrations.standing import Stand, cast_alone, lifted
 from graphrun.planner.plan import Plan, Slot
 from graphrun.planner.problem import Hardware, Problem
 from graphrun.planner.solution import Solution
@@ -38,18 +42,6 @@ from graphrun.planner.solve import solve
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
 from graphrun.trace import Trace
-
-# Where methods come from that every pipeline has: they load, save and set, and compute nothing.
-COMMON = ("diffusers.pipelines.pipeline_utils", "diffusers.configuration_utils", "diffusers.loaders", "diffusers.modular_pipelines")
-# What moves weights, and would be a second mover.
-MOVING = (
-    "enable_model_cpu_offload",
-    "enable_sequential_cpu_offload",
-    "enable_group_offload",
-    "reset_device_map",
-    "remove_all_hooks",
-    "to",
-)
 
 
 @dataclass(slots=True)
@@ -76,28 +68,32 @@ class Attachment:
         self.detours: tuple[str, ...] = ()
         self._device, self._hardware = device, hardware
         self._budget_bytes, self._ram_bytes, self._demands = budget_bytes, ram_bytes, demands
-        self._running = False
+        self._lock, self._thread = threading.RLock(), 0
+        self._resting = self._detached = False
         self._state = ""
         self._rehearsal: Rehearsal | None = None
         self._plans: dict[Any, Planned] = {}
         self._by_text: set[Any] = set()
         self._modules = components_of(pipe)
         graph_of(pipe, self._modules).directed(*demands)
-        self._host = LiveHost(self._modules, device)
-        self._classes: list[tuple[Any, type[Any]]] = []
-        self._stand()
+        boundaries = lifted(self._modules)  # of pipelines that share components
+        try:
+            self._host = LiveHost(self._modules, device)
+        finally:
+            _stand_again(boundaries)
+        self._enter()
 
     # -- what the user calls
 
     def detach(self) -> None:
         """The pipeline is as it was: its own class, weights in memory of their own, nothing on the device."""
-        if not self._classes:
+        if self._detached:
             return
-        self._boundary.__exit__()
-        while self._classes:
-            owner, kind = self._classes.pop()
-            owner.__class__ = kind
+        self._detached = True
+        others = [boundary for boundary in lifted(self._modules) if boundary is not self._boundary]
+        self._stand.leave()
         self._host.restore()
+        _stand_again(others)
         self._plans.clear()
         self._rehearsal = None
 
@@ -129,54 +125,66 @@ class Attachment:
 
     # -- standing between the pipeline and its caller
 
-    def _stand(self) -> None:
+    def _enter(self) -> None:
+        """Every way into the pipeline and its components leads here."""
         self._boundary = Boundary(self._modules, self._device.torch_device, around=self._directly, casts=AtRest())
         self._boundary.__enter__()
-        for path, owner in pipelines_in(self.pipe).items():
-            kind = type(owner)
-            members: dict[str, Any] = {name: self._wrapped(path, name, method) for name, method in _methods(kind)}
-            members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)}
-            members["to"] = self._moved
-            self._classes.append((owner, kind))
-            owner.__class__ = placed(kind, self._device.torch_device, **members)
+        self._stand = Stand(self.pipe, self._place, self._called, self._rested)
 
-    def _wrapped(self, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _place(self) -> torch.device:
+        return self._device.torch_device if not self._resting else torch.device("cpu")
+
+    def _called(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside():
+            return method(owner, *args, **kwargs)
+
         def find(rehearsal: Rehearsal) -> Callable[..., Any]:
-            owner = pipelines_in(rehearsal.pipe)[path]
-            return owner if name == "__call__" else getattr(owner, name)  # type: ignore[no-any-return]
+            ghost = pipelines_in(rehearsal.pipe)[path]
+            return ghost if name == "__call__" else getattr(ghost, name)  # type: ignore[no-any-return]
 
         label = ".".join(filter(None, (path, name.strip("_"))))
+        return self._call(Call(label, functools.partial(method, owner), find, args, kwargs))
 
-        @functools.wraps(method)
-        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._running:
-                return method(owner, *args, **kwargs)
-            return self._call(Call(label, functools.partial(method, owner), find, args, kwargs))
-
-        return call
+    def _rested(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+        """What loads, saves or casts finds a pipeline that is on the CPU, wholly: that is where its weights are between calls."""
+        if name == "to":
+            dtype = cast_alone(args, kwargs, self._device.torch_device)
+            if dtype is None:
+                return owner
+            args, kwargs = (dtype,), {}
+        if self._inside():
+            return method(owner, *args, **kwargs)
+        with self._alone(resting=True):
+            if name == "save_pretrained":
+                self._host.restore()  # safetensors refuses tensors that lie in one arena
+            return method(owner, *args, **kwargs)
 
     def _directly(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A component is entered by somebody else than a method of the pipeline."""
         return self._call(Call(f"{component}.{entry}", proceed, lambda r: entry_of(r.ghosts[component], entry), args, kwargs))
 
-    def _moved(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the pipeline's ``to``, a class attribute that is no function: the pipeline is `self.pipe`."""
-        places = [str(value) for value in (*args, *kwargs.values())]
-        device = self._device.torch_device
-        if places and all(place in (str(device), device.type) for place in places):
-            return self.pipe
-        raise InputError(f"graphrun places this pipeline's weights on {device}: detach() before to({', '.join(places)})")
-
     # -- one call
 
     def _call(self, call: Call) -> Any:
-        self._running = True
-        self._boundary.__exit__()
-        try:
+        with self._alone():
             return self._run(call)
-        finally:
-            self._running = False
-            self._boundary.__enter__()
+
+    def _inside(self) -> bool:
+        """Whether this thread is in a call already."""
+        return self._thread == threading.get_ident()
+
+    @contextmanager
+    def _alone(self, resting: bool = False) -> Iterator[None]:
+        """One thread at a time, with nothing standing around the components, whoever put it there."""
+        with self._lock:
+            self._take_up()
+            boundaries = lifted(self._modules)
+            self._thread, self._resting = threading.get_ident(), resting
+            try:
+                yield
+            finally:
+                self._thread, self._resting = 0, False
+                _stand_again(boundaries)
 
     def _run(self, call: Call) -> Any:
         device, place = self._device, self._device.torch_device
@@ -206,6 +214,23 @@ class Attachment:
             self._by_text.add(key[:2])
             del self._plans[key]
         return trace.outputs["result"]
+
+    def _take_up(self) -> None:
+        """The components are those that the pipeline has now."""
+        modules = components_of(self.pipe)
+        if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
+            return
+        boundaries = lifted({**{f"{name} before": module for name, module in self._modules.items()}, **modules})
+        others = [boundary for boundary in boundaries if boundary is not self._boundary]
+        try:
+            self._host.adopt(modules)
+        except InputError:
+            _stand_again(boundaries)
+            raise
+        self._modules = modules
+        self._stand.leave()
+        _stand_again(others)
+        self._enter()
 
     def _notice_changes(self) -> bool:
         """Plans do not outlive what they were made for: a VAE that tiles now, a LoRA, another scheduler."""
@@ -259,6 +284,11 @@ class Attachment:
         return Solution(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, 0.0, 0.0, 0.0)
 
 
+def _stand_again(boundaries: list[Boundary]) -> None:
+    for boundary in reversed(boundaries):
+        boundary.__enter__()
+
+
 class _Detour:
     """Plans for entries that the plan of a call does not have: the component is entered this way from now on."""
 
@@ -303,41 +333,6 @@ def _beyond(trace: Trace, held_bytes: int, handed_bytes: int) -> Trace:
     own = {"end": held_bytes + handed_bytes}
     slots = tuple(replace(slot, peak_bytes=max(0, slot.peak_bytes - own.get(slot.part, held_bytes))) for slot in trace.slots)
     return replace(trace, slots=slots, outputs={})
-
-
-def _methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The call of a pipeline, and the public methods that are its own."""
-    seen = set[str]()
-    for base in kind.__mro__:
-        for name, value in vars(base).items():
-            public = name == "__call__" or not name.startswith("_")
-            if public and isinstance(value, FunctionType) and name not in seen and not base.__module__.startswith(COMMON):
-                yield name, value
-            seen.add(name)
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise InputError(f"graphrun places this pipeline's weights: detach() before {name}()")
-
-    return refuse
-
-
-def refuse_placed(pipe: Any) -> None:
-    """Raises InputError where somebody else places the pipeline's weights already, with how to stop that."""
-    from diffusers import DiffusionPipeline
-
-    name = type(pipe).__name__
-    if not isinstance(pipe, DiffusionPipeline):
-        raise InputError(f"attach takes a diffusers pipeline, not {name}")
-    for path, owner in pipelines_in(pipe).items():
-        where = f"{name}.{path}" if path else name
-        if own_class(owner) is not type(owner):
-            raise InputError(f"graphrun is attached to {where} already: detach() it first")
-        if getattr(owner, "_all_hooks", None):
-            raise InputError(f"{where} carries accelerate's hooks, which move its weights too: call remove_all_hooks() on it first")
-        if getattr(owner, "hf_device_map", None):
-            raise InputError(f"{where} was loaded with a device_map: call reset_device_map() on it, or load it without")
 
 
 def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:

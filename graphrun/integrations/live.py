@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphrun.components.entry import plainly
 from graphrun.components.forms import Form
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
@@ -101,7 +102,7 @@ def ghost_of(pipe: Any, device: torch.device) -> Any:
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise InputError(f"{type(pipe).__name__} cannot be copied without its weights, for its probe: {error}") from error
     for owner in pipelines_in(ghost).values():
-        owner.__class__ = placed(own_class(owner), device)
+        owner.__class__ = placed(own_class(owner), lambda: device)
         owner.set_progress_bar_config(disable=True)
     return ghost
 
@@ -112,10 +113,11 @@ def _all_modules(pipe: Any) -> Iterator[nn.Module]:
             yield module
 
 
-def placed(kind: type[Any], device: torch.device, **members: Any) -> type[Any]:
-    """``kind`` as it answers on ``device``, wherever its modules' parameters are."""
-    here = property(lambda _: device)
-    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_places": kind}
+def placed(kind: type[Any], place: Callable[[], torch.device], **members: Any) -> type[Any]:
+    """``kind`` as it answers on the device ``place()``, wherever its modules' parameters are. A copy of it is of ``kind``."""
+    here = property(lambda _: place())
+    own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_places": kind}
+    own["__reduce_ex__"] = lambda owner, protocol: plainly(kind, super(kind, owner).__reduce_ex__(protocol))
     return type(kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members})
 
 
@@ -175,7 +177,9 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
             tensors = [
                 (key, t.shape, t.dtype) for own in (child._parameters, child._buffers) for key, t in own.items() if t is not None
             ]
-            content.append((name, path, type(child).__qualname__, type(getattr(child, "processor", None)).__name__, plain, tensors))
+            processor = type(getattr(child, "processor", None)).__name__
+            others = [key for key in ("_hf_hook", "_diffusers_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
+            content.append((name, path, others, type(child).__qualname__, processor, plain, tensors))
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
             if hasattr(value, "set_timesteps"):

@@ -38,20 +38,22 @@ class LiveHost(Host):
         self._variants = {}
         self._device = device
         self._numbers: dict[str, ComponentNumbers] = {}
-        self._trained = {
-            (id(child), key)
-            for child in self._children()
-            for key, p in child._parameters.items()
-            if p is not None and p.requires_grad
-        }
 
     def begin(self, *, changed: bool) -> None:
         """A call comes: components are in the form that they are in now. ``changed``: so is the pipeline, since the last one."""
-        if not changed and self.forms is not None:
+        if not changed and self.forms is not None and self.forms.first:
             self.forms.begin()
             return
+        refuse_movers(self.modules, adapters=True)
         self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
         self.forms = Forms(self.modules, self._leave, self._join)
+
+    def adopt(self, modules: Mapping[str, nn.Module]) -> None:
+        """``modules`` are the components from now on. Those that are none any more have their weights to themselves again."""
+        lent = {name: module for name, module in modules.items() if self.modules.get(name) is not module}
+        refuse_movers(lent, adapters=True)
+        self.restore()
+        self.modules, self.forms = dict(modules), None
 
     def settle_in(self, problem: Problem, forms: Mapping[str, Form]) -> None:
         """Every component of ``problem`` is laid out as it says, each in its form. Between runs, or with nothing on the device."""
@@ -61,7 +63,10 @@ class LiveHost(Host):
                 if self._numbers.get(numbers.name) != numbers or not self._current(numbers.name):
                     self.residencies.pop(numbers.name, None)
                     module = self.modules[forms[numbers.name].component]
+                    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
                     self.residencies[numbers.name] = Residency(module, numbers, self._device)
+                    for name in trained:
+                        module.get_parameter(name).requires_grad_(True)
                     self._numbers[numbers.name], self._variants[numbers.name] = numbers, numbers.variants[0]
 
     def _leave(self, form: str) -> None:
@@ -84,8 +89,7 @@ class LiveHost(Host):
                 for tensors in held:
                     for key, tensor in tensors.items():
                         if tensor is not None:
-                            trained = (id(child), key) in self._trained
-                            tensors[key] = made.setdefault(id(tensor), _own(tensor, trained))
+                            tensors[key] = made.setdefault(id(tensor), _own(tensor))
         self.residencies.clear()
         self._numbers.clear()
 
@@ -93,14 +97,19 @@ class LiveHost(Host):
         """Whether the component's tensors are those that were laid out: loading other weights replaces them."""
         return name in self.residencies and self.residencies[name].holds_module()
 
-    def _children(self) -> Iterator[nn.Module]:
-        for module in self.modules.values():
-            yield from module.modules()
 
-
-def _own(tensor: torch.Tensor, trained: bool) -> torch.Tensor:
+def _own(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
-    return nn.Parameter(copied, requires_grad=trained) if isinstance(tensor, nn.Parameter) else copied
+    return nn.Parameter(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _bring_home(module: nn.Module) -> None:
+    """What somebody has put beside the weights since, on the device where the module says it is, goes to the CPU."""
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and tensor.device.type not in ("cpu", "meta"):
+                    tensor.data = tensor.data.cpu()
 
 
 class Leftovers:

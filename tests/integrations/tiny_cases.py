@@ -23,6 +23,7 @@ from tiny_pipelines import (
     embeds,
     film,
     flux,
+    halved,
     kandinsky,
     kandinsky_prior,
     marigold,
@@ -144,6 +145,13 @@ def stable_diffusion_xl() -> dict[str, Row]:
             with_controlnet(sdxl()),
             texts(**IMAGE, **CONTROL),
             4,
+        ),
+        "StableDiffusionXLPipeline-float16": (d.StableDiffusionXLPipeline, "text to image", halved(sdxl()), texts(**SMALL)),
+        "StableDiffusionXLImg2ImgPipeline-float16": (
+            d.StableDiffusionXLImg2ImgPipeline,
+            "image to image",
+            halved(sdxl()),
+            texts(**IMAGE),
         ),
         "StableDiffusionXLPAGPipeline": (d.StableDiffusionXLPAGPipeline, "text to image", sdxl(), texts(**SMALL)),
     }
@@ -303,6 +311,12 @@ def videos() -> dict[str, Row]:
             moved,
             texts(video=lambda: film(2), strength=0.9),
         ),
+        "StableVideoDiffusionPipeline-float16": (
+            d.StableVideoDiffusionPipeline,
+            "image to video",
+            halved(stable_video),
+            pictures(image=picture, num_frames=2, decode_chunk_size=1, **SMALL),
+        ),
         "StableVideoDiffusionPipeline": (
             d.StableVideoDiffusionPipeline,
             "image to video",
@@ -348,6 +362,20 @@ def others() -> dict[str, Row]:
             deepfloyd(6),
             texts(image=embeds(1, 3, 8, 8)),
         ),
+        "IFImg2ImgPipeline": (d.IFImg2ImgPipeline, "image to image", deepfloyd(), texts(**IMAGE)),
+        "IFInpaintingPipeline": (d.IFInpaintingPipeline, "inpaint", deepfloyd(), texts(mask_image=mask, **IMAGE)),
+        "IFImg2ImgSuperResolutionPipeline": (
+            d.IFImg2ImgSuperResolutionPipeline,
+            "upscaling",
+            deepfloyd(6),
+            texts(original_image=lambda: picture(16), image=embeds(1, 3, 8, 8), strength=0.9),
+        ),
+        "IFInpaintingSuperResolutionPipeline": (
+            d.IFInpaintingSuperResolutionPipeline,
+            "upscaling",
+            deepfloyd(6),
+            texts(original_image=lambda: picture(16), mask_image=mask, image=embeds(1, 3, 8, 8), strength=0.9),
+        ),
         "StableAudioPipeline": (
             d.StableAudioPipeline,
             "audio",
@@ -384,5 +412,4 @@ def others() -> dict[str, Row]:
 FAILING = {
     "AnyFlowFARPipeline": ("video", "fails: its attention is compiled for the device (FlexAttention), and has no form on meta"),
     "ConsisIDPipeline": ("video", "not tried: needs OpenCV"),
-    "SDXL in float16": ("text to image", "fails: the pipeline casts its VAE to fp32 and back during the call; load it in bfloat16"),
 }

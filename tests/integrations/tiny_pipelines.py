@@ -127,6 +127,11 @@ def plus(base: Callable[[], dict[str, Any]], **more: Callable[[], Any]) -> Calla
     return parts
 
 
+def halved(base: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """The parts in float16, as ``torch_dtype=torch.float16`` loads them: pipelines cast their VAE to fp32 and back in the call."""
+    return lambda: {name: part.half() if isinstance(part, torch.nn.Module) else part for name, part in base().items()}
+
+
 def without(base: Callable[[], dict[str, Any]], *names: str) -> Callable[[], dict[str, Any]]:
     return lambda: {name: part for name, part in base().items() if name not in names}
 
