@@ -5,19 +5,29 @@ Decides where such caches are looked for. Must not know when they should be empt
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 
+def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """The caches of the methods of ``modules``, to be emptied with ``cache_clear()``."""
+    kinds = {type(inner) for module in modules for inner in module.modules()}
+    return tuple({id(cache): cache for kind in kinds for cache in _caches_of(kind)}.values())
+
+
 def forget(modules: Iterable[nn.Module]) -> None:
     """Empties the caches of the methods of ``modules`` and what is in them, such as Qwen-Image's tables of rotary frequencies."""
-    kinds = {kind for module in modules for inner in module.modules() for kind in type(inner).__mro__ if kind is not nn.Module}
-    for kind in kinds:
-        for member in vars(kind).values():
-            for cache in _caches(member):
-                cache.cache_clear()
+    for cache in memos(modules):
+        cache.cache_clear()
+
+
+@functools.cache
+def _caches_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+    members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
+    return tuple(cache for member in members for cache in _caches(member))
 
 
 def _caches(member: Any) -> Iterator[Any]:
