@@ -80,7 +80,6 @@ class Boundary:
         self._inside = self._casting = False
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._places: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
-        self._made: dict[type[nn.Module], type[nn.Module]] = {}
 
     def __enter__(self) -> Boundary:
         for name, module in self.modules.items():
@@ -88,115 +87,175 @@ class Boundary:
                 if id(child) not in self._places and not isinstance(child, torch.jit.ScriptModule):
                     self._places[id(child)] = name, path
                     self._classes.append((child, type(child)))
+        placed = {type(module) for module in self.modules.values() if "device" not in vars(module)}
         for child, kind in self._classes:
-            child.__class__ = self._made[kind] if kind in self._made else self._made.setdefault(kind, self._bounded(kind))
+            bounded = _bounded(kind, self._reads is not None, bool(self._dtypes), kind in placed)
+            child.__dict__[bounded.graphrun_boundary] = self
+            object.__setattr__(child, "__class__", bounded)  # the module's own `__setattr__` takes longer than all else here
         return self
 
     @property
     def outermost(self) -> bool:
         """Whether no other boundary was put around this one."""
-        return all(type(module) in self._made.values() for module, _ in self._classes)
+        return all(boundary_around(module) is self for module, _ in self._classes)
 
     def __exit__(self, *_: object) -> None:
         while self._classes:
             module, kind = self._classes.pop()
-            module.__class__ = kind
+            bounded: Any = type(module)
+            object.__setattr__(module, "__class__", kind)
+            module.__dict__.pop(bounded.graphrun_boundary, None)
         self._places.clear()
 
-    def _bounded(self, kind: type[Any]) -> type[nn.Module]:
-        members: dict[str, Any] = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__reduce_ex__": lambda module, protocol: plainly(kind, super(kind, module).__reduce_ex__(protocol)),
-            "_graphrun_boundary": self,
-            "__call__": self._wrapped("", kind.__call__),
-            "to": self._moved(kind),
-            "_apply": lambda module, *args, **kwargs: self._changed(kind, module, args, kwargs),
-        }
-        if self._reads is not None:
-            members["__getattr__"] = self._read(kind)
-        if self._dtypes and hasattr(kind, "dtype"):
-            members["dtype"] = property(functools.partial(self._dtype, kind))
-        if hasattr(kind, "device") or any(type(m) is kind and "device" not in vars(m) for m in self.modules.values()):
-            members["device"] = property(lambda _: self.device)
-        members |= {name: self._wrapped(name, method) for name, method in _methods(kind)}
-        return type(kind.__name__, (kind,), members)
+    def __deepcopy__(self, memo: object) -> Boundary:
+        """A copy of a module has no place in it, and takes no copy of it along."""
+        return self
 
-    def _dtype(self, kind: type[Any], module: nn.Module) -> Any:
+    def dtype(self, kind: Any, module: nn.Module) -> Any:
+        """What ``module.dtype`` answers, of class ``kind``."""
         component, path = self._places.get(id(module), ("", ""))
         outside = not self._inside and not path and component in self._dtypes
         return self._dtypes[component] if outside else kind.dtype.fget(module)
 
-    def _moved(self, kind: type[Any]) -> Callable[..., nn.Module]:
-        def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            if self._casting or id(module) not in self._places:
-                return kind.to(module, *args, **kwargs)  # type: ignore[no-any-return]
-            kept = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
-            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kept)
-            here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
-            same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
-            if not here or (not same and self._casts is None):
-                _refuse_change(self._places[id(module)][0], device if not here else dtype)
-            kept = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
-            return module if same and not kept else kind.to(module, dtype, **kept)
+    def move(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """In place of ``module.to``, which is ``kind``'s."""
+        if self._casting:
+            return kind.to(module, *args, **kwargs)  # type: ignore[no-any-return]
+        kept = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kept)
+        here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
+        same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
+        if not here or (not same and self._casts is None):
+            return self.refuse(module, device if not here else dtype)
+        kept = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
+        return module if same and not kept else kind.to(module, dtype, **kept)  # type: ignore[no-any-return]
 
-        return to
-
-    def _changed(self, kind: type[Any], module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
-        """In place of ``Module._apply``, through which every move and cast of torch goes."""
-        place = self._places.get(id(module))
-        if self._casting or place is None:
+    def change(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """In place of ``module._apply``, through which every move and cast of torch goes."""
+        if self._casting:
             return kind._apply(module, *args, **kwargs)  # type: ignore[no-any-return]
         if self._casts is None or self._inside:
-            _refuse_change(place[0], None)
+            return self.refuse(module)
         self._casting = True
         try:
-            self._casts.cast(place[0], lambda: kind._apply(module, *args, **kwargs))  # type: ignore[union-attr]
+            self._casts.cast(self._places[id(module)][0], lambda: kind._apply(module, *args, **kwargs))
         except NotImplementedError:  # meta tensors cannot be moved
-            _refuse_change(place[0], None)
+            return self.refuse(module)
         finally:
             self._casting = False
         return module
 
-    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method``, as an entry when nothing is entered yet. ``name`` is empty for the call of a module itself."""
-        always = not name or name in ENTRY_POINTS
+    def refuse(self, module: nn.Module, wanted: object = None) -> nn.Module:
+        """In place of what would move or cast the component that ``module`` is of."""
+        name = self._places[id(module)][0]
+        asked = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
+        raise BrokenPlan(
+            f"something moves or casts {name}{asked} during the run, whose weights are where the plan says: take the call out "
+            f"(.to, .cuda, .half, ...), or give {name} another dtype in the graph"
+        )
 
-        @functools.wraps(method)
-        def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            place = self._places.get(id(module))  # a copy of a module has none
-            if self._inside or place is None or not (always or _holds_tensor((*args, *kwargs.values()))):
-                return method(module, *args, **kwargs)
-            component, path = self._form(place[0]), place[1]
-            entry = f"{path}:{name}" if path and name else path or name or "forward"
-            self._inside = True
-            try:
-                return self._around(component, entry, functools.partial(method, module), args, kwargs)
-            finally:
-                self._inside = False
+    def enter(self, module: nn.Module, name: str, method: Callable[..., Any], args: Any, kwargs: Any, *, always: bool) -> Any:
+        """``method`` of ``module``, as an entry when nothing is entered yet. ``name`` is empty for the call of a module itself."""
+        place = self._places.get(id(module))  # a copy of a module has none
+        if self._inside or place is None or not (always or _holds_tensor((*args, *kwargs.values()))):
+            return method(module, *args, **kwargs)
+        component, path = self._form(place[0]), place[1]
+        entry = f"{path}:{name}" if path and name else path or name or "forward"
+        self._inside = True
+        try:
+            return self._around(component, entry, functools.partial(method, module), args, kwargs)
+        finally:
+            self._inside = False
 
-        return enter
+    def read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """What code gets that looks up ``name`` of ``module``, which is ``value``."""
+        place = self._places.get(id(module))
+        if self._inside or self._reads is None or place is None or not isinstance(value, torch.Tensor):
+            return value
+        return self._reads(self._form(place[0]), f"{place[1]}.{name}" if place[1] else name, value)
 
     def _form(self, component: str) -> str:
         return component if self._casts is None else str(self._casts.now(component).name)
 
-    def _read(self, kind: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
-        """``__getattr__``, through which a module's parameters and buffers are looked up."""
-        own: Callable[[nn.Module, str], Any] = kind.__getattr__
 
-        def look_up(module: nn.Module, name: str) -> Any:
-            value = own(module, name)
-            place = self._places.get(id(module))
-            if self._inside or self._reads is None or place is None or not isinstance(value, torch.Tensor):
-                return value
-            return self._reads(self._form(place[0]), f"{place[1]}.{name}" if place[1] else name, value)
+def boundary_around(module: nn.Module) -> Boundary | None:
+    """The outermost boundary that stands around ``module``."""
+    return vars(module).get(getattr(type(module), "graphrun_boundary", ""))
 
-        return look_up
+
+@functools.cache
+def _bounded(kind: Any, reads: bool, typed: bool, placed: bool) -> Any:
+    """The subclass of ``kind`` whose instances are inside a boundary, which each holds under ``graphrun_boundary``'s name.
+
+    Made once for a class: making one takes longer than a small component computes. A class of a boundary inside another has a name
+    of its own for it. An instance without one (a slice of a ModuleList) is as if its class were ``kind``.
+    """
+    key = f"{getattr(kind, 'graphrun_boundary', '_graphrun_boundary')}_"
+    members: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__call__": _wrapped(key, "", kind.__call__),
+        "graphrun_boundary": key,
+        "__reduce_ex__": lambda module, protocol: plainly(kind, super(kind, module).__reduce_ex__(protocol)),
+        "to": _instead(key, kind.to, lambda boundary, *args, **kwargs: boundary.move(kind, *args, **kwargs)),
+        "_apply": _instead(key, kind._apply, lambda boundary, *args, **kwargs: boundary.change(kind, *args, **kwargs)),
+    }
+    if reads:
+        members["__getattr__"] = _reading(key, kind.__getattr__)
+    if typed and isinstance(getattr(kind, "dtype", None), property):
+        members["dtype"] = property(_instead(key, kind.dtype.fget, lambda boundary, module: boundary.dtype(kind, module)))
+    if placed or hasattr(kind, "device"):
+        own = kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
+        members["device"] = property(_instead(key, own, lambda boundary, _: boundary.device))
+    members |= {name: _wrapped(key, name, method) for name, method in _methods(kind)}
+    return type(kind.__name__, (kind,), members)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _instead(key: str, own: Any, change: Callable[..., Any]) -> Callable[..., Any]:
+    """``change(boundary, module, ...)`` in place of ``own(module, ...)``, where the module is inside a boundary."""
+
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        boundary: Boundary | None = module.__dict__.get(key)
+        if boundary is None or id(module) not in boundary._places:
+            return own(module, *args, **kwargs)
+        return change(boundary, module, *args, **kwargs)
+
+    return method
+
+
+def _wrapped(key: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    always = not name or name in ENTRY_POINTS
+
+    @functools.wraps(method)
+    def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        boundary: Boundary | None = module.__dict__.get(key)
+        if boundary is None or boundary._inside:
+            return method(module, *args, **kwargs)
+        return boundary.enter(module, name, method, args, kwargs, always=always)
+
+    return enter
+
+
+def _reading(key: str, own: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
+    """``__getattr__``, through which a module's parameters and buffers are looked up."""
+
+    def look_up(module: nn.Module, name: str) -> Any:
+        value = own(module, name)
+        boundary: Boundary | None = module.__dict__.get(key)
+        return value if boundary is None or boundary._inside else boundary.read(module, name, value)
+
+    return look_up
 
 
 def plainly(kind: type[Any], reduced: Any) -> Any:
-    """What pickles and copies something of a class around ``kind``: the copy is of ``kind`` itself."""
+    """What pickles and copies something of a class around ``kind``: the copy is of ``kind`` itself, and inside no boundary."""
     make, args, *rest = reduced
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: value for name, value in rest[0].items() if not isinstance(value, Boundary)}
     return make, tuple(kind if isinstance(arg, type) and issubclass(arg, kind) else arg for arg in args), *rest
 
 
@@ -229,15 +288,6 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
         if isinstance(value, dict) and _holds_tensor(tuple(value.values())):
             return True
     return False
-
-
-def _refuse_change(name: str, wanted: object) -> nn.Module:
-    """In place of what would move or cast the component."""
-    asked = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
-    raise BrokenPlan(
-        f"something moves or casts {name}{asked} during the run, whose weights are where the plan says: take the call out "
-        f"(.to, .cuda, .half, ...), or give {name} another dtype in the graph"
-    )
 
 
 def _enter_and_exit(

@@ -6,7 +6,9 @@ Decides where such tensors are looked for. Must not know when they should be emp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +16,38 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 
+def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """What ``modules`` memoize, to be emptied with ``cache_clear()``: the caches of their methods, and what `WeightNorm` computed."""
+    children = [inner for module in modules for inner in module.modules()]
+    caches = {id(cache): cache for kind in {type(child) for child in children} for cache in _caches_of(kind)}
+    hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
+    return *caches.values(), *(_Computed(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
+
+
 def forget(modules: Iterable[nn.Module]) -> None:
-    """Empties the caches of the methods of ``modules`` and what is in them, such as Qwen-Image's tables of rotary frequencies; of a
-    weight that was computed on a device, its shape is left."""
-    modules = list(modules)
-    for child in (inner for module in modules for inner in module.modules() if inner._forward_pre_hooks):
-        _forget_computed(child)
-    kinds = {kind for module in modules for inner in module.modules() for kind in type(inner).__mro__ if kind is not nn.Module}
-    for kind in kinds:
-        for member in vars(kind).values():
-            for cache in _caches(member):
-                cache.cache_clear()
+    """Empties what ``modules`` memoize and what is in it, such as Qwen-Image's tables of rotary frequencies."""
+    for memo in memos(modules):
+        memo.cache_clear()
 
 
-def _forget_computed(module: nn.Module) -> None:
-    for hook in module._forward_pre_hooks.values():
-        value = vars(module).get(name := str(getattr(hook, "name", ""))) if isinstance(hook, WeightNorm) else None
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A weight that is computed before each call."""
+
+    module: nn.Module
+    name: str
+
+    def cache_clear(self) -> None:
+        """Of the weight, its shape is left."""
+        value = vars(self.module).get(self.name)
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            vars(module)[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            vars(self.module)[self.name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+@functools.cache
+def _caches_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+    members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
+    return tuple(cache for member in members for cache in _caches(member))
 
 
 def _caches(member: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.components.entry import Boundary
-from graphrun.components.memos import forget
+from graphrun.components.memos import memos
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.trees import walk
 from graphrun.errors import BrokenPlan, OutOfMemory
@@ -78,6 +78,7 @@ class Running:
         self._values = Values(None)
         self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
         self._measured: set[str] = set()
+        self._memos = memos(host.modules.values())
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._recorder: Recorder | None = None
@@ -113,10 +114,13 @@ class Running:
                 self._release(evict=not (kept and done))
             if not kept:
                 self._host.finish()
-            gc.collect()
             device.release_cached()
-        after = self._tiers()
-        after["device"] -= self.handed_out(outputs) if self.handed_out is not None else 0
+        handed_bytes = self.handed_out(outputs) if self.handed_out is not None else 0
+        after = self._after(handed_bytes)
+        if any(after[name] > before_bytes for name, before_bytes in self._before.items()):
+            gc.collect()  # cycles of the ops' code, which reference counts do not free; it takes a tenth of a second and more
+            device.release_cached()
+            after = self._after(handed_bytes)
         tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
         self._refuse_leftovers(tiers, kept)
         return Trace(
@@ -233,7 +237,7 @@ class Running:
         assert self._recorder is not None
         slot, residencies = self._plan.slots[index], self._host.residencies
         if self._open is not None and slot.phase != self._open.slot.phase:
-            forget(self._host.modules.values())
+            self._forget()
         self._open = OpenSlot(index, slot, self._problem, residencies, self._device, self._recorder, self._values)
         self._tell(0)
         self._open.open()
@@ -257,9 +261,17 @@ class Running:
         if self._open is not None:
             self._open.release()
         self._values.settle()
-        forget(self._host.modules.values())
+        self._forget()
         for residency in self._host.residencies.values() if evict else ():
             residency.release()
+
+    def _forget(self) -> None:
+        for memo in self._memos:
+            memo.cache_clear()
+
+    def _after(self, handed_bytes: int) -> dict[str, int]:
+        found = self._tiers()
+        return {**found, "device": found["device"] - handed_bytes}
 
     def _tiers(self) -> dict[str, int]:
         """Bytes by tier; on the device those of loaded blocks apart, which a session keeps by plan."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphrun.components.entry import Boundary
+from graphrun.components.entry import Boundary, boundary_around
 from graphrun.errors import InputError
 from graphrun.integrations.live import own_class, pipelines_in, placed
 
@@ -130,7 +130,7 @@ def cast_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any], here: torch.dev
 def lifted(modules: Mapping[str, torch.nn.Module]) -> list[Boundary]:
     """Takes away every boundary around ``modules``, the outermost first, and returns them: pipelines may share components."""
     found: list[Boundary] = []
-    while standing := {id(b): b for module in modules.values() if (b := getattr(type(module), "_graphrun_boundary", None))}:
+    while standing := {id(b): b for module in modules.values() if (b := boundary_around(module))}:
         outermost = next(b for b in standing.values() if b.outermost)
         outermost.__exit__()
         found.append(outermost)

@@ -6,6 +6,7 @@ Embeddings travel as a mapping from the names under which the pipeline's `__call
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def _encoded(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             found = pipeline.encode_prompt(**{**required, **given})
         found = found if isinstance(found, tuple) else (found,)
-        names = _returned_names(type(pipeline).encode_prompt, len(found))
+        names = _returned_names(inspect.unwrap(type(pipeline).encode_prompt), len(found))
         embeds |= {f"{name}{suffix}": value for name, value in zip(names, found, strict=True)}
     return embeds
 
@@ -164,9 +165,10 @@ def _call(pipeline: Any, arguments: dict[str, Any]) -> Any:
     return pipeline(**{**texts, **accepted(type(pipeline).__call__, arguments)})[0]
 
 
+@functools.cache
 def _returned_names(function: Any, count: int) -> tuple[str, ...]:
     """The names in the last ``return a, b, c`` of ``function``'s source: there pipelines name embeddings as `__call__` does."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.Return)]):
         values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         names = tuple(value.id for value in values if isinstance(value, ast.Name))

@@ -76,8 +76,10 @@ class Stages:
     def run(self) -> dict[str, Any]:
         """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
         self.enter()
-        while self.todo:
-            self._stage(self.todo[0])
+        idle = {name: module for name, module in self._ghosts.items() if self.modules.get(name) is not module}
+        with Boundary(idle, self.device, on_enter=self._refuse):
+            while self.todo:
+                self._stage(self.todo[0])
         return self._outputs
 
     def leave(self) -> None:
@@ -116,9 +118,9 @@ class Stages:
         if self.before_stage is not None:
             self.before_stage(stage.name)
         present = {name: self.modules[name] if name in stage.uses else self._ghosts[name] for name in graph.components}
-        absent = {name: module for name, module in present.items() if name not in stage.uses}
+        absent = {name: module for name, module in present.items() if name not in stage.uses and self.modules.get(name) is module}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
-        with Boundary(absent, device, on_enter=_refuse(stage)), torch.no_grad():
+        with Boundary(absent, device, on_enter=self._refuse), torch.no_grad():
             pipeline = assemble(graph, present, self._parts, device, partial=partial)
             option = self.options.get(stage.name)
             used = {name: module for name, module in present.items() if name in stage.uses}
@@ -135,6 +137,12 @@ class Stages:
         self.todo.remove(stage)
         needed = {str(value)[1:] for later in self.todo for value in later.references}
         self.named = {key: value for key, value in self.named.items() if key in needed}
+
+    def _refuse(self, component: str, entry: str) -> None:
+        stage = self.todo[0].name
+        raise GraphError(
+            f"stage {stage} enters {component}.{entry}, which it does not list: add {component} to stages.{stage}.uses"
+        )
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -160,12 +168,3 @@ def to_host(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(to_host(item) for item in value)
     return value
-
-
-def _refuse(stage: Stage) -> Callable[[str, str], None]:
-    def refuse(component: str, entry: str) -> None:
-        raise GraphError(
-            f"stage {stage.name} enters {component}.{entry}, which it does not list: add {component} to stages.{stage.name}.uses"
-        )
-
-    return refuse
