@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """What ``modules`` memoize, to be emptied with ``cache_clear()``: the caches of their methods, and what `WeightNorm` computed."""
+    """What ``modules`` memoize, to be emptied with ``cache_clear()``: caches of their methods, and what `WeightNorm` computed."""
     children = [inner for module in modules for inner in module.modules()]
     caches = {id(cache): cache for kind in {type(child) for child in children} for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
