@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
+from graphrun.components.origins import origin_of
 from graphrun.components.precisions import QUANTIZED
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
@@ -43,6 +44,7 @@ class Host:
         self.parts: dict[str, Any] = {}
         self.ghosts: dict[str, nn.Module] = {}
         self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # the graph's dtype and the plan's, where they differ
+        self.sources: tuple[dict[str, Any], ...] = ()  # what weights are read from
         self._spool = spool or Spool()
         self._variants: dict[str, Variant] = {}
         self._shape = _shape(problem)
@@ -79,6 +81,8 @@ class Host:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
                 host._add(module, numbers, device, writer)
+                if (origin := origin_of(component, precision)) is not None:
+                    host.sources = (*host.sources, origin)
                 if precision not in (component.dtype, *QUANTIZED):
                     host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
             else:

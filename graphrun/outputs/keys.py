@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from graphrun.components.origins import blob
 from graphrun.components.weights import find_folder
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph, Part, Reference, Stage
@@ -132,7 +133,9 @@ class Keys:
         if component.name not in self._contents:
             content: Any = ["random", component.name, component.seed]
             if component.source is not None:
-                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where)
+                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+            if component.gguf:
+                content = [content, *self._folder(component.gguf, (), component.where)]
             self._contents[component.name] = content
         return self._contents[component.name]
 
@@ -144,10 +147,10 @@ class Keys:
             content.append(self._folder(part.source, ("*.json", "*.txt", "*.model"), part.where))
         return content
 
-    def _folder(self, source: str, patterns: tuple[str, ...], where: str) -> list[list[str]]:
-        folder = find_folder(source, patterns, where)
-        files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-        return [[path.name, _blob(path) or self._digest_of(path)] for path in files]
+    def _folder(self, source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> list[list[str]]:
+        place = find_folder(source, patterns, where, variant)
+        files = [place] if place.is_file() else sorted({path for pattern in patterns for path in place.glob(pattern)})
+        return [[path.name, blob(path) or self._digest_of(path)] for path in files]
 
 
 def kept_kinds(stage: Stage) -> bool:
@@ -166,14 +169,8 @@ def code_digest() -> str:
 
 def _declared(component: Component) -> dict[str, Any]:
     """All that the graph says of a component, but where it lies and lay."""
-    left_out = ("source", "where", "home", "precision")
+    left_out = ("source", "where", "home", "precision", "gguf")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
-
-
-def _blob(path: Path) -> str:
-    """The content's SHA-256 where the hub's cache names the file by it; else nothing."""
-    name = path.resolve().name
-    return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
 
 
 def _version(package: str) -> str:

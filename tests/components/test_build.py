@@ -266,7 +266,9 @@ def test_folder_without_safetensors(flux: Graph, saved: Path, tmp_path: Path) ->
     folder = broken(saved, tmp_path, "vae")
     file = folder / "diffusion_pytorch_model.safetensors"
     file.rename(folder / "diffusion_pytorch_model.bin")
-    text = f"no safetensors in {folder}, only {file.stem}.bin: nothing is unpickled; convert it to safetensors (save_pretrained does)"
+    text = (
+        f"no safetensors in {folder}, only {file.stem}.bin: nothing is unpickled; convert it to safetensors (save_pretrained does)"
+    )
     assert refusal(at(flux.component("vae"), folder), flux) == text
 
 
