@@ -65,6 +65,7 @@ class Trace:
     outputs: dict[str, Any] = field(default_factory=dict, compare=False)
     tiers: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()  # one line for each time that the rest was planned again
+    sources: tuple[dict[str, Any], ...] = ()  # what weights were read from: component, source, commit, files
 
     def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
         """Planned slots, each with the measured one of its phase and part; where the rest was planned again, those there are."""
@@ -99,6 +100,7 @@ class Trace:
             "baseline_bytes": self.baseline_bytes,
             "left_bytes": self.left_bytes,
             "notes": list(self.notes),
+            "sources": list(self.sources),
             "tiers": [{**asdict(tier), "left_bytes": tier.left_bytes} for tier in self.tiers],
             "slots": [asdict(slot) for slot in self.slots],
             "events": [asdict(event) for event in self.events],

@@ -62,6 +62,8 @@ class Symbols(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _COPIES and args[0].is_contiguous():
             return args[0]
+        if func is torch.cat and len(args[0]) == 1:  # as FLUX's conversion puts a query together
+            return args[0][0]
         out = func(*args, **kwargs)
         for index, one in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if isinstance(one, torch.Tensor) and id(one) not in self._leaves:

@@ -69,6 +69,8 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str
     repository, revision, inside = split_source(source)
     wanted = [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
     wanted = [inside] if inside.endswith(_FILES) else wanted
+    if len(commit := commit_of(source)) == 40:  # what a plan was made with, whatever the hub has by now
+        revision = commit
     left_out = [pattern for pattern in _LEFT_OUT if not variant or variant not in pattern]
     try:
         root = snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
@@ -147,6 +149,11 @@ def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...
     for file in files:
         _header(file, where)
     return files
+
+
+def weights_in(place: Path, where: str, variant: str = "") -> list[Path]:
+    """The files that `weight_files` finds, as they are: not opened."""
+    return _listed(place, where, variant)
 
 
 def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from graphrun.components.origins import commits_of
 from graphrun.components.weights import config_file, file_stamps, local_folder, local_place
 from graphrun.errors import PlanError
 from graphrun.estimator.events import Call, Facts, Mark, Probed, Product, Tape
@@ -67,7 +68,7 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
         if store is not None:
             keep_shapes(graph, probed, problem, store)
         return problem
-    sources = sorted(name for name, component in graph.components.items() if component.source is not None)
+    sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
     settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
     key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
     if (found := store.get("problem", key)) is not None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
+from graphrun.components.origins import commits_of
 from graphrun.estimator.allocator import ROUND_BYTES
 from graphrun.estimator.events import Call, Probed, Tape
 from graphrun.estimator.variants import variants_of
@@ -101,6 +102,7 @@ def problem_of(
         precedence=precedence_of(graph),
         options=tuple(options),
         allow=tuple(sorted(limits.allow)),
+        commits=commits_of(graph.components[name] for name in sorted(used)),
     )
     demands = graph.directives
     placements: tuple[tuple[Placement, tuple[str, ...]], ...] = (

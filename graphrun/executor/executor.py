@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from graphrun.components.origins import commits_of
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.executor.device import Device
 from graphrun.executor.failure import settled
@@ -141,7 +142,7 @@ class Session:
             if failure is error:
                 raise
             raise failure from None
-        return replace(trace, plan_digest=self._plan.digest)
+        return replace(trace, plan_digest=self._plan.digest, sources=self._host.sources)
 
     def close(self) -> None:
         """Nothing of the session is on the device any more, and what it filled is gone from the host."""
@@ -159,6 +160,14 @@ def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
         raise PlanError(
             f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
         )
+    here = dict(commits_of(graph.components.values()))
+    for repository, commit in problem.commits:
+        if here.get(repository, commit) != commit:
+            name = repository.partition("@")[0]
+            raise PlanError(
+                f"the plan was made at commit {commit} of {repository}, which is at {here[repository]} now: plan again, "
+                f"or name the commit, as in source: {name}@{commit}"
+            )
     _refuse_plan(problem, plan)
 
 

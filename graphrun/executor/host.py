@@ -11,6 +11,7 @@ from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
 from graphrun.components.forms import Forms
+from graphrun.components.origins import origin_of
 from graphrun.components.precisions import QUANTIZED
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
@@ -45,6 +46,7 @@ class Host:
         self.parts: dict[str, Any] = {}
         self.ghosts: dict[str, nn.Module] = {}
         self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # the graph's dtype and the plan's, where they differ
+        self.sources: tuple[dict[str, Any], ...] = ()  # what weights are read from
         self._spool = spool or Spool()
         self._variants: dict[str, Variant] = {}
         self._shape = _shape(problem)
@@ -81,6 +83,8 @@ class Host:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
                 host._add(module, numbers, device, writer)
+                if (origin := origin_of(component, precision)) is not None:
+                    host.sources = (*host.sources, origin)
                 if precision not in (component.dtype, *QUANTIZED):
                     host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
             else:

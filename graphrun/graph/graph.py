@@ -333,7 +333,7 @@ class Graph:
         return replace(
             self,
             source=None,
-            components={name: replace(component, source=None) for name, component in self.components.items()},
+            components={name: replace(component, source=None, gguf="") for name, component in self.components.items()},
             parts={name: replace(part, source=None) if part.file or part.has_config else part for name, part in self.parts.items()},
         )
 

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from graphrun.components.origins import blob
 from graphrun.components.weights import find_folder
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph, Lora, Part, Reference, Stage
@@ -136,14 +137,16 @@ class Keys:
         if component.name not in self._contents:
             content: Any = ["random", component.name, component.seed]
             if component.source is not None:
-                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where)
+                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+            if component.gguf:
+                content = [content, *self._folder(component.gguf, (), component.where)]
             self._contents[component.name] = [content, *(self._lora(lora, component) for lora in component.loras)]
         return self._contents[component.name]
 
     def _lora(self, lora: Lora, component: Component) -> list[Any]:
         if not (file := Path(lora.file)).is_file():
             raise GraphError(f"components.{component.name}.loras: no such file: {file}", component.where)
-        return [_blob(file) or self._digest_of(file), lora.scale]
+        return [blob(file) or self._digest_of(file), lora.scale]
 
     def _part(self, part: Part) -> Any:
         content: list[Any] = [part.class_path, part.config]
@@ -153,10 +156,10 @@ class Keys:
             content.append(self._folder(part.source, ("*.json", "*.txt", "*.model"), part.where))
         return content
 
-    def _folder(self, source: str, patterns: tuple[str, ...], where: str) -> list[list[str]]:
-        folder = find_folder(source, patterns, where)
-        files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-        return [[path.name, _blob(path) or self._digest_of(path)] for path in files]
+    def _folder(self, source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> list[list[str]]:
+        place = find_folder(source, patterns, where, variant)
+        files = [place] if place.is_file() else sorted({path for pattern in patterns for path in place.glob(pattern)})
+        return [[path.name, blob(path) or self._digest_of(path)] for path in files]
 
 
 def kept_kinds(stage: Stage) -> bool:
@@ -176,14 +179,8 @@ def code_digest() -> str:
 
 def _declared(component: Component) -> dict[str, Any]:
     """All that the graph says of a component, but where it lies and lay."""
-    left_out = ("source", "where", "home", "precision", "loras")
+    left_out = ("source", "where", "home", "precision", "loras", "gguf")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
-
-
-def _blob(path: Path) -> str:
-    """The content's SHA-256 where the hub's cache names the file by it; else nothing."""
-    name = path.resolve().name
-    return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
 
 
 def _version(package: str) -> str:

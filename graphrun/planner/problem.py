@@ -40,6 +40,7 @@ LATER = {
     "precedence": None,
     "options": (),
     "allow": (),
+    "commits": (),
     "fill_seconds": (),
     "disk_seconds": (),
     "block_seconds": (),
@@ -271,6 +272,7 @@ class Problem:
     precedence: tuple[tuple[str, str], ...] | None = None  # (earlier, later) stages; None: the order of the phases
     options: tuple[StageOption, ...] = ()
     allow: tuple[str, ...] = ()  # what of the variants' and options' needs may be used
+    commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of what weights are read from, where that is known
 
     @property
     def overhead_bytes(self) -> int:

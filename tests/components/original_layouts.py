@@ -1,0 +1,144 @@
+"""Checkpoints as those who trained the models name and shape their tensors: the way back from diffusers' modules, for SDXL and
+FLUX."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0"}
+RESNET |= {"conv2": "out_layers.3", "conv_shortcut": "skip_connection"}
+UNET = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2", "conv_in": "input_blocks.0.0"}
+UNET |= {"add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2"}
+UNET |= {"conv_norm_out": "out.0", "conv_out": "out.2"}
+VAE = {"conv_shortcut": "nin_shortcut", "downsamplers.0": "downsample", "upsamplers.0": "upsample", "conv_norm_out": "norm_out"}
+VAE |= {"mid_block.resnets.0": "mid.block_1", "mid_block.resnets.1": "mid.block_2", "mid_block.attentions.0": "mid.attn_1"}
+VAE |= {"attn_1.group_norm": "attn_1.norm", ".to_q.": ".q.", ".to_k.": ".k.", ".to_v.": ".v.", ".to_out.0.": ".proj_out."}
+OPEN_CLIP = {"embeddings.token_embedding": "token_embedding", "embeddings.position_embedding.weight": "positional_embedding"}
+OPEN_CLIP |= {"final_layer_norm": "ln_final", "encoder.layers": "transformer.resblocks", "layer_norm1": "ln_1"}
+OPEN_CLIP |= {"layer_norm2": "ln_2", "fc1": "c_fc", "fc2": "c_proj", "self_attn": "attn"}
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    for theirs, original in names.items():
+        name = name.replace(theirs, original)
+    return name
+
+
+def unet(state: Tensors, layers: int) -> Tensors:
+    """SDXL's UNet with ``layers`` a block."""
+    attended = {match[1] for name in state if (match := re.match(r"up_blocks\.(\d+)\.attentions", name))}
+
+    def original(name: str) -> str:
+        match = re.match(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)", name)
+        if match is None:
+            return renamed(name, UNET)
+        side, number, kind, index, rest = match[1], match[2], match[3], int(match[4]), match[5]
+        rest = renamed(rest, RESNET) if kind == "resnets" else rest
+        if side == "mid":
+            return f"middle_block.{2 * index if kind == 'resnets' else 1}.{rest}"
+        first = int(number) * (layers + 1) + (side == "down")
+        place = f"{'input' if side == 'down' else 'output'}_blocks"
+        if kind == "downsamplers":
+            return f"{place}.{first + layers}.0.{rest.replace('conv', 'op')}"
+        if kind == "upsamplers":
+            return f"{place}.{first + layers}.{2 if number in attended else 1}.{rest}"
+        return f"{place}.{first + index}.{0 if kind == 'resnets' else 1}.{rest}"
+
+    return {f"model.diffusion_model.{original(name)}": tensor for name, tensor in state.items()}
+
+
+def vae(state: Tensors) -> Tensors:
+    blocks = 1 + max(int(match[1]) for name in state if (match := re.match(r"decoder\.up_blocks\.(\d+)", name)))
+    found = {}
+    for name, tensor in state.items():
+        name = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{blocks - 1 - int(match[1])}", name)
+        name = re.sub(r"(down|up)(_blocks)?\.(\d+)\.resnets", r"\1.\3.block", name).replace("down_blocks", "down")
+        square = "mid_block.attentions" in name and tensor.dim() == 2
+        found[f"first_stage_model.{renamed(name, VAE)}"] = tensor[:, :, None, None].contiguous() if square else tensor
+    return found
+
+
+def clip(state: Tensors) -> Tensors:
+    return {f"conditioner.embedders.0.transformer.text_model.{name.removeprefix('text_model.')}": t for name, t in state.items()}
+
+
+def open_clip(state: Tensors) -> Tensors:
+    found: Tensors = {}
+    for name, tensor in state.items():
+        name = f"conditioner.embedders.1.model.{renamed(name.removeprefix('text_model.'), OPEN_CLIP)}"
+        if ".q_proj." in name:
+            three = [state[n] for n in _three(name, state)]
+            found[name.replace(".q_proj.", ".in_proj_")] = torch.cat(three)
+        elif name.endswith("text_projection.weight"):
+            found[name.removesuffix(".weight")] = tensor.T.contiguous()
+        elif "k_proj" not in name and "v_proj" not in name:
+            found[name] = tensor
+    return found
+
+
+def _three(name: str, state: Tensors) -> list[str]:
+    layer, end = re.search(r"resblocks\.(\d+)\.", name)[1], name.rpartition(".")[2]  # type: ignore[index]
+    prefix = "text_model." if any(n.startswith("text_model.") for n in state) else ""
+    return [f"{prefix}encoder.layers.{layer}.self_attn.{part}_proj.{end}" for part in "qkv"]
+
+
+def flux_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """FLUX's own file: names and shapes."""
+    n, wide = config["num_attention_heads"] * config["attention_head_dim"], 4
+    found: dict[str, tuple[int, ...]] = {}
+
+    def linear(name: str, outputs: int, inputs: int) -> None:
+        found[f"{name}.weight"], found[f"{name}.bias"] = (outputs, inputs), (outputs,)
+
+    for name, inputs in (("time_in", 256), ("guidance_in", 256), ("vector_in", config["pooled_projection_dim"])):
+        if name != "guidance_in" or config["guidance_embeds"]:
+            linear(f"{name}.in_layer", n, inputs)
+            linear(f"{name}.out_layer", n, n)
+    linear("txt_in", n, config["joint_attention_dim"])
+    linear("img_in", n, config["in_channels"])
+    linear("final_layer.linear", config["in_channels"], n)
+    linear("final_layer.adaLN_modulation.1", 2 * n, n)
+    for i in range(config["num_layers"]):
+        for side in ("img", "txt"):
+            block = f"double_blocks.{i}.{side}"
+            linear(f"{block}_mod.lin", 6 * n, n)
+            linear(f"{block}_attn.qkv", 3 * n, n)
+            linear(f"{block}_attn.proj", n, n)
+            linear(f"{block}_mlp.0", wide * n, n)
+            linear(f"{block}_mlp.2", n, wide * n)
+            for norm in ("query_norm", "key_norm"):
+                found[f"{block}_attn.norm.{norm}.scale"] = (config["attention_head_dim"],)
+    for i in range(config["num_single_layers"]):
+        block = f"single_blocks.{i}"
+        linear(f"{block}.modulation.lin", 3 * n, n)
+        linear(f"{block}.linear1", 3 * n + wide * n, n)
+        linear(f"{block}.linear2", n, n + wide * n)
+        for norm in ("query_norm", "key_norm"):
+            found[f"{block}.norm.{norm}.scale"] = (config["attention_head_dim"],)
+    return found
+
+
+def write_hollow(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str] | None = None, kind: str = "BF16"
+) -> int:
+    """A safetensors file of full size whose data are a hole: it takes no room. ``kinds``: of those that are not ``kind``. Returns
+    the bytes of its tensors."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        dtype = (kinds or {}).get(name, kind)
+        size = SIZES[dtype] * torch.Size(shape).numel()
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)
+    return end
