@@ -37,7 +37,9 @@ def of_class(class_path: str, configs: Mapping[str, str], without: Collection[st
     kind = resolve_class(class_path, DEFAULT_ALLOW)
     if hasattr(kind, "blocks_name") or "Modular" in kind.__name__:
         raise InputError(modular_advice(class_path))
-    if not hasattr(kind, "from_pretrained") or not callable(getattr(kind, "__call__", None)) or is_module(class_path, DEFAULT_ALLOW, ""):
+    from diffusers import DiffusionPipeline
+
+    if not issubclass(kind, DiffusionPipeline):
         raise InputError(f"{class_path} is no pipeline: give one such as diffusers.FluxPipeline")
     parameters = {n: p for n, p in inspect.signature(kind.__init__).parameters.items() if n not in ("self", "args", "kwargs")}
     if unknown := sorted({*configs, *without} - parameters.keys()):
@@ -133,7 +135,7 @@ def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> Thing
 
 
 def _said(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
-    """The class that a configuration names itself (diffusers), the only one that the pipeline takes, or the one it was saved from."""
+    """The class that a configuration names itself (diffusers), that the pipeline takes, or that it was saved from."""
     own = config.get("_class_name")
     if isinstance(own, str):
         return f"diffusers.{own}"

@@ -146,7 +146,8 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
     return _layout(rehearsed, _staged(rehearsed.graph, kept, encoder), kept, uses, first)
 
 
-_OWN = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NameError, NotImplementedError, AssertionError, ZeroDivisionError)
+# What the pipeline's own code raises where it was not written for a part of its call.
+_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
 
 
 def _layout(
@@ -160,7 +161,7 @@ def _layout(
     unused = tuple(name for name in rehearsed.ghosts if name not in used)
     return Layout(
         inputs={name: wanted.entry for name, wanted in kept.items()},
-        stages=tuple(replace(stage, uses=uses[stage.name]) for stage in graph.stages),
+        stages=tuple(replace(s, uses=uses[s.name], options=_options(rehearsed, s, uses[s.name])) for s in graph.stages),
         outputs={"image": "$decode.image"},
         entered=entered,
         unused=unused,
@@ -227,8 +228,15 @@ def _uncut(
     uses = tuple(dict.fromkeys(entered.component for entered in entries))
     outputs = _outputs(rehearsed.made)
     stage = Stage("make", "call", uses, passed, outputs=tuple(outputs))
+    stage = replace(stage, options=_options(rehearsed, stage, uses))
     unused = tuple(name for name in rehearsed.ghosts if name not in uses)
     return Layout(inputs, (stage,), {name: f"$make.{name}" for name in outputs}, {"make": entries}, unused, why)
+
+
+def _options(rehearsed: Rehearsed, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
+    """Other ways to run ``stage`` that its components have: tiles."""
+    able = any(hasattr(rehearsed.ghosts[name], "enable_tiling") for name in uses)
+    return ("tiling",) if able and "tiling" in OPERATIONS[stage.op].options else ()
 
 
 def _media_entry(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,10 +51,14 @@ def document_of(recipe: Recipe, layout: Layout, name: str, source: str | None) -
     if set(recipe.allow) != set(DEFAULT_ALLOW):
         lines.append(f"allow: {_flow(list(recipe.allow))}")
     lines += ["", "inputs:", *(_entry(2, key, value) for key, value in layout.inputs.items())]
-    components = [thing for thing in recipe.things if thing.is_component]
-    lines += ["", "components:", *(line for t in components for line in _component(t, name, files))]
+    order = list(dict.fromkeys(each.component for entries in layout.entered.values() for each in entries))
+    components = sorted(recipe.components.values(), key=lambda t: order.index(t.name) if t.name in order else len(order))
+    lines += ["", "components:", *(line for t in components for line in _component(t, name, files, recipe, source))]
     if parts := [thing for thing in recipe.things if not thing.is_component]:
-        lines += ["", "parts:", *(line for t in parts for line in _part(t, name, files, recipe))]
+        lines += ["", "parts:"]
+        if any(thing.stand_in for thing in parts):
+            lines.append("  # The file stands in for vocabularies, which are not here: texts are as long as they may be.")
+        lines += [line for t in parts for line in _part(t, name, files, recipe)]
     lines += ["", "stages:", *(line for stage in layout.stages for line in _stage(stage, layout.entered[stage.name]))]
     lines += ["", f"outputs: {_flow(dict(layout.outputs))}", ""]
     return Document("\n".join(lines), files)
@@ -64,7 +68,9 @@ def _head(recipe: Recipe, layout: Layout) -> list[str]:
     kind = recipe.kind.__name__
     lines = [f"# Imported from {recipe.origin}. Sizes are those of the configurations here; weights are read when it runs."]
     if recipe.source is None:
-        lines = [f"# Imported from {recipe.origin}. It has no source:, so weights are random: add the folder or repository that has them."]
+        lines = [
+            f"# Imported from {recipe.origin}. Without a source: weights are random; add the folder or repository that has them."
+        ]
     if layout.why:
         lines.append(f"# {kind} runs whole, in one stage: {layout.why}.")
     else:
@@ -74,10 +80,15 @@ def _head(recipe: Recipe, layout: Layout) -> list[str]:
     return lines
 
 
-def _component(thing: Thing, name: str, files: dict[str, Any]) -> list[str]:
+def _below(own: str, recipe: Recipe, source: str | None) -> str:
+    """The source ``own``, said as the file says the pipeline's."""
+    return f"{source}{own.removeprefix(recipe.source)}" if recipe.source and source and own.startswith(f"{recipe.source}/") else own
+
+
+def _component(thing: Thing, name: str, files: dict[str, Any], recipe: Recipe, source: str | None) -> list[str]:
     entry: dict[str, Any] = {"class": thing.class_path, "config": _config(thing, name, files), "dtype": thing.dtype}
     if thing.source is not None:
-        entry["source"] = thing.source
+        entry["source"] = _below(thing.source, recipe, source)
     note = "" if thing.why in ("", "of its files", "of its configuration", "of its weights") else f"  # {thing.why}"
     return [_entry(2, thing.name, entry) + note]
 
@@ -87,7 +98,7 @@ def _part(thing: Thing, name: str, files: dict[str, Any], recipe: Recipe) -> lis
     if thing.stand_in:
         files[STAND_IN] = stand_in_words() + "\n"
         entry |= {"file": STAND_IN, "config": dict(thing.config or {})}
-        return ["  # In place of its vocabulary, which is not here: texts have the length that they may have.", _entry(2, thing.name, entry)]
+        return [_entry(2, thing.name, entry)]
     if thing.config is not None:
         entry["config"] = _config(thing, name, files)
     elif thing.source is not None:
@@ -111,7 +122,7 @@ def _config(thing: Thing, name: str, files: dict[str, Any]) -> Any:
 
 def _stage(stage: Stage, entered: Iterable[Entered]) -> list[str]:
     times = Counter(map(str, entered))
-    heard = ", ".join(key if count == 1 else f"{key} again and again" for key, count in times.items())
+    heard = ", ".join(key if count == 1 else f"{key} {count} times" for key, count in times.items())
     passed = {key: str(value) if isinstance(value, Reference) else value for key, value in stage.arguments.items()}
     body: dict[str, Any] = {"op": stage.op, "uses": list(stage.uses)}
     if stage.options:

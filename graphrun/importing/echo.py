@@ -72,7 +72,7 @@ class Echo(Prober):
             raise
         except Exception as error:
             raise ProbeError(
-                f"{component}.{entry}({described(args, kwargs)}) cannot be traced without its weights: {type(error).__name__}: {error}"
+                f"{component}.{entry}({described(args, kwargs)}) cannot be traced without weights: {type(error).__name__}: {error}"
             ) from error
         digest = digest_of((component, entry, args, kwargs))
         self.heard.append(Entered(component, entry, digest))
@@ -139,4 +139,5 @@ def explained(what: str, echo: Echo, advice: str) -> Iterator[None]:
         heard = [str(entered) for entered in echo.heard]
         after = f"after {heard[-1]} was entered" if heard else "before any component was entered"
         text = " ".join(str(error).split())[:400]
-        raise ProbeError(f"the dry run of {what} failed {after}, in the pipeline's own code: {type(error).__name__}: {text}. {advice}") from error
+        said = f"in the pipeline's own code: {type(error).__name__}: {text}"
+        raise ProbeError(f"the dry run of {what} failed {after}, {said}. {advice}") from error

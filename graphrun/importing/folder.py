@@ -6,6 +6,7 @@ Decides which files count. No weights are fetched; of those that lie in a folder
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from graphrun.importing.recipe import Recipe, Thing, class_in, dtype_of, existin
 INDEX = "model_index.json"
 # Configurations, tokenizers, processors, schedulers; never weights, nor what other frameworks are run from.
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
-LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx*", "*.msgpack", "*.h5", "*openvino*", "*flax*", "*.pb")
+LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*onnx*", "*.msgpack", "*.h5", "*openvino*", "*.pb")
 CONFIGS = ("config.json", "scheduler_config.json")
 
 
@@ -45,8 +46,8 @@ def of_hub(repository: str, revision: str | None = None, without: Collection[str
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         at = f"{repository} at {revision}" if revision else repository
         raise InputError(
-            f"cannot get the configurations of {at} from the hub ({said}); if it is meant to be a folder, there is none of this name "
-            "here; if this machine has no network, give a folder with the pipeline's files"
+            f"cannot get the configurations of {at} from the hub ({said}). If it is meant to be a folder, there is none of this "
+            "name here; if this machine has no network, give a folder with the pipeline's files"
         ) from error
     return _read(Path(folder), repository, revision, without, repository)
 
@@ -59,8 +60,13 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
     if unknown := sorted(set(without) - pairs.keys()):
         raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(pairs)}")
     absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]
-    things = [_thing(folder, name, pairs[name], kind, origin) for name in pairs if name not in absent]
-    plain = {name: entry for name, entry in listed.items() if name not in pairs}
+    things, plain = list[Thing](), {name: entry for name, entry in listed.items() if name not in pairs}
+    for name in (name for name in pairs if name not in absent):
+        if several := _several(folder, name, pairs[name], kind, origin):
+            plain[name] = [f"${name}_{number}" for number in range(len(several))]
+            things += [replace(t, name=f"{name}_{i}", source=f"{source}/{t.name}") for i, t in enumerate(several)]
+        else:
+            things.append(_thing(folder, name, pairs[name], kind, origin))
     return Recipe(
         origin=origin,
         name=slug(source),
@@ -111,6 +117,20 @@ def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
 
 def _names(entry: list[Any]) -> bool:
     return all(item is None or isinstance(item, str) for item in entry)
+
+
+def _several(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> list[Thing]:
+    """The components in the folders NAME, NAME_1, ... of one that is a list of others, such as several ControlNets."""
+    path = class_in(entry[0], entry[1], kind, f"{origin}/{name}")
+    whole: Any = resolve_class(path, DEFAULT_ALLOW)
+    configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
+    if configured or not is_module(path, DEFAULT_ALLOW, origin):
+        return []
+    found: list[Thing] = []
+    while (folder / (own := f"{name}_{len(found)}" if found else name) / CONFIGS[0]).is_file():
+        config = read_json(folder / own / CONFIGS[0])
+        found.append(_thing(folder, own, ["diffusers", str(config.get("_class_name"))], kind, origin))
+    return found
 
 
 def _thing(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> Thing:

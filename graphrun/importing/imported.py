@@ -32,8 +32,8 @@ DEFAULT_DTYPE = "bfloat16"  # what large pipelines are run in, where neither fil
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user adds to a source: ``configs`` for a class, ``dtypes`` by component (``""``: all), ``without``: parts to leave out,
-    ``sets``: defaults of inputs, ``whole``: do not cut the call."""
+    """What a user adds to a source: ``configs`` for a class, ``dtypes`` by component (``""``: all), ``without``: parts to leave
+    out, ``sets``: defaults of inputs, ``whole``: do not cut the call."""
 
     configs: Mapping[str, str]
     dtypes: Mapping[str, str]

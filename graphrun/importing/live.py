@@ -32,11 +32,15 @@ def of_pipeline(pipe: Any) -> Recipe:
     source = str(Path(loaded).resolve()) if Path(loaded).is_dir() else loaded or None
     if loaded.startswith((".", "/")) and not Path(loaded).is_dir():
         source = None
-    things: list[Thing] = []
+    things, lists = list[Thing](), dict[str, Any]()
     for name, value in pipe.components.items():
-        if value is not None:
-            things.append(_thing(name, value, origin))
-            allow = (*allow, *_path_of(type(value))[1])
+        nets = _several(value)
+        for key, item in {f"{name}_{n}": net for n, net in enumerate(nets)}.items() if nets else [(name, value)]:
+            if item is not None:
+                things.append(_thing(key, item, origin))
+                allow = (*allow, *_path_of(type(item))[1])
+        if nets:
+            lists[name] = [f"${name}_{number}" for number in range(len(nets))]
     absent = [name for name, value in pipe.components.items() if value is None]
     given = {name: _plain(value) for name, value in pipe.config.items() if name not in pipe.components and not name.startswith("_")}
     return Recipe(
@@ -45,7 +49,7 @@ def of_pipeline(pipe: Any) -> Recipe:
         pipeline=path,
         source=source,
         things=tuple(things),
-        settings=plain_settings(kind, given, absent),
+        settings=plain_settings(kind, given | lists, absent),
         allow=tuple(dict.fromkeys(allow)),
     )
 
@@ -70,7 +74,7 @@ def _thing(name: str, value: Any, origin: str) -> Thing:
         plain = _json(config) if config is not None and hasattr(value, "from_config") else None
         return Thing(name, path, plain, live=value, source=_found_again(value) if plain is None else None)
     if config is None:
-        raise InputError(f"{origin}: {name} is a {path} without a configuration, which a graph file needs: give it as a class with one")
+        raise InputError(f"{origin}: {name} is a {path} without a configuration, and a graph file needs one: give its class one")
     tensors = [(t, t.numel() * t.element_size()) for t in (*value.parameters(), *value.buffers()) if t.is_floating_point()]
     sizes: dict[str, int] = {}
     for tensor, nbytes in tensors:
@@ -78,6 +82,13 @@ def _thing(name: str, value: Any, origin: str) -> Thing:
         sizes[dtype] = sizes.get(dtype, 0) + nbytes
     dtype = max(sizes, key=lambda key: sizes[key], default="float32")
     return Thing(name, path, _json(config), dtype=dtype, why="of its weights", live=value)
+
+
+def _several(value: Any) -> list[nn.Module]:
+    """The modules of one that is a list of others and has no configuration of its own, such as several ControlNets."""
+    listed = isinstance(value, nn.Module) and getattr(value, "config", None) is None
+    inner = [child for child in value.children() if isinstance(child, nn.ModuleList)] if listed else []
+    return list(inner[0]) if len(inner) == 1 else []
 
 
 def _found_again(value: Any) -> str | None:

@@ -105,8 +105,8 @@ class Recipe:
 
 
 def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]) -> dict[str, Any]:
-    """Those of ``given`` that the constructor of ``kind`` takes and would not have by itself; None for what is ``absent`` and has to
-    be handed in all the same."""
+    """Those of ``given`` that the constructor of ``kind`` takes and would not have by itself; None for what is ``absent`` and has
+    to be handed in all the same."""
     parameters = inspect.signature(kind.__init__).parameters
     optional = getattr(kind, "_optional_components", ())
     found = {name: value for name, value in given.items() if name in parameters and parameters[name].default != value}
@@ -179,7 +179,7 @@ def existing_kind(path: Path) -> str:
         return f"{path} is the list of a pipeline's folder: give the folder, {path.parent}"
     if path.suffix in (".safetensors", ".gguf", ".ckpt", ".pt", ".bin", ".sft"):
         return (
-            f"{path} is a checkpoint of one file: import its pipeline's class with configs, or a folder in the layout of diffusers, and "
-            "name the file as a component's source in the graph"
+            f"{path} is a checkpoint of one file, without configurations: import its pipeline's class with --config, or a folder "
+            "in the layout of diffusers, and name the file as source: in the graph"
         )
     return f"{path} is a file; give a folder with a model_index.json, a hub id or a pipeline's class"

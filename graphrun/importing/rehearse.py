@@ -16,8 +16,6 @@ import torch
 
 from graphrun import sim
 from graphrun.components.build import build_part, ghost
-from graphrun.components.classes import resolve_class
-from graphrun.errors import BrokenPlan, GraphError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.importing.echo import Echo, Entered, digest_of, explained
@@ -32,8 +30,8 @@ from graphrun.ops.pipeline import assemble
 STEPS = 2
 # Parameters that take pictures, videos and sound, by what they are called.
 MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
-NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|sample_rate|fps")
-HAND_WRITTEN = "Where the call needs arguments that are not there, write a stage by hand: op: call with them under with: (docs/pipelines.md)"
+NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
+HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
 
 
 @dataclass(slots=True)
@@ -91,7 +89,8 @@ class Rehearsed:
     def _advice(self) -> str:
         components = [thing.name for thing in self.recipe.things if thing.is_component]
         constructor = inspect.signature(self.recipe.kind.__init__).parameters
-        absent = [name for name in constructor if name not in ("self", *[t.name for t in self.recipe.things], *self.recipe.settings)]
+        there = {"self", *(thing.name for thing in self.recipe.things), *self.recipe.settings}
+        absent = [name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))]
         without = f"; without {', '.join(absent)}" if absent else ""
         return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
 
@@ -121,7 +120,7 @@ def called(
 ) -> dict[str, Any]:
     """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``rehearsed.media``).
 
-    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the first try with all of the required ones ran into.
+    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the last try ran into.
     """
     parameters = rehearsed.parameters
     arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
@@ -132,7 +131,12 @@ def called(
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
     needed = [name for name in candidates if _leads(name, parameters)]
-    tensors = [n for n, p in parameters.items() if p.default is p.empty and n not in (*arguments, *candidates, "self") and p.kind not in (2, 4)]
+    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
+    tensors = [
+        n
+        for n, p in parameters.items()
+        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if tensors:
         raise ProbeError(
             f"{rehearsed.recipe.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
