@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
@@ -159,6 +157,7 @@ def _layout(
 ) -> Layout:
     used = {name for names in uses.values() for name in names}
     unused = tuple(name for name in rehearsed.ghosts if name not in used)
+    uses = {**uses, "denoise": (*uses["denoise"], *unused)}
     return Layout(
         inputs={name: wanted.entry for name, wanted in kept.items()},
         stages=tuple(replace(s, uses=uses[s.name], options=_options(rehearsed, s, uses[s.name])) for s in graph.stages),
@@ -224,12 +223,16 @@ def _uncut(
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name
         passed["seed" if parameter == "generator" else parameter] = Reference("input", name)
+    for name in (name for name in rehearsed.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
+        own = [f"{name}_{number}" for number in range(len(arguments[name]))]  # one for each of several ControlNets
+        inputs |= dict.fromkeys(own, inputs.pop(name))
+        passed[name] = [Reference("input", each) for each in own]
     passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in rehearsed.media}
     uses = tuple(dict.fromkeys(entered.component for entered in entries))
     outputs = _outputs(rehearsed.made)
-    stage = Stage("make", "call", uses, passed, outputs=tuple(outputs))
-    stage = replace(stage, options=_options(rehearsed, stage, uses))
     unused = tuple(name for name in rehearsed.ghosts if name not in uses)
+    stage = Stage("make", "call", (*uses, *unused), passed, outputs=tuple(outputs))
+    stage = replace(stage, options=_options(rehearsed, stage, uses))
     return Layout(inputs, (stage,), {name: f"$make.{name}" for name in outputs}, {"make": entries}, unused, why)
 
 
@@ -251,4 +254,4 @@ def _outputs(made: Any) -> tuple[str, ...]:
     fields = dict(made) if isinstance(made, Mapping) else dict(vars(made)) if hasattr(made, "__dict__") else {}
     if usual := [ours for ours, names in FIELDS.items() if any(fields.get(name) is not None for name in names)]:
         return tuple(usual)
-    return tuple(name for name, value in fields.items() if isinstance(value, torch.Tensor)) or ("image",)
+    return tuple(name for name, value in fields.items() if hasattr(value, "shape")) or ("image",)

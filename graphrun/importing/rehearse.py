@@ -144,15 +144,18 @@ def called(
         )
     optional = [name for name in candidates if name not in needed]
     failed: ProbeError | None = None
-    for chosen in _more_and_more(needed, optional):
-        given = {**arguments, **{name: blank(candidates[name], sizes) for name in chosen}}
-        try:
-            rehearsed.whole(given)
-        except ProbeError as error:
-            failed = error
-            continue
-        rehearsed.media = tuple(chosen)
-        return given
+    several = max((len(value) for value in rehearsed.recipe.settings.values() if isinstance(value, list)), default=1)
+    for count in sorted({1, several}):
+        for chosen in _more_and_more(needed, optional):
+            pictures = {name: blank(candidates[name], sizes) for name in chosen}
+            given = {**arguments, **{n: p if count == 1 or isinstance(p, list) else [p] * count for n, p in pictures.items()}}
+            try:
+                rehearsed.whole(given)
+            except ProbeError as error:
+                failed = error
+                continue
+            rehearsed.media = tuple(chosen)
+            return given
     assert failed is not None
     raise failed
 

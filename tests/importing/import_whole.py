@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tiny_pipelines import Case, cases
+from tiny_pipelines import Case, cases, film, picture
 
 import graphrun
 from graphrun.graph.graph import Graph
@@ -48,7 +48,10 @@ class Saved:
     @property
     def inputs(self) -> dict[str, Any]:
         """What a run of the graph is given."""
-        return {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
+        given = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
+        if self.name.endswith("-two"):
+            given |= {f"image_{number}": picture for number, picture in enumerate(given.pop("image"))}
+        return given
 
     def imported(self, **more: Any) -> Imported:
         asked = {"configs": {}, "dtypes": {}, "sets": self.sets, **more}
@@ -78,7 +81,11 @@ def saved(name: str, folder: Path) -> Saved:
     case: Case = cases()[name]
     pipe = case.build()
     pipe.save_pretrained(folder / name)
-    arguments = {k: v for k, v in case.arguments().items() if k != "output_type"}
+    arguments = {k: v for k, v in case.arguments().items() if k != "output_type" and v is not None}
+    if isinstance(arguments.get("image"), torch.Tensor):
+        arguments["image"] = picture(arguments["image"].shape[-1])
+    if name.endswith("-two"):  # of which a graph has an input each
+        arguments |= {"image": film(2)}
     return Saved(name, folder / name, pipe, arguments | ({"num_inference_steps": case.steps} if case.steps else {}))
 
 
