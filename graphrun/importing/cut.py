@@ -95,8 +95,10 @@ def _against(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> str:
         return f"it takes {', '.join(rehearsed.media)}"
     if not hasattr(rehearsed.recipe.kind, "encode_prompt"):
         return "it has no encode_prompt"
-    if lacking := [name for name in ("prompt_embeds", "latents", "output_type", "generator") if name not in parameters]:
+    if lacking := [name for name in ("latents", "output_type", "generator") if name not in parameters]:
         return f"its call takes no {lacking[0]}"
+    if not any("prompt_embeds" in name for name in parameters):
+        return "its call takes no embeddings"
     if strange := [name for name in plain if name not in {*ENCODE.values(), *DENOISE.values()}]:
         return f"the three ops take no {strange[0]}"
     return "" if "prompt" in plain and "steps" in plain else "it takes no prompt or no number of steps"

@@ -123,12 +123,19 @@ def _config(thing: Thing, name: str, files: dict[str, Any]) -> Any:
 def _stage(stage: Stage, entered: Iterable[Entered]) -> list[str]:
     times = Counter(map(str, entered))
     heard = ", ".join(key if count == 1 else f"{key} {count} times" for key, count in times.items())
-    passed = {key: str(value) if isinstance(value, Reference) else value for key, value in stage.arguments.items()}
+    passed = {key: _said(value) for key, value in stage.arguments.items()}
     body: dict[str, Any] = {"op": stage.op, "uses": list(stage.uses)}
     if stage.options:
         body["options"] = list(stage.options)
     lines = [f"  # enters {heard}", f"  {stage.name}:"]
     return lines + [_entry(4, key, value) for key, value in {**body, "with": passed}.items()]
+
+
+def _said(value: Any) -> Any:
+    """An argument as the file says it: a reference by its name."""
+    if isinstance(value, list):
+        return [_said(item) for item in value]
+    return str(value) if isinstance(value, Reference) else value
 
 
 def _entry(indent: int, key: str, value: Any) -> str:

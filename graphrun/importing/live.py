@@ -29,9 +29,8 @@ def of_pipeline(pipe: Any) -> Recipe:
     origin = f"from_pipeline({kind.__name__})"
     path, allow = _path_of(kind)
     loaded = str(pipe.config.get("_name_or_path") or "")
-    source = str(Path(loaded).resolve()) if Path(loaded).is_dir() else loaded or None
-    if loaded.startswith((".", "/")) and not Path(loaded).is_dir():
-        source = None
+    here = bool(loaded) and Path(loaded).is_dir()
+    source = str(Path(loaded).resolve()) if here else None if loaded.startswith((".", "/")) else loaded or None
     things, lists = list[Thing](), dict[str, Any]()
     for name, value in pipe.components.items():
         nets = _several(value)

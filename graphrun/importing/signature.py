@@ -132,7 +132,7 @@ def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict
 
 def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
     """What the class's code wants the argument ``name`` to be a multiple of, at least what its VAE does: the largest of both."""
-    found = [1, *_evaluated(kind, pipeline, _remainders(kind, name))]
+    found = [1, *_evaluated(kind, pipeline, _divided(kind, name))]
     if not found[1:]:
         found.append(getattr(pipeline, "vae_scale_factor", 0) or getattr(pipeline, "vae_scale_factor_spatial", 0) or 1)
     return max(number for number in found if isinstance(number, int) and number > 0)
@@ -151,10 +151,10 @@ def _tree(kind: type[Any]) -> Iterator[ast.AST]:
             yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))))
 
 
-def _remainders(kind: type[Any], name: str) -> Iterator[ast.expr]:
-    """``N`` of every ``name % N``."""
+def _divided(kind: type[Any], name: str) -> Iterator[ast.expr]:
+    """``N`` of every ``name % N`` and ``name // N``."""
     for node in _tree(kind):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and getattr(node.left, "id", "") == name:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)) and getattr(node.left, "id", "") == name:
             yield node.right
 
 
@@ -166,10 +166,15 @@ def _limits(kind: type[Any], name: str) -> Iterator[ast.expr]:
 
 
 def _evaluated(kind: type[Any], pipeline: Any, expressions: Iterator[ast.expr]) -> Iterator[Any]:
-    """The values of those expressions that are made of numbers, products and the pipeline's own attributes."""
+    """The values of those expressions that are made of numbers, products, the pipeline's own attributes and names for these."""
+    named = {
+        node.targets[0].id: node.value
+        for node in _tree(kind)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
     for expression in expressions:
         try:
-            yield _value(expression, pipeline)
+            yield _value(named.get(expression.id, expression) if isinstance(expression, ast.Name) else expression, pipeline)
         except (AttributeError, TypeError, KeyError, ValueError):
             continue
 

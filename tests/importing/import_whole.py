@@ -14,7 +14,9 @@ from PIL import Image
 from tiny_pipelines import Case, cases, film, picture
 
 import graphrun
+from graphrun.components.build import build, build_part, resolve_class
 from graphrun.graph.graph import Graph
+from graphrun.graph.load import load
 from graphrun.importing.imported import Asked, Imported, import_source
 from graphrun.ops.call import Sound
 from graphrun.planner.infeasible import smallest_budget
@@ -41,8 +43,9 @@ class Saved:
         found = {NAMES.get(k, k): v for k, v in self.arguments.items() if plain(v) and k not in ("prompt", "output_type")}
         pictures = [v for v in self.arguments.values() if isinstance(v, Image.Image)]
         films = [v for v in self.arguments.values() if is_film(v)]
-        for picture in [*pictures[:1], *(film[0] for film in films[:1])]:
-            found = {"height": picture.height, "width": picture.width, **found}
+        sized = "height" in inspect.signature(type(self.pipe).__call__).parameters
+        for one in [*pictures[:1], *(frames[0] for frames in films[:1])]:
+            found |= {} if sized else {"height": one.height, "width": one.width}
         return found | ({"frames": len(films[0])} if films else {})
 
     @property
@@ -89,9 +92,25 @@ def saved(name: str, folder: Path) -> Saved:
     return Saved(name, folder / name, pipe, arguments | ({"num_inference_steps": case.steps} if case.steps else {}))
 
 
-def planned(graph: Graph, inputs: Mapping[str, Any] | None = None) -> Solution:
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+
+
+def of_graph(name: str, folder: Path) -> Saved:
+    """The pipeline of the reference graph ``name``, with its random weights, as `save_pretrained` leaves it in ``folder``."""
+    graph = load(GRAPHS / f"{name}.yaml")
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
+    pipe = resolve_class(graph.pipeline, graph.allow)(**modules, **parts)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(folder / name)
+    arguments = {"prompt": "a lighthouse", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 16}
+    return Saved(name, folder / name, pipe, arguments)
+
+
+def planned(graph: Graph, inputs: Mapping[str, Any] | None = None, *, pinned: bool = False) -> Solution:
     """A plan for ``graph`` on the simulated accelerator, under the least budget."""
-    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {})
+    pin = tuple(graph.components) if pinned else ()
+    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin)
     least = replace(ample, budget_bytes=smallest_budget(ample))
     return graphrun.plan(least)
 
