@@ -223,8 +223,8 @@ def main() -> NoReturn:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers anew when they are imported
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    import graphrun.batches
-    import graphrun.commands  # noqa: F401  (further commands of this app)
+    from graphrun import batches, commands  # noqa: F401  (further commands of this app)
+    from graphrun.importing import command  # noqa: F401
 
     try:
         app()

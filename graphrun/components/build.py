@@ -155,12 +155,14 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     """The tokenizer, scheduler or processor that ``part`` declares.
 
     A tokenizer comes from its source, or from its ``file`` when there is no source or while ``planning``: a stand-in does there,
-    since texts are padded. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
+    since texts are padded. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must hold for
+    every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
     """
     kind = resolve_class(part.class_path, graph.allow, part.where)
     with _explained(f"parts.{part.name}", part.class_path, part.where):
         if part.file is not None and (planning or part.source is None):
-            return _tokenizer(part, part.file, planning)
+            made = _tokenizer(part, part.file)
+            return _longest(made) if planning else made
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
                 if not _SAVED & part.config.keys():
@@ -171,27 +173,40 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
         here = local_folder(part.source) if planning else None
         folder = here or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
-        return kind.from_pretrained(folder, local_files_only=True)
+        made = kind.from_pretrained(folder, local_files_only=True)
+        return _longest(made) if planning else made
 
 
-def _tokenizer(part: Part, file: Path, planning: bool) -> Any:
-    """The tokenizer in ``file``. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must
-    hold for every prompt.
-    """
+def _tokenizer(part: Part, file: Path) -> Any:
+    """The tokenizer in ``file``."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    class Longest(PreTrainedTokenizerFast):  # type: ignore[misc]
-        def __call__(self, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
-            length = settings.get("max_length") if settings.get("truncation") else None
-            if length and padding in (True, "longest"):
-                text = [one + "." * length for one in text] if isinstance(text, list) else text + "." * length
-            return super().__call__(text, *args, padding=padding, **settings)
-
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
     with _explained(f"parts.{part.name}", str(file), part.where):
-        kind = Longest if planning else PreTrainedTokenizerFast
-        return kind(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
+
+
+def _longest(made: Any) -> Any:
+    """``made``, if it is a tokenizer or has one, with texts that are as long as they may be."""
+    from transformers import PreTrainedTokenizerBase
+
+    inner = getattr(made, "tokenizer", None)
+    if isinstance(inner, PreTrainedTokenizerBase):
+        made.tokenizer = _longest(inner)
+    if not isinstance(made, PreTrainedTokenizerBase):
+        return made
+    own = type(made)
+
+    def longest(self: Any, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
+        length = settings.get("max_length") if settings.get("truncation") else None
+        if length and padding in (True, "longest") and text is not None:
+            more = " a" * length  # a token each, in any vocabulary at least one
+            text = [one + more if isinstance(one, str) else one for one in text] if isinstance(text, list) else text + more
+        return own.__call__(self, text, *args, padding=padding, **settings)
+
+    made.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "__call__": longest})
+    return made
 
 
 def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:

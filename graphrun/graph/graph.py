@@ -42,7 +42,8 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value the user gives to a run. ``minimum`` and ``maximum`` are inclusive; ``many``: or a list of such values.
+    """A value the user gives to a run, None where it is left out and has no default. ``minimum`` and ``maximum`` are inclusive;
+    ``many``: or a list of such values.
 
     ``sizes`` of an image, a video or audio that a plan is made without: numbers, and names of inputs that hold them.
     """

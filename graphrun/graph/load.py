@@ -129,12 +129,17 @@ class _Reader:
         wrong = {key: types for key, types in numeric.items() if getattr(spec, key) is not None and spec.type not in types}
         for key, types in wrong.items():
             self.problems.add((*at, key), f"only for {' and '.join(types)}, and {name!r} is a {spec.type}")
-        required = "default" not in spec.model_fields_set
+        without_default = "default" not in spec.model_fields_set
+        required = without_default and not spec.optional
         # A size that must be a multiple of 16 is at least 16.
         minimum = spec.minimum if spec.minimum is not None else spec.multiple_of
         sizes = read_sizes(name, spec, self.spec, self.problems)
         declared = Input(name, spec.type, spec.default, required, spec.multiple_of, minimum, spec.maximum, spec.many, sizes)
-        if not required and sizes:
+        if spec.optional and not without_default:
+            self.problems.add((*at, "optional"), f"{name!r} has a default, so it may be left out anyway: do without one of them")
+        elif spec.optional:
+            return declared
+        elif not required and sizes:
             self.problems.add((*at, "default"), f"{name!r} is {AN[spec.type]}, which a run is given: leave the default out")
         elif not required and not wrong:
             try:

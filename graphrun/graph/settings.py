@@ -33,7 +33,12 @@ def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping
     Raises PlanError when one that the plan depends on differs from what was planned.
     """
     planned = dict(settings)
-    plain = {name: text for name, text in planned.items() if not (graph.inputs[name].many or is_media(graph.inputs[name].type))}
+    own = {name: graph.inputs[name] for name in planned}
+    plain = {
+        name: text
+        for name, text in planned.items()
+        if not (own[name].many or is_media(own[name].type)) and (text != told(None) or own[name].required)
+    }
     values = graph.resolve({**plain, **inputs})
     now = dict(settings_of(graph, values))
     for name in sorted(planned.keys() | now.keys()):

@@ -58,7 +58,7 @@ class Spec(BaseModel):
 
 
 class InputSpec(Spec):
-    """A value that a run is given. Without ``default`` it is required.
+    """A value that a run is given. Without ``default`` it is required, unless it is ``optional``.
 
     An image, a mask, a video or audio is a file, or in Python an object. A plan without it is for ``height``, ``width``,
     ``frames``, ``rate`` and ``seconds``: numbers or inputs such as $height.
@@ -66,6 +66,9 @@ class InputSpec(Spec):
 
     type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
     default: Scalar | None = None
+    optional: bool = Field(
+        default=False, description="Whether it may be left out: what the pipeline does without it may be something else."
+    )
     multiple_of: Annotated[int, Field(gt=0)] | None = None
     minimum: float | None = None
     maximum: float | None = None

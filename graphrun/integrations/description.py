@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import InputError
 from graphrun.estimator.numbers import Limits, problem_of
@@ -12,9 +15,16 @@ from graphrun.integrations.live import components_of, graph_of
 from graphrun.integrations.rehearsal import Call, Rehearsal
 from graphrun.planner.problem import Hardware, Problem
 
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+    from graphrun.importing.imported import Imported
+
 
 class LivePipeline:
-    """What `graphrun.from_pipeline` returns: `graphrun.estimate` takes it like a graph, with a call's arguments as inputs."""
+    """What `graphrun.from_pipeline` returns: `graphrun.estimate` takes it like a graph, with a call's arguments as inputs.
+
+    ``graph`` is the same pipeline as stages, as `graphrun import` would write it; `to_yaml` writes it.
+    """
 
     def __init__(self, pipe: Any) -> None:
         from diffusers import DiffusionPipeline
@@ -32,3 +42,35 @@ class LivePipeline:
         problem = problem_of(graph, self._rehearsal.probed(tape), hardware, Limits(budget_bytes, ram_bytes), {})
         plain = ((name, str(value)) for name, value in sorted(inputs.items()) if isinstance(value, (bool, int, float)))
         return replace(problem, settings=tuple(plain))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The pipeline as a graph of stages, for inputs as its call has them by default. Its files live as long as this object.
+
+        Run it with ``modules=pipeline.graph_modules`` for these weights. Raises InputError for what a graph cannot hold, ProbeError
+        where its call cannot be probed.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="graphrun-")
+        return self._imported({}).write(Path(self._folder.name, "pipeline.yaml"))
+
+    @property
+    def graph_modules(self) -> dict[str, Any]:
+        """The components of ``graph`` by name, with their weights."""
+        from graphrun.importing.live import of_pipeline
+
+        return {name: thing.live for name, thing in of_pipeline(self.pipe).components.items()}
+
+    def to_yaml(self, path: Path, *, inputs: Mapping[str, Any] | None = None, whole: bool = False, force: bool = False) -> Graph:
+        """Writes the graph file ``path``, and configurations and tokenizers beside it: the graph as it is loaded from there.
+
+        ``inputs``: defaults in place of the pipeline's. ``whole``: one stage, even where the call could be cut. Weights are those
+        of the folder or repository that the pipeline was loaded from; where there is none, the file has no source. Raises what
+        ``graph`` raises, and InputError where there is such a file and ``force`` is not set.
+        """
+        return self._imported(inputs or {}, whole=whole).write(path, force=force)
+
+    def _imported(self, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
+        from graphrun.importing.imported import stage
+        from graphrun.importing.live import of_pipeline
+
+        return stage(of_pipeline(self.pipe), sets, whole=whole)

@@ -53,7 +53,7 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
     known = inspect.signature(type(pipeline).__call__).parameters
     _refuse_unknown(context, known, arguments, seed)
     _refuse_masks(context, arguments)
-    given = {name: _sound_as_tensor(value) for name, value in arguments.items()}
+    given = {name: _sound_as_tensor(value) for name, value in arguments.items() if value is not None}
     if "generator" in known:
         given["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
     if "output_type" in known and "output_type" not in given and (kind := _output_type(context, wanted)) is not None:

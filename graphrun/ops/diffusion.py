@@ -143,7 +143,10 @@ def decode(
             (vae.enable_tiling if tiling else vae.disable_tiling)()
     if context.planning:
         without_pictures(pipeline)
-    images = _call(pipeline, {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings})
+    arguments = {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings}
+    if not any(name.startswith("negative") for name in embeds):  # else an empty one would be encoded here, for guidance by default
+        arguments |= {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
+    images = _call(pipeline, arguments)
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 

@@ -1,0 +1,152 @@
+"""Recipes from folders in the layout of diffusers, and from repositories on the hub, of which only small files are fetched.
+
+Decides which files count. No weights are fetched; of those that lie in a folder, headers are read, for their dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphrun.components.classes import resolve_class
+from graphrun.components.weights import has_weights, stored_tensors
+from graphrun.errors import GraphError, InputError
+from graphrun.graph.document import read_json
+from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.importing.recipe import Recipe, Thing, class_in, dtype_of, existing_kind, is_module, plain_settings, slug
+
+INDEX = "model_index.json"
+# Configurations, tokenizers, processors, schedulers; never weights, nor what other frameworks are run from.
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*onnx*", "*.msgpack", "*.h5", "*openvino*", "*.pb")
+CONFIGS = ("config.json", "scheduler_config.json")
+
+
+def of_folder(folder: Path, without: Collection[str] = (), origin: str = "") -> Recipe:
+    """The recipe of the pipeline saved in ``folder``. Raises InputError where it is none, or needs code of its own."""
+    origin = origin or str(folder)
+    if folder.is_file():
+        raise InputError(existing_kind(folder))
+    return _read(folder, folder.resolve().as_posix(), None, without, origin)
+
+
+def of_hub(repository: str, revision: str | None = None, without: Collection[str] = ()) -> Recipe:
+    """The recipe of the pipeline in the hub's ``repository``: fetched without a byte of weights, or from the cache.
+
+    Raises InputError where the hub cannot be reached and the files are not in the cache, or there is no such repository.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        folder = snapshot_download(repository, revision=revision, allow_patterns=list(SMALL), ignore_patterns=list(LARGE))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        at = f"{repository} at {revision}" if revision else repository
+        raise InputError(
+            f"cannot get the configurations of {at} from the hub ({said}). If it is meant to be a folder, there is none of this "
+            "name here; if this machine has no network, give a folder with the pipeline's files"
+        ) from error
+    return _read(Path(folder), repository, revision, without, repository)
+
+
+def _read(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> Recipe:
+    index = _index(folder, origin)
+    kind, path = _pipeline(index.get("_class_name"), origin)
+    listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
+    pairs = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2 and _names(entry)}
+    if unknown := sorted(set(without) - pairs.keys()):
+        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(pairs)}")
+    absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]
+    things, plain = list[Thing](), {name: entry for name, entry in listed.items() if name not in pairs}
+    for name in (name for name in pairs if name not in absent):
+        if several := _several(folder, name, pairs[name], kind, origin):
+            plain[name] = [f"${name}_{number}" for number in range(len(several))]
+            things += [replace(t, name=f"{name}_{i}", source=f"{source}/{t.name}") for i, t in enumerate(several)]
+        else:
+            things.append(_thing(folder, name, pairs[name], kind, origin))
+    return Recipe(
+        origin=origin,
+        name=slug(source),
+        pipeline=path,
+        source=source,
+        things=tuple(things),
+        settings=plain_settings(kind, plain, absent),
+        revision=revision,
+    )
+
+
+def _index(folder: Path, origin: str) -> Mapping[str, Any]:
+    if not folder.is_dir():
+        raise InputError(f"no such folder: {folder}")
+    if not (folder / INDEX).is_file():
+        modular = (folder / "modular_model_index.json").is_file() or (folder / "modular_config.json").is_file()
+        if modular:
+            raise InputError(modular_advice(origin))
+        what = "a component's folder: give the one above it" if (folder / "config.json").is_file() else "no pipeline of diffusers"
+        raise InputError(f"{origin} has no {INDEX}: it is {what}")
+    return read_json(folder / INDEX)
+
+
+def modular_advice(origin: str) -> str:
+    """What to do with a modular pipeline."""
+    return (
+        f"{origin} is a modular pipeline: its blocks are put together by code and take their components as they run, which a graph "
+        "does not declare. Import the plain pipeline of the same model (its repository, or diffusers.<Name>Pipeline with configs)"
+    )
+
+
+def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
+    if not isinstance(name, str):
+        raise InputError(
+            f"{origin} names {name} as its pipeline, code that comes with it: such code is never run. Install it as a package, and "
+            "write the graph with pipeline: and allow: by hand (docs/pipelines.md)"
+        )
+    path = f"diffusers.{name}"
+    try:
+        kind = resolve_class(path, DEFAULT_ALLOW, origin)
+    except GraphError as error:
+        text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
+        raise GraphError(f"{error}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from error
+    if hasattr(kind, "blocks_name") or "Modular" in name:
+        raise InputError(modular_advice(origin))
+    return kind, path
+
+
+def _names(entry: list[Any]) -> bool:
+    return all(item is None or isinstance(item, str) for item in entry)
+
+
+def _several(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> list[Thing]:
+    """The components in the folders NAME, NAME_1, ... of one that is a list of others, such as several ControlNets."""
+    path = class_in(entry[0], entry[1], kind, f"{origin}/{name}")
+    whole: Any = resolve_class(path, DEFAULT_ALLOW)
+    configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
+    if configured or not is_module(path, DEFAULT_ALLOW, origin):
+        return []
+    found: list[Thing] = []
+    while (folder / (own := f"{name}_{len(found)}" if found else name) / CONFIGS[0]).is_file():
+        config = read_json(folder / own / CONFIGS[0])
+        found.append(_thing(folder, own, ["diffusers", str(config.get("_class_name"))], kind, origin))
+    return found
+
+
+def _thing(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> Thing:
+    own, where = folder / name, f"{origin}/{name}"
+    if any(own.glob("*.py")):
+        raise InputError(
+            f"{where} brings code of its own ({next(own.glob('*.py')).name}): code that comes with a checkpoint is never run. "
+            "Install it as a package, and write the graph with class: and allow: by hand (docs/pipelines.md)"
+        )
+    path = class_in(entry[0], entry[1], kind, where)
+    found = next((own / file for file in CONFIGS if (own / file).is_file()), None)
+    config = read_json(found) if found is not None else None
+    if not is_module(path, DEFAULT_ALLOW, where):
+        return Thing(name, path, config)
+    if config is None:
+        raise InputError(f"{where} has no config.json: without it {entry[1]} has no sizes")
+    stored = stored_tensors(own, where) if has_weights(own) else ()
+    dtype, why = dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in stored])
+    return Thing(name, path, config, dtype=dtype or "unknown", why=why)

@@ -1,0 +1,184 @@
+"""From a source to a graph file: finds out what the source is, how the pipeline is staged, and writes what it found.
+
+Decides what a source is by its looks, each component's dtype, and that nothing is written unless all of it loads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.graph.graph import Graph
+from graphrun.graph.load import load
+from graphrun.graph.values import did_you_mean
+from graphrun.importing.by_class import of_class
+from graphrun.importing.cut import Layout, lay_out
+from graphrun.importing.document import document_of
+from graphrun.importing.folder import of_folder, of_hub
+from graphrun.importing.recipe import DTYPES, Recipe
+from graphrun.importing.rehearse import in_one_dtype, rehearse
+from graphrun.integrations.rehearsal import ProbeError
+
+DEFAULT_DTYPE = "bfloat16"  # what large pipelines are run in, where neither files nor configurations say
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user adds to a source: ``configs`` for a class, ``dtypes`` by component (``""``: all), ``without``: parts to leave
+    out, ``sets``: defaults of inputs, ``whole``: do not cut the call."""
+
+    configs: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    without: Collection[str] = ()
+    sets: Mapping[str, Any] | None = None
+    revision: str | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A recipe and how it is staged."""
+
+    recipe: Recipe
+    layout: Layout
+
+    def write(self, path: Path, *, force: bool = False) -> Graph:
+        """Writes the graph file ``path`` and what belongs beside it: the graph as it is loaded from there.
+
+        Raises InputError where something is there already that is not to be overwritten; then nothing is written.
+        """
+        refuse_existing(path, force)
+        document = document_of(self.recipe, self.layout, path.stem, _as_seen_from(self.recipe.source, path.parent))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".graphrun-import-") as made:
+                for name, content in {**document.files, path.name: document.text}.items():
+                    target = Path(made, name)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    if callable(content):
+                        content(target)
+                    else:
+                        target.write_text(content, encoding="utf-8")
+                load(Path(made, path.name))
+                _move(Path(made), path, list(document.files), force)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+        return load(path)
+
+
+def import_source(source: str, asked: Asked) -> Imported:
+    """What ``source`` is as a graph: a folder, a hub id (only small files are fetched), or a pipeline's class.
+
+    Raises InputError for what is none of these, ProbeError where the pipeline's call cannot be probed.
+    """
+    recipe = recipe_of(source, asked)
+    return stage(with_dtypes(recipe, asked.dtypes), asked.sets or {}, whole=asked.whole)
+
+
+def recipe_of(source: str, asked: Asked) -> Recipe:
+    """The recipe of ``source``, whatever it is. Raises InputError."""
+    place = Path(source).expanduser()
+    looks_local = source.startswith((".", "/", "~")) or place.exists()
+    named = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+", source)
+    if asked.configs and (looks_local or not named):
+        raise InputError("--config is for a pipeline's class; a folder and a repository have their own configurations")
+    if asked.revision is not None and (looks_local or named):
+        raise InputError(f"--revision is of a repository on the hub, and {source} is none")
+    if looks_local:
+        return of_folder(place, asked.without, source)
+    if named:
+        return of_class(source, asked.configs, asked.without)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        return of_hub(source, asked.revision, asked.without)
+    raise InputError(f"{source} is no folder here, no hub id (owner/name) and no class (diffusers.FluxPipeline)")
+
+
+def with_dtypes(recipe: Recipe, asked: Mapping[str, str]) -> Recipe:
+    """``recipe`` with a dtype for every component: the one asked for, its own, or that of most others.
+
+    A VAE that its pipeline casts up for decoding is declared so: what a component is does not change during a run.
+    """
+    if unknown := sorted(asked.keys() - {"", *recipe.components}):
+        raise InputError(f"--dtype {unknown[0]}: there is no such component{did_you_mean(unknown[0], recipe.components)}")
+    if wrong := sorted(set(asked.values()) - set(DTYPES)):
+        raise InputError(f"--dtype {wrong[0]}: it is {', '.join(DTYPES)}")
+    known = Counter(thing.dtype for thing in recipe.components.values() if thing.why)
+    usual, of = (known.most_common(1)[0][0], "as the other components") if known else (DEFAULT_DTYPE, "assumed: nothing says it")
+    things = []
+    for thing in recipe.things:
+        if thing.is_component:
+            if said := asked.get(thing.name) or asked.get(""):
+                thing = replace(thing, dtype=said, why="of its files")
+            elif not thing.why:
+                thing = replace(thing, dtype=usual, why=of)
+            if thing.dtype == "float16" and thing.name not in asked and _is_cast(recipe, thing.name, thing.config or {}):
+                thing = replace(thing, dtype="float32", why="decodes in fp32: in fp16 it overflows")
+        things.append(thing)
+    return replace(recipe, things=tuple(things))
+
+
+def _is_cast(recipe: Recipe, name: str, config: Mapping[str, Any]) -> bool:
+    return name == "vae" and hasattr(recipe.kind, "upcast_vae") and bool(config.get("force_upcast", True))
+
+
+def stage(recipe: Recipe, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
+    """``recipe`` with its stages. Raises ProbeError where its call cannot be probed."""
+    try:
+        return Imported(recipe, lay_out(rehearse(recipe), sets, whole=whole))
+    except ProbeError:
+        if len({thing.dtype for thing in recipe.components.values()}) == 1:
+            raise
+        layout = _in_fp32(recipe, sets) if not whole else None
+        if layout is None:  # stages can be of several dtypes where one call cannot, as the ops cast latents
+            raise
+        return Imported(recipe, layout)
+
+
+def _in_fp32(recipe: Recipe, sets: Mapping[str, Any]) -> Layout | None:
+    try:
+        layout = lay_out(rehearse(in_one_dtype(recipe)), sets)
+    except ProbeError:
+        return None
+    return layout if not layout.why else None
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Raises InputError where there is a file at ``path`` that is to stay."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: name a file, such as {path / 'graph.yaml'}")
+    if path.exists() and not force:
+        raise InputError(f"{path} is there already: add --force to overwrite it, or choose another -o")
+
+
+def _move(made: Path, path: Path, files: list[str], force: bool) -> None:
+    """Everything to its place, the graph file last."""
+    root = path.parent
+    for name in files:
+        there, new = root / name, made / name
+        if there.is_file() and not force and there.read_bytes() != new.read_bytes():
+            raise InputError(f"{there} is there already and is another: add --force to overwrite it, or choose another -o")
+    for name in files:
+        there = root / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if there.is_dir():
+            shutil.rmtree(there)
+        os.replace(made / name, there)
+    os.replace(made / path.name, path)
+
+
+def _as_seen_from(source: str | None, folder: Path) -> str | None:
+    """A folder near ``folder`` as a path relative to it; one elsewhere, and a repository, as they are."""
+    if source is None or not Path(source).is_absolute():
+        return source
+    relative = os.path.relpath(source, folder.resolve())
+    if relative.count("..") > 1:
+        return source
+    return relative if relative.startswith(".") else f"./{relative}"

@@ -1,0 +1,185 @@
+"""What a pipeline is made of, wherever it was found: its class, its components and parts, its settings.
+
+Decides which class, configuration and dtype each has. Reads no weights, runs no code that came with a checkpoint, knows no stages.
+
+    folder, hub id    model_index.json: names -> classes; NAME/config.json; tokenizers and processors stay in the source
+    class             its constructor's names and annotations; configurations from files
+    live object       its modules' own classes, configurations and dtypes
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from graphrun.components.classes import resolve_class
+from graphrun.errors import InputError
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Part
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """A component (it has a ``dtype``, and ``why`` it has that one) or a part of a pipeline. ``source``: where it is not the
+    pipeline's source and its name. ``stand_in``: a tokenizer of which nothing is known but its settings. ``live``: the object."""
+
+    name: str
+    class_path: str
+    config: Mapping[str, Any] | None
+    source: str | None = None
+    dtype: str = ""
+    why: str = ""
+    stand_in: bool = False
+    live: Any = None
+
+    @property
+    def is_component(self) -> bool:
+        """Whether it has weights."""
+        return bool(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``settings``
+    are constructor arguments that are plain. ``origin`` is how the user called it."""
+
+    origin: str
+    name: str
+    pipeline: str
+    source: str | None
+    things: tuple[Thing, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    allow: tuple[str, ...] = DEFAULT_ALLOW
+
+    @property
+    def kind(self) -> type[Any]:
+        """The pipeline's class."""
+        return resolve_class(self.pipeline, self.allow, self.origin)
+
+    @property
+    def components(self) -> dict[str, Thing]:
+        """What has weights, by name."""
+        return {thing.name: thing for thing in self.things if thing.is_component}
+
+    def graph(self) -> Graph:
+        """The same as a graph without stages."""
+        place = f"{self.pinned}/" if self.source is not None else None
+        sources = {t.name: t.source or (f"{place}{t.name}" if place and not t.stand_in else None) for t in self.things}
+        return Graph(
+            name=self.name,
+            path=None,
+            pipeline=self.pipeline,
+            source=self.source,
+            pipeline_config=dict(self.settings),
+            allow=self.allow,
+            inputs={},
+            components={
+                t.name: Component(
+                    t.name, t.class_path, None, dict(t.config or {}), True, t.dtype, (t.dtype,), where=f"{self.origin}: {t.name}"
+                )
+                for t in self.things
+                if t.is_component
+            },
+            parts={
+                t.name: Part(t.name, t.class_path, dict(t.config or {}), t.config is not None, None, sources[t.name], self.origin)
+                for t in self.things
+                if not t.is_component
+            },
+            stages=(),
+            outputs={},
+        )
+
+    @property
+    def pinned(self) -> str:
+        """The source with its revision, as components name it."""
+        return self.source or ""
+
+
+def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]) -> dict[str, Any]:
+    """Those of ``given`` that the constructor of ``kind`` takes and would not have by itself; None for what is ``absent`` and has
+    to be handed in all the same."""
+    parameters = inspect.signature(kind.__init__).parameters
+    optional = getattr(kind, "_optional_components", ())
+    found = {name: value for name, value in given.items() if name in parameters and parameters[name].default != value}
+    required = (name for name in absent if name in parameters and parameters[name].default is inspect.Parameter.empty)
+    return found | {name: None for name in required if name not in optional}
+
+
+def dtype_of(declared: Mapping[str, Any], stored: Sequence[tuple[str, int]]) -> tuple[str, str]:
+    """(dtype, why) of a component: what most bytes of its files are in, else what its configuration says; empty where neither
+    does. ``stored``: (dtype, bytes) of its tensors."""
+    sizes = Counter[str]()
+    for dtype, nbytes in stored:
+        sizes[dtype] += nbytes
+    common = sizes.most_common(1)
+    if common and common[0][0] in DTYPES:
+        return common[0][0], "of its files"
+    for key in ("dtype", "torch_dtype"):
+        said = str(declared.get(key) or "").removeprefix("torch.")
+        if said in DTYPES:
+            return said, "of its configuration"
+    return "", ""
+
+
+def class_in(library: str, name: str, pipeline: type[Any], origin: str) -> str:
+    """The class path for an entry ``[library, name]`` of a model_index. ``library`` may be a folder of diffusers' pipelines.
+
+    Raises InputError for what is not part of an installed library: code that comes with a checkpoint is never run.
+    """
+    if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", text) for text in (library, name)):
+        raise InputError(f"{library!r}, {name!r} do not name a class", origin)
+    near = _annotated(pipeline, name)
+    paths = [f"{library}.{name}", *near]
+    if library.split(".")[0] not in DEFAULT_ALLOW:
+        beside = pipeline.__module__.rpartition(".")[0]
+        paths = [f"diffusers.pipelines.{library}.{name}", f"{beside}.{name}", f"{beside}.{library}.{name}", *near]
+    for path in paths:
+        try:
+            resolve_class(path, DEFAULT_ALLOW)
+        except InputError:
+            continue
+        return path
+    if library.split(".")[0] in DEFAULT_ALLOW:
+        resolve_class(paths[0], DEFAULT_ALLOW, origin)
+    raise InputError(
+        f"{name} comes from {library!r}, which is no library that is installed and allowed: code that comes with a checkpoint is "
+        "never run. Install its package, and write the graph with class: and allow: by hand (docs/pipelines.md)",
+        origin,
+    )
+
+
+def _annotated(pipeline: type[Any], name: str) -> list[str]:
+    """The path of a class called ``name`` in the annotations of the pipeline's constructor."""
+    hints = (parameter.annotation for parameter in inspect.signature(pipeline.__init__).parameters.values())
+    return [f"{hint.__module__}.{name}" for hint in hints if isinstance(hint, type) and hint.__name__ == name]
+
+
+def is_module(class_path: str, allow: Sequence[str], origin: str) -> bool:
+    """Whether the class is one of modules, which have weights."""
+    return issubclass(resolve_class(class_path, allow, origin), nn.Module)
+
+
+def slug(text: str) -> str:
+    """A name for a graph out of a folder's, a repository's or a class's: ``FLUX.1-dev`` is ``flux.1-dev``."""
+    return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.") or "pipeline"
+
+
+def existing_kind(path: Path) -> str:
+    """What to say of a file where a folder is expected."""
+    if path.name == "model_index.json":
+        return f"{path} is the list of a pipeline's folder: give the folder, {path.parent}"
+    if path.suffix in (".safetensors", ".gguf", ".ckpt", ".pt", ".bin", ".sft"):
+        return (
+            f"{path} is a checkpoint of one file, without configurations: import its pipeline's class with --config, or a folder "
+            "in the layout of diffusers, and name the file as source: in the graph"
+        )
+    return f"{path} is a file; give a folder with a model_index.json, a hub id or a pipeline's class"

@@ -1,0 +1,183 @@
+"""A recipe's pipeline on meta, run whole and in stages by its own code, and what was heard.
+
+Decides how a pipeline is called for a probe: which media it is handed, how its errors are said. Must not know how it is cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graphrun import sim
+from graphrun.components.build import build_part, ghost
+from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
+from graphrun.graph.media import blank
+from graphrun.importing.echo import Echo, Entered, digest_of, explained
+from graphrun.importing.recipe import Recipe, Thing
+from graphrun.importing.signature import Wanted
+from graphrun.importing.standin import stand_in
+from graphrun.integrations.rehearsal import ProbeError
+from graphrun.ops import run_stages
+from graphrun.ops.diffusion import without_pictures
+from graphrun.ops.pipeline import assemble
+
+STEPS = 2
+# Parameters that take pictures, videos and sound, by what they are called.
+MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
+NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
+HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
+
+
+@dataclass(slots=True)
+class Rehearsed:
+    """A recipe with its components on meta and its parts for real, and the echo that all runs of it share."""
+
+    recipe: Recipe
+    graph: Graph
+    ghosts: dict[str, Any]
+    parts: dict[str, Any]
+    echo: Echo
+    media: tuple[str, ...] = ()
+    made: Any = None  # what the last whole call returned
+    known: dict[Any, tuple[Entered, ...]] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Of the pipeline's call."""
+        return inspect.signature(self.recipe.kind.__call__).parameters
+
+    @property
+    def pipeline(self) -> Any:
+        """Put together anew: schedulers keep state."""
+        return assemble(self.graph, self.ghosts, self.parts, sim.device)
+
+    def whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[Entered, ...]:
+        """What is entered in the uncut call with ``arguments``. Raises ProbeError."""
+        key = digest_of((dict(arguments), seed))
+        if key not in self.known:
+            given = dict(arguments)
+            if "num_inference_steps" in self.parameters:  # of which a strength leaves only a share
+                given.setdefault("num_inference_steps", math.ceil(STEPS / given.get("strength", 1)))
+            if "generator" in self.parameters:
+                given["generator"] = torch.Generator("cpu").manual_seed(seed)
+            with explained(f"{self.recipe.pipeline}({', '.join(given)})", self.echo, self._advice()), self.echo.listening():
+                pipeline = self.pipeline
+                if "padding_mask_crop" not in given:
+                    without_pictures(pipeline)
+                self.made = pipeline(**given)
+            self.known[key] = tuple(self.echo.heard)
+        return self.known[key]
+
+    def staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[Entered, ...]]:
+        """What each stage of ``graph`` enters for ``values``. Raises whatever the ops raise."""
+        found: dict[str, tuple[Entered, ...]] = {}
+
+        def after_stage(stage: str, _: Mapping[str, Any]) -> None:
+            found[stage] = tuple(self.echo.heard[sum(map(len, found.values())) :])
+
+        with self.echo.listening():
+            means = {"parts": self.parts, "ghosts": self.ghosts, "planning": True, "after_stage": after_stage}
+            run_stages(graph, self.ghosts, sim.device, values, **means)
+        return found
+
+    def _advice(self) -> str:
+        components = [thing.name for thing in self.recipe.things if thing.is_component]
+        constructor = inspect.signature(self.recipe.kind.__init__).parameters
+        there = {"self", *(thing.name for thing in self.recipe.things), *self.recipe.settings}
+        absent = [name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))]
+        without = f"; without {', '.join(absent)}" if absent else ""
+        return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
+
+
+def rehearse(recipe: Recipe) -> Rehearsed:
+    """``recipe`` made on meta. Raises GraphError naming the component or part that cannot be made."""
+    graph = recipe.graph()
+    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    things = {thing.name: thing for thing in recipe.things}
+    parts = {name: _part(things[name], part, graph) for name, part in graph.parts.items()}
+    return Rehearsed(recipe, graph, ghosts, parts, Echo(ghosts, recipe.kind.__call__))
+
+
+def _part(thing: Thing, part: Part, graph: Graph) -> Any:
+    if thing.stand_in:
+        return stand_in(part.config)
+    return build_part(part, graph) if thing.live is None or hasattr(thing.live, "set_timesteps") else thing.live
+
+
+def in_one_dtype(recipe: Recipe) -> Recipe:
+    """``recipe`` with every component in fp32: whether a cut changes something does not depend on dtypes."""
+    return replace(recipe, things=tuple(replace(t, dtype="float32") if t.is_component else t for t in recipe.things))
+
+
+def called(
+    rehearsed: Rehearsed, plain: Mapping[str, Wanted], sizes: Mapping[str, Any], literals: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``rehearsed.media``).
+
+    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the last try ran into.
+    """
+    parameters = rehearsed.parameters
+    arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
+    if "prompt" in parameters:
+        arguments["prompt"] = PLANNING_TEXT
+    arguments |= literals
+    candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
+    needed = [name for name in candidates if _leads(name, parameters)]
+    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
+    tensors = [
+        n
+        for n, p in parameters.items()
+        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if tensors:
+        raise ProbeError(
+            f"{rehearsed.recipe.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
+        )
+    optional = [name for name in candidates if name not in needed]
+    failed: ProbeError | None = None
+    several = max((len(value) for value in rehearsed.recipe.settings.values() if isinstance(value, list)), default=1)
+    for count in sorted({1, several}):
+        for chosen in _more_and_more(needed, optional):
+            pictures = {name: blank(candidates[name], sizes) for name in chosen}
+            given = {**arguments, **{n: p if count == 1 or isinstance(p, list) else [p] * count for n, p in pictures.items()}}
+            try:
+                rehearsed.whole(given)
+            except ProbeError as error:
+                failed = error
+                continue
+            rehearsed.media = tuple(chosen)
+            return given
+    assert failed is not None
+    raise failed
+
+
+def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
+    """The needed ones, those with one more, then with two more, ..."""
+    yield list(needed)
+    for name in optional:
+        yield [*needed, name]
+    for count in range(2, len(optional) + 1):
+        yield [*needed, *optional[:count]]
+
+
+def _leads(name: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether the parameter has to be given, or stands before the prompt: what the pipeline is about."""
+    names = list(parameters)
+    before = "prompt" in names and names.index(name) < names.index("prompt")
+    return before or parameters[name].default is inspect.Parameter.empty
+
+
+def media_kind(name: str) -> str | None:
+    """What is handed to a parameter called ``name``: image, mask, video or audio; None for anything else."""
+    if NOT_MEDIA.search(name):
+        return None
+    return next((kind for kind, pattern in MEDIA.items() if re.search(pattern, name)), None)

@@ -1,0 +1,194 @@
+"""The inputs of a graph from the signature of a pipeline's call: which there are, their defaults, and what the code says of them.
+
+Decides names, types, bounds. A default that the signature leaves to the code (``height=None``) is what the code made of it in a dry
+run; a size's divisor and a length's maximum are read from the checks in the class's source. Knows no stages.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.graph.values import did_you_mean
+
+# Names of inputs for parameters of a call; others are called as they are.
+NAMES = {"num_inference_steps": "steps", "num_frames": "frames", "num_images_per_prompt": "batch", "num_videos_per_prompt": "batch"}
+PARAMETERS = {"num_waveforms_per_prompt": "batch"} | NAMES
+SIZES = ("height", "width", "num_frames")
+BOUNDED = ("max_sequence_length",)
+# Sizes of pictures, videos and sound that a call is handed, whether it takes them as arguments too or not.
+MEASURES = ("height", "width", "frames", "rate", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An input: the parameter that it is handed to (``generator`` for a seed), and its entry in the graph file."""
+
+    name: str
+    parameter: str
+    entry: Mapping[str, Any]
+
+    @property
+    def default(self) -> Any:
+        """The entry's default, None where a run has to give it."""
+        return self.entry.get("default")
+
+
+def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, Wanted]:
+    """The plain inputs of ``pipeline``'s call by name: texts, sizes, counts, scales. ``seen``: what its code made of sizes that the
+    signature leaves open; without one an input is left out."""
+    parameters = inspect.signature(kind.__call__).parameters
+    found: dict[str, Wanted] = {}
+    for parameter in ORDER:
+        if parameter not in parameters:
+            continue
+        default = parameters[parameter].default
+        if default in (None, inspect.Parameter.empty):
+            default = seen.get(parameter) if parameter in SIZES else None
+        entry = _entry(kind, pipeline, parameter, default)
+        name = PARAMETERS.get(parameter, "seed" if parameter == "generator" else parameter)
+        if entry is not None and name not in found:
+            found[name] = Wanted(name, parameter, entry)
+    return found
+
+
+ORDER = (
+    "prompt",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+    "num_waveforms_per_prompt",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+    "strength",
+    "generator",
+    "max_sequence_length",
+)
+
+
+# What else of a call is worth an input where the call is run whole; everything keeps the pipeline's own default.
+MORE = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$")
+
+
+def further_inputs(kind: type[Any], taken: Mapping[str, Wanted]) -> dict[str, Wanted]:
+    """Numbers that a call run whole is asked for beside `plain_inputs`: a prior's steps, a second guidance."""
+    known = {wanted.parameter for wanted in taken.values()}
+    found: dict[str, Wanted] = {}
+    for name, parameter in inspect.signature(kind.__call__).parameters.items():
+        default = parameter.default
+        if name not in known and MORE.search(name) and isinstance(default, (int, float)) and not isinstance(default, bool):
+            found[name] = Wanted(name, name, {"type": type(default).__name__, "default": default})
+    return found
+
+
+def set_inputs(kind: type[Any], plain: Mapping[str, Wanted], sets: Mapping[str, Any]) -> dict[str, Wanted]:
+    """``plain`` with the defaults in ``sets``; other parameters of the call that are set there become inputs too.
+
+    Raises InputError for what the call has not.
+    """
+    parameters = inspect.signature(kind.__call__).parameters
+    found = {name: replace(w, entry={**w.entry, "default": sets[name]}) if name in sets else w for name, w in plain.items()}
+    taken = {wanted.parameter for wanted in plain.values()} | {"self"}
+    for name, value in sets.items():
+        if name in plain or name in MEASURES:
+            continue
+        parameter = next((key for key, own in PARAMETERS.items() if own == name and key in parameters), name)
+        if parameter not in parameters or parameter in taken:
+            raise InputError(f"--set {name}: {kind.__name__} takes no such argument{did_you_mean(name, [*plain, *parameters])}")
+        if isinstance(value, (bool, int, float, str)):
+            found[name] = Wanted(name, parameter, {"type": type(value).__name__, "default": value})
+    return found
+
+
+def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict[str, Any] | None:
+    if parameter == "prompt":
+        return {"type": "str"}
+    if parameter == "negative_prompt":
+        return {"type": "str", "default": ""}
+    if parameter == "generator":
+        return {"type": "int", "default": 0, "minimum": 0}
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return None
+    if parameter in ("guidance_scale", "true_cfg_scale", "strength"):
+        return {"type": "float", "default": float(default), "minimum": 0}
+    if parameter in ("height", "width"):
+        step = divisor(kind, pipeline, parameter)
+        return {"type": "int", "default": default, **({"multiple_of": step} if step > 1 else {"minimum": 1})}
+    entry: dict[str, Any] = {"type": "int", "default": default, "minimum": 1}
+    if parameter in BOUNDED and (most := maximum(kind, pipeline, parameter)) is not None:
+        entry["maximum"] = most
+    return entry
+
+
+def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
+    """What the class's code wants the argument ``name`` to be a multiple of, at least what its VAE does: the largest of both."""
+    found = [1, *_evaluated(kind, pipeline, _divided(kind, name))]
+    if not found[1:]:
+        found.append(getattr(pipeline, "vae_scale_factor", 0) or getattr(pipeline, "vae_scale_factor_spatial", 0) or 1)
+    return max(number for number in found if isinstance(number, int) and number > 0)
+
+
+def maximum(kind: type[Any], pipeline: Any, name: str) -> int | None:
+    """The largest value of ``name`` that the class's code does not refuse, None where it says nothing."""
+    numbers = [n for n in _evaluated(kind, pipeline, _limits(kind, name)) if isinstance(n, int)]
+    return min(numbers, default=None)
+
+
+def _tree(kind: type[Any]) -> Iterator[ast.AST]:
+    for name in ("check_inputs", "__call__"):
+        method = getattr(kind, name, None)
+        if method is not None:
+            yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))))
+
+
+def _divided(kind: type[Any], name: str) -> Iterator[ast.expr]:
+    """``N`` of every ``name % N`` and ``name // N``."""
+    for node in _tree(kind):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)) and getattr(node.left, "id", "") == name:
+            yield node.right
+
+
+def _limits(kind: type[Any], name: str) -> Iterator[ast.expr]:
+    """``N`` of every ``name > N``."""
+    for node in _tree(kind):
+        if isinstance(node, ast.Compare) and getattr(node.left, "id", "") == name and isinstance(node.ops[0], ast.Gt):
+            yield node.comparators[0]
+
+
+def _evaluated(kind: type[Any], pipeline: Any, expressions: Iterator[ast.expr]) -> Iterator[Any]:
+    """The values of those expressions that are made of numbers, products, the pipeline's own attributes and names for these."""
+    named = {
+        node.targets[0].id: node.value
+        for node in _tree(kind)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    for expression in expressions:
+        try:
+            yield _value(named.get(expression.id, expression) if isinstance(expression, ast.Name) else expression, pipeline)
+        except (AttributeError, TypeError, KeyError, ValueError):
+            continue
+
+
+def _value(node: ast.AST, pipeline: Any) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id == "self":
+        return pipeline
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, pipeline), node.attr)
+    if isinstance(node, ast.Subscript):
+        return _value(node.value, pipeline)[_value(node.slice, pipeline)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.FloorDiv)):
+        left, right = _value(node.left, pipeline), _value(node.right, pipeline)
+        return left * right if isinstance(node.op, ast.Mult) else left // right
+    raise ValueError(ast.dump(node))

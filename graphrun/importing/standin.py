@@ -1,0 +1,32 @@
+"""A tokenizer in place of one of which only the class is known: sizes are right, since pipelines pad texts. Knows no pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What its special tokens are called, and how long a text may be where nobody says.
+MARKS = {"model_max_length": 512, "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def stand_in(settings: Mapping[str, Any]) -> Any:
+    """A tokenizer of bytes with ``settings``."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(stand_in_words()), **settings)
+
+
+def stand_in_words() -> str:
+    """A tokenizer of bytes, as the tokenizers library writes it: any text has as many tokens as bytes, and two around them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<pad>": 0, **{letter: number + 1 for number, letter in enumerate(letters)}, "<s>": 257, "</s>": 258}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 257), ("</s>", 258)])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<pad>", "<s>", "</s>")])
+    text: str = tokenizer.to_str()
+    return text

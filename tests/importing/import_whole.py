@@ -1,0 +1,138 @@
+"""Tiny pipelines saved to folders and imported, and what each pipeline itself makes of the same arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tiny_pipelines import Case, cases, film, picture
+
+import graphrun
+from graphrun.components.build import build, build_part, resolve_class
+from graphrun.graph.graph import Graph
+from graphrun.graph.load import load
+from graphrun.importing.imported import Asked, Imported, import_source
+from graphrun.ops.call import Sound
+from graphrun.planner.infeasible import smallest_budget
+from graphrun.planner.solution import Solution
+from graphrun.trace import Trace
+
+AMPLE = 1 << 40
+SEED = 3
+NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The case ``name`` in a folder: its pipeline, and arguments of its call without a generator and an output's form."""
+
+    name: str
+    folder: Path
+    pipe: Any
+    arguments: Mapping[str, Any]
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """Defaults of inputs for such a call, as a user would give them."""
+        found = {NAMES.get(k, k): v for k, v in self.arguments.items() if plain(v) and k not in ("prompt", "output_type")}
+        pictures = [v for v in self.arguments.values() if isinstance(v, Image.Image)]
+        films = [v for v in self.arguments.values() if is_film(v)]
+        sized = "height" in inspect.signature(type(self.pipe).__call__).parameters
+        for one in [*pictures[:1], *(frames[0] for frames in films[:1])]:
+            found |= {} if sized else {"height": one.height, "width": one.width}
+        return found | ({"frames": len(films[0])} if films else {})
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a run of the graph is given."""
+        given = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
+        if self.name.endswith("-two"):
+            given |= {f"image_{number}": picture for number, picture in enumerate(given.pop("image"))}
+        return given
+
+    def imported(self, **more: Any) -> Imported:
+        asked = {"configs": {}, "dtypes": {}, "sets": self.sets, **more}
+        return import_source(str(self.folder), Asked(**asked))
+
+    def expected(self, **more: Any) -> Any:
+        """What the pipeline itself makes: its first field."""
+        known = inspect.signature(type(self.pipe).__call__).parameters
+        generator = {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
+        torch.manual_seed(1)
+        pictured = "output_type" in known and not self.name.startswith(("StableAudio", "Marigold", "KandinskyV22Prior"))
+        form = {"output_type": "pil"} if pictured else {}
+        made = self.pipe(**{**self.arguments, **generator, **form, **more})
+        return next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
+
+
+def plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str)) or (isinstance(value, list) and all(plain(item) for item in value))
+
+
+def is_film(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Image.Image)
+
+
+def saved(name: str, folder: Path) -> Saved:
+    """The case ``name`` as `save_pretrained` leaves it in ``folder``."""
+    case: Case = cases()[name]
+    pipe = case.build()
+    pipe.save_pretrained(folder / name)
+    arguments = {k: v for k, v in case.arguments().items() if k != "output_type" and v is not None}
+    if isinstance(arguments.get("image"), torch.Tensor):
+        arguments["image"] = picture(arguments["image"].shape[-1])
+    if name.endswith("-two"):  # of which a graph has an input each
+        arguments |= {"image": film(2)}
+    return Saved(name, folder / name, pipe, arguments | ({"num_inference_steps": case.steps} if case.steps else {}))
+
+
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+
+
+def of_graph(name: str, folder: Path) -> Saved:
+    """The pipeline of the reference graph ``name``, with its random weights, as `save_pretrained` leaves it in ``folder``."""
+    graph = load(GRAPHS / f"{name}.yaml")
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
+    pipe = resolve_class(graph.pipeline, graph.allow)(**modules, **parts)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(folder / name)
+    arguments = {"prompt": "a lighthouse", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 16}
+    return Saved(name, folder / name, pipe, arguments)
+
+
+def planned(graph: Graph, inputs: Mapping[str, Any] | None = None, *, pinned: bool = False) -> Solution:
+    """A plan for ``graph`` on the simulated accelerator, under the least budget."""
+    pin = tuple(graph.components) if pinned else ()
+    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin)
+    least = replace(ample, budget_bytes=smallest_budget(ample))
+    return graphrun.plan(least)
+
+
+def run(graph: Graph, solution: Solution, inputs: Mapping[str, Any], modules: Mapping[str, Any] | None = None) -> Trace:
+    """``graph`` executed by its plan, with the weights of its source, or ``modules``; nothing is left behind."""
+    trace = graphrun.run(solution, graph, inputs, modules=modules)
+    assert trace.left_bytes == 0
+    return trace
+
+
+def pixels(value: Any) -> np.ndarray[Any, Any]:
+    """Whatever a pipeline returns as one array."""
+    if isinstance(value, Sound):
+        return value.samples
+    if isinstance(value, Image.Image):
+        return np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().float().numpy()
+    return np.stack([pixels(item) for item in value]) if isinstance(value, list) else np.asarray(value)
+
+
+def equal(made: Any, expected: Any) -> bool:
+    one, other = pixels(made), pixels(expected)
+    return one.size == other.size and bool(np.array_equal(one, other.reshape(one.shape)))

@@ -1,0 +1,131 @@
+"""What cannot be imported: refused with what is wrong and what to do, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from import_whole import saved
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion as a folder."""
+    return saved("StableDiffusionPipeline", tmp_path_factory.mktemp("saved")).folder
+
+
+@pytest.fixture
+def copied(pipeline: Path, tmp_path: Path) -> Path:
+    """The same, to be broken."""
+    return Path(shutil.copytree(pipeline, tmp_path / "broken" / "pipe"))
+
+
+def index(folder: Path, **entries: object) -> Path:
+    """``folder`` with ``entries`` in its model_index."""
+    file = folder / "model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    return folder
+
+
+def refused(cli: Cli, source: object, *options: str) -> str:
+    """What is said; nothing is written."""
+    before = set(Path().iterdir())
+    code, out, err = cli("import", str(source), "-o", "graph.yaml", *options)
+    assert code == 2, err
+    assert not out
+    assert "Traceback" not in err
+    assert set(Path().iterdir()) == before
+    return err
+
+
+def test_sources_that_are_none(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
+    assert "no such folder: /nowhere" in refused(graphrun, "/nowhere")
+    assert f"give the folder, {pipeline}" in refused(graphrun, pipeline / "model_index.json")
+    (tmp_path / "flux.safetensors").touch()
+    assert "a checkpoint of one file" in refused(graphrun, tmp_path / "flux.safetensors")
+    (tmp_path / "empty").mkdir()
+    assert "has no model_index.json" in refused(graphrun, tmp_path / "empty")
+    assert "a component's folder: give the one above it" in refused(graphrun, pipeline / "unet")
+    said = refused(graphrun, "owner/name")
+    assert "cannot get the configurations of owner/name from the hub" in said
+    assert "give a folder" in said
+    assert "is no folder here, no hub id" in refused(graphrun, "what is this")
+
+
+def test_folders_that_lack_something(graphrun: Cli, copied: Path) -> None:
+    (copied / "unet" / "config.json").unlink()
+    assert "unet has no config.json" in refused(graphrun, copied)
+    (copied / "model_index.json").write_text("{")
+    assert "not JSON" in refused(graphrun, copied)
+
+
+def test_code_that_comes_with_a_checkpoint_is_never_run(graphrun: Cli, copied: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')\n"
+    (copied / "my_pipeline.py").write_text(code)
+    assert "such code is never run" in refused(graphrun, index(copied, _class_name=["my_pipeline", "MyPipeline"]))
+    assert "is never run from a checkpoint" in refused(graphrun, index(copied, _class_name="MyPipeline"))
+    index(copied, _class_name="StableDiffusionPipeline", unet=["my_unet", "MyUNet"])
+    assert "never run" in refused(graphrun, copied)
+    index(copied, unet=["diffusers", "UNet2DConditionModel"])
+    (copied / "unet" / "my_unet.py").write_text(code)
+    assert "brings code of its own (my_unet.py)" in refused(graphrun, copied)
+    assert not ran.exists()
+
+
+def test_classes_that_are_none(graphrun: Cli) -> None:
+    assert "did you mean 'FluxPipeline'?" in refused(graphrun, "diffusers.FluxPipelin")
+    assert "is no pipeline" in refused(graphrun, "diffusers.AutoencoderKL")
+    assert "outside the allowed packages" in refused(graphrun, "os.path")
+    said = refused(graphrun, "diffusers.FluxPipeline")
+    assert "--config transformer=FILE (FluxTransformer2DModel)" in said
+    assert "--config tokenizer" not in said
+    assert "takes no such argument; did you mean 'transformer'" in refused(
+        graphrun, "diffusers.FluxPipeline", "--config", "transforme=x"
+    )
+    assert "is a modular pipeline" in refused(graphrun, "diffusers.FluxModularPipeline")
+
+
+def test_options_that_mean_nothing(graphrun: Cli, pipeline: Path) -> None:
+    assert "has no such part; it has" in refused(graphrun, pipeline, "--without", "text_encoder_9")
+    assert "takes no such argument" in refused(graphrun, pipeline, "--set", "heigth=16")
+    assert "did you mean 'unet'" in refused(graphrun, pipeline, "--dtype", "unt=float16")
+    assert "it is bfloat16, float16, float32" in refused(graphrun, pipeline, "--dtype", "int8")
+    assert "--config is for a pipeline's class" in refused(graphrun, pipeline, "--config", "unet=x.json")
+    assert "--revision is of a repository" in refused(graphrun, pipeline, "--revision", "main")
+
+
+def test_a_graph_file_that_is_there_stays(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "graph.yaml").write_text("mine")
+    assert "is there already: add --force" in refused(graphrun, pipeline)
+    assert (tmp_path / "graph.yaml").read_text() == "mine"
+    code, out, err = graphrun("import", str(pipeline), "-o", "graph.yaml", "--force", "--set", "height=16", "--set", "width=16")
+    assert code == 0, err
+    assert "decode   decode         vae.decode" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "graph.yaml"]
+    (tmp_path / "configs" / "other-unet.json").write_text("{}")
+    code, _, err = graphrun("import", str(pipeline), "-o", "other.yaml", "--set", "height=16", "--set", "width=16")
+    assert code == 2
+    assert "other-unet.json is there already and is another" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "graph.yaml"]
+
+
+def test_a_probe_that_fails_names_the_call_and_what_to_do(graphrun: Cli, copied: Path) -> None:
+    config = copied / "unet" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "cross_attention_dim": 24}))
+    for file in (copied / "unet").glob("*.safetensors"):
+        file.unlink()
+    said = refused(graphrun, copied)
+    assert "unet.forward(float32[2, 4, " in said
+    assert "encoder_hidden_states=float32[2, 77, 32]" in said
+    assert "op: call" in said
+
+
+def test_what_no_file_holds_is_named(graphrun: Cli, tmp_path: Path) -> None:
+    folder = saved("KandinskyV22Pipeline", tmp_path / "saved").folder
+    assert "needs image_embeds, negative_image_embeds, which no file holds" in refused(graphrun, folder)

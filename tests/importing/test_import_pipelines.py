@@ -1,0 +1,85 @@
+"""Imported pipelines run by their plans, within the least budget: bit for bit what the pipeline itself makes of the arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from import_whole import equal, of_graph, planned, run, saved
+
+import graphrun
+
+THREE = (
+    "FluxPipeline",
+    "StableDiffusionPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusion3Pipeline",
+    "CogView4Pipeline",
+    "PixArtSigmaPipeline",
+    "WanPipeline-two-experts",
+)
+WHOLE = (
+    "StableAudioPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionControlNetPipeline-two",
+    "KandinskyV22CombinedPipeline",
+    "MarigoldDepthPipeline",
+)
+
+
+@pytest.mark.parametrize("name", [*THREE, *WHOLE])
+def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
+    source = saved(name, tmp_path)
+    graph = source.imported().write(tmp_path / "graph.yaml")
+    assert [stage.op for stage in graph.stages] == (["encode_prompt", "denoise", "decode"] if name in THREE else ["call"])
+    trace = run(graph, planned(graph, source.inputs), source.inputs)
+    assert equal(next(iter(trace.outputs.values())), source.expected())
+
+
+def test_four_encoders_are_cut_from_the_rest(tmp_path: Path) -> None:
+    source = of_graph("hidream-tiny", tmp_path)
+    graph = source.imported().write(tmp_path / "graph.yaml")
+    assert graph.stage("encode").uses == ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+    trace = run(graph, planned(graph), source.inputs)
+    assert equal(trace.outputs["image"], source.expected())
+
+
+def test_a_negative_prompt_that_is_left_out_is_not_an_empty_one(tmp_path: Path) -> None:
+    """SDXL puts zeros in place of an empty negative prompt only where there is none; the graph does either."""
+    source = saved("StableDiffusionXLPipeline", tmp_path)
+    graph = source.imported().write(tmp_path / "graph.yaml")
+    assert not graph.inputs["negative_prompt"].required
+    for more in ({}, {"negative_prompt": ""}, {"negative_prompt": "blurry"}):
+        inputs = {**source.inputs, **more}
+        assert equal(run(graph, planned(graph, inputs), inputs).outputs["image"], source.expected(**more)), more
+
+
+def test_other_values_than_the_defaults_lead_the_same_way(tmp_path: Path) -> None:
+    source = saved("StableDiffusionPipeline", tmp_path)
+    graph = source.imported().write(tmp_path / "graph.yaml")
+    inputs = {**source.inputs, "batch": 2, "guidance_scale": 1.0, "steps": 3, "height": 32}
+    made = run(graph, planned(graph, inputs), inputs).outputs["image"]
+    more = {"num_images_per_prompt": 2, "guidance_scale": 1.0, "num_inference_steps": 3, "height": 32}
+    assert equal(made, source.expected(**more))
+
+
+def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
+    source = saved("StableDiffusionPipeline", tmp_path)
+    graph = source.imported(whole=True).write(tmp_path / "graph.yaml")
+    assert [stage.op for stage in graph.stages] == ["call"]
+    assert equal(run(graph, planned(graph), source.inputs).outputs["image"], source.expected())
+
+
+def test_a_live_pipeline_is_the_same_graph(tmp_path: Path) -> None:
+    source = saved("StableDiffusionPipeline", tmp_path)
+    live = graphrun.from_pipeline(source.pipe)
+    written = live.to_yaml(tmp_path / "live.yaml", inputs=source.sets)
+    read = source.imported().write(tmp_path / "read.yaml")
+    assert written.stages == read.stages
+    assert written.inputs == read.inputs
+    assert {n: (c.class_path, c.dtype) for n, c in written.components.items()} == {
+        n: (c.class_path, c.dtype) for n, c in read.components.items()
+    }
+    inputs = {**source.inputs, **{k: v for k, v in source.sets.items() if k in live.graph.inputs}}
+    trace = run(live.graph, planned(live.graph, inputs, pinned=True), inputs, live.graph_modules)
+    assert equal(trace.outputs["image"], source.expected())
