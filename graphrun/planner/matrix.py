@@ -314,9 +314,7 @@ class Matrix:
     def choice(self, values: NDArray[np.float64]) -> tuple[tuple[int, ...], Choice]:
         """The variant of each component, and the integers of the program that takes them. Homes are freed as `freed` says."""
         program = self.program
-        ways = [
-            max(self._ways(c), key=lambda n: _value(self.homes.taken[n], values)) for c in range(len(program.problem.components))
-        ]
+        ways = self._taken(values)
         cells = [j for j, cell in enumerate(program.cells) if cell.way in ways]
         present, loaded = (
             tuple(tuple(round(float(values[row[j]])) for j in cells) for row in of) for of in (self.present, self.loaded)
@@ -327,6 +325,34 @@ class Matrix:
         depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else DEPTH for j in cells) for alone in self.alone)
         kept = Choice(present, loaded, fills, (-1,) * len(ways), spills, depths)
         return variants, freed(program.taking(variants), kept)
+
+    def taken(self, values: NDArray[np.float64]) -> dict[int, float]:
+        """The columns that say which variant of each component is taken, as in ``values``, where these are whole."""
+        variants, fixed = self._taken(values), dict[int, float]()
+        for number, (terms, _) in enumerate(self.homes.taken):
+            fixed |= dict.fromkeys(terms, float(number in variants))
+        return fixed
+
+    def computing(self, values: NDArray[np.float64]) -> dict[int, float]:
+        """The columns of blocks in the slots that compute with them, as in ``values``."""
+        found = dict[int, float]()
+        for t, interval in enumerate(self.program.intervals):
+            here = [column for of in (self.present[t], self.loaded[t]) for column, n in zip(of, interval.calls, strict=True) if n]
+            found |= {column: float(round(values[column])) for column in here}
+        return found
+
+    @property
+    def first(self) -> dict[int, float]:
+        """As `taken`, of the first variant of each component."""
+        fixed = dict[int, float]()
+        for number, (terms, _) in enumerate(self.homes.taken):
+            fixed |= dict.fromkeys(terms, float(number == self._ways(self.program.ways[number].component)[0]))
+        return fixed
+
+    def _taken(self, values: NDArray[np.float64]) -> list[int]:
+        """The way of each component that ``values`` take, or are nearest to taking."""
+        components = range(len(self.program.problem.components))
+        return [max(self._ways(c), key=lambda n: _value(self.homes.taken[n], values)) for c in components]
 
     def _ways(self, component: int) -> list[int]:
         return [n for n, way in enumerate(self.program.ways) if way.component == component]

@@ -6,11 +6,11 @@ HiGHS accepts rows that are violated by 1e-6 and integers that are off by as muc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 Terms = Mapping[int, float]  # column -> coefficient
@@ -20,6 +20,7 @@ Sum = tuple[Terms, float]  # terms and a constant
 NODES_TIMES_COLUMNS = 8_000_000
 FEWEST_NODES = 200
 GAP = 1e-6
+SOLVED, INFEASIBLE = 0, 2  # what `milp` says it came to
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,40 @@ class Model:
         return len(self._columns)
 
     def minimise(
-        self, goal: Sum, limits: Sequence[tuple[Sum, float]] = (), *, whole: bool = True, gap: float = GAP
+        self,
+        goal: Sum,
+        limits: Sequence[tuple[Sum, float]] = (),
+        *,
+        whole: bool = True,
+        gap: float = GAP,
+        fixed: Mapping[int, float] | None = None,
     ) -> Found | None:
         """The least ``goal`` while every limited sum stays at or below its limit. None: the solver found nothing.
 
+        ``gap``: how far the answer may be from the least, relatively; ``fixed``: columns that have these values.
+
         ``whole`` False lets integers be fractions: a bound. Deterministic: HiGHS without a time limit, one thread.
         """
+        result = self._solved(goal, limits, whole, gap, fixed or {})
+        if result.x is None:
+            return None
+        bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
+        return Found(result.x, float(result.fun) + goal[1], float(bound) + goal[1], result.status == SOLVED)
+
+    def improved(self, known: Found, goal: Sum, limits: Sequence[tuple[Sum, float]] = (), *, gap: float = GAP) -> Found:
+        """An answer better than ``known`` by more than ``gap``; where there is none ``known``, with a bound that says so."""
+        least = known.value * (1 - gap)
+        result = self._solved(goal, [*limits, (goal, least)], True, gap, {})
+        proven = result.status in (SOLVED, INFEASIBLE)
+        bound = least if proven else min(least, float(result.mip_dual_bound or 0.0) + goal[1])
+        if result.x is None:
+            return replace(known, bound=bound, proven=proven)
+        bound = min(float(result.fun), float(result.mip_dual_bound or 0.0)) + goal[1]
+        return Found(result.x, float(result.fun) + goal[1], bound, result.status == SOLVED)
+
+    def _solved(
+        self, goal: Sum, limits: Sequence[tuple[Sum, float]], whole: bool, gap: float, fixed: Mapping[int, float]
+    ) -> OptimizeResult:
         rows = [*self._rows, *((terms, -np.inf, limit - constant) for (terms, constant), limit in limits)]
         entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
         if not entries:
@@ -71,18 +100,16 @@ class Model:
         for column, value in goal[0].items():
             cost[column] = value
         lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
+        for column, value in fixed.items():
+            lower[column] = upper[column] = value
         lows, highs = [low for _, low, _ in rows], [high for _, _, high in rows]
-        result = milp(
+        return milp(
             c=cost,
             integrality=integer if whole else np.zeros_like(integer),
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), lows, highs),
             options={"mip_rel_gap": gap, "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)},
         )
-        if result.x is None:
-            return None
-        bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
-        return Found(result.x, float(result.fun) + goal[1], float(bound) + goal[1], result.status == 0)
 
 
 def plus(*sums: tuple[float, Sum]) -> Sum:

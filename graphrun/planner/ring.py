@@ -1,8 +1,8 @@
 """Where streamed blocks lie in a component's staging buffer, and whom each has to wait for. Pure arithmetic: simulator and executor
 place the same blocks in the same order and so get the same offsets; neither time nor device is known here.
 
-    capacity  |  block 3  |    block 1    |  block 2 |free|
-              ^ placed after 2, over block 0
+    capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1    | block 2 |
+              ^ placed after 2, over block 0                          2 lies at the end where 3 is the longer of the two
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 class Ring:
     """A ring of ``capacity_bytes`` in which blocks lie whole, first in, first out. The i-th call of `place` is placement number i.
 
-    Offsets are sums of block sizes: where these are multiples of an alignment, so are the offsets.
+    Where the sizes of blocks and of the ring are multiples of an alignment, so are the offsets.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -32,14 +32,18 @@ class Ring:
         self._count = 0
         self._live: deque[tuple[int, int, int]] = deque()  # number, start, end; oldest first
 
-    def place(self, nbytes: int) -> Place:
+    def place(self, nbytes: int, following_bytes: int = 0) -> Place:
         """The next block's place: behind the last one, or at 0 where it would not fit there whole.
 
+        ``following_bytes``: of the block after it, where that is known. If it will have to go to 0 and would lie over this one
+        there, this one goes to the ring's very end, so that the two never wait for each other in a ring with room for both.
         Raises ValueError for a block larger than the ring.
         """
         if nbytes > self.capacity_bytes:
             raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0
+        if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:
+            start = self.capacity_bytes - nbytes
         end = start + nbytes
         last = max((number for number, begin, stop in self._live if begin < end and start < stop), default=-1)
         released = []

@@ -17,19 +17,25 @@ from graphrun.planner.variants import over
 
 ROUNDS = 3
 FURTHER = 256  # times as much is kept free when keeping a slot's excess did not help: HiGHS takes 8 bytes too many for 8 GiB
-LARGE = 2000  # columns: above, variants, order and options are those of the first fastest plan found, whatever others tie with it
+# Columns of one program, and of all that are equally fast: above, variants, order and options are those of the first fastest plan
+# found, whatever others tie with it. In a large one seconds, bytes moved and memory may be so far from the least, relatively.
+LARGE, MOST_LARGE = 800, 4000
+LARGE_GAPS = (1e-4, 1e-3, 1e-3)
+ROUGH = 0.02
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best found: of which of the programs, with one way to a component; the bound on seconds over all of them."""
+    """The best found: of which of the programs, with one way to a component; the bound on seconds over all of them. ``large``: it took
+    a large program, which is not solved often."""
 
     number: int
     program: Program
     choice: Choice
     bound: float
     proven: bool
+    large: bool = False
 
 
 def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: int = 3) -> Answer | None:
@@ -53,7 +59,7 @@ def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = (),
         program = matrices[number].program.taking(variants)
         excess = over(program, choice)
         if not excess:
-            return Answer(number, program, choice, bound, proven)
+            return Answer(number, program, choice, bound, proven, matrices[number].model.size > LARGE)
         spares[number] = _more(spares[number], excess, FURTHER**trial)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
 
@@ -77,34 +83,38 @@ _GOALS: tuple[Goal, ...] = (
 
 def _least(matrices: list[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, float, bool] | None:
     """Seconds first, then bytes moved, then memory: each goal bounds the search for the next."""
-    alive: dict[int, Found | None] = dict.fromkeys(range(len(matrices)))
+    alive: dict[int, Found] = {}
     limits = list[tuple[Goal, float]]()
     bound, proven = 0.0, False
-    for goal in goals:
-        finer, best, least = passed(matrices, list(alive), goal, limits)
+    settled: dict[int, float] | None = None
+    for goal, gap in zip(goals, LARGE_GAPS, strict=False):
+        of = list(alive) if limits else list(range(len(matrices)))
+        large = any(matrices[n].model.size > LARGE for n in of)
+        finer, best, least = passed(matrices, of, goal, limits, gap=gap if large else GAP, fixed=settled)
         if not finer:
             break
         alive = dict(finer)
         if not limits:
             bound, proven = least, all(found.proven for found in finer.values())
-            if sum(matrices[n].model.size for n in alive) > LARGE:
+            if large or sum(matrices[n].model.size for n in alive) > MOST_LARGE:
                 number = min(alive)
-                matrices[number] = _settled(matrices[number], finer[number])
-                alive = {number: matrices[number].model.minimise(matrices[number].seconds)}
+                alive, settled = {number: alive[number]}, matrices[number].taken(alive[number].values)
+        elif large:  # what is left to choose is when blocks are loaded for later
+            ((number, found),) = alive.items()
+            settled = (settled or {}) | matrices[number].computing(found.values)
         limits.append((goal, best))
     number = min(alive, default=0)
-    answer = alive.get(number)
-    return (number, answer, bound, proven) if answer is not None else None
-
-
-def _settled(matrix: Matrix, found: Found) -> Matrix:
-    """``matrix`` with the variants of ``found`` alone: a large program is searched for ties among blocks only."""
-    variants, _ = matrix.choice(found.values)
-    return Matrix(matrix.program.taking(variants), matrix.factors, matrix.spare)
+    return (number, alive[number], bound, proven) if alive else None
 
 
 def passed(
-    matrices: Sequence[Matrix], alive: Sequence[int], goal: Goal, limits: Sequence[tuple[Goal, float]] = (), *, gap: float = GAP
+    matrices: Sequence[Matrix],
+    alive: Sequence[int],
+    goal: Goal,
+    limits: Sequence[tuple[Goal, float]] = (),
+    *,
+    gap: float = GAP,
+    fixed: Mapping[int, float] | None = None,
 ) -> tuple[dict[int, Found], float, float]:
     """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes."""
     rows = {n: [(of(matrices[n])[0], most / of(matrices[n])[1] * (1 + SLACK)) for of, most in limits] for n in alive}
@@ -118,7 +128,7 @@ def passed(
             least = min(least, low)
             continue
         cutoff = [(of, best / unit * (1 + SLACK))] if found else []
-        answer = matrices[n].model.minimise(of, [*rows[n], *cutoff], gap=gap)
+        answer = _minimised(matrices[n], of, [*rows[n], *cutoff], gap, fixed)
         if answer is None:
             continue
         found[n] = answer
@@ -126,6 +136,28 @@ def passed(
         least = min(least, answer.bound * unit)
     good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal(matrices[n])[1] <= best * (1 + SLACK)}
     return good, best, min(least, best)
+
+
+def _minimised(
+    matrix: Matrix, of: Sum, rows: Sequence[tuple[Sum, float]], gap: float, fixed: Mapping[int, float] | None
+) -> Found | None:
+    """The least ``of``. In a large program first with the earliest variants where the relaxation is no worse with them, or with
+    those that it is nearest to, or that a rough answer takes; then whether any others are better."""
+    model = matrix.model
+    if fixed is not None or gap <= GAP or not matrix.first:
+        return model.minimise(of, rows, gap=gap, fixed=fixed)
+    relaxed = model.minimise(of, rows, whole=False)
+    if relaxed is None:
+        return None
+    first = model.minimise(of, rows, whole=False, fixed=matrix.first)
+    near = matrix.first if first is not None and first.value <= relaxed.value * (1 + gap) else matrix.taken(relaxed.values)
+    known = model.minimise(of, rows, gap=gap, fixed=near)
+    if known is None:
+        rough = model.minimise(of, rows, gap=ROUGH)
+        if rough is None:
+            return None
+        known = model.minimise(of, rows, gap=gap, fixed=matrix.taken(rough.values)) or rough
+    return model.improved(known, of, rows, gap=gap)
 
 
 def _relaxed(matrix: Matrix, goal: Goal, rows: Sequence[tuple[Sum, float]]) -> float | None:

@@ -24,7 +24,7 @@ from graphrun.planner.solution import Solution
 from graphrun.planner.variants import plainest, worthwhile
 
 TOLERATED = 1.01  # simulated over promised seconds
-ROUNDS = 3
+ROUNDS = 3  # one alone for large programs
 NEARLY = 1.001  # as above; beyond it plain ways to run the pipeline are tried too
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
@@ -65,13 +65,14 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
     program = first.program.taking(variants)
     factors = (1.0,) * len(program.intervals)
     best: tuple[Simulation, Choice, Plan] | None = None
-    for trial in range(ROUNDS + 1):
+    rounds = 1 if first.large else ROUNDS
+    for trial in range(rounds + 1):
         plan = plan_of(program, choice, problem, chosen.options, chosen.order)
         simulation = simulate(problem, plan)
         if best is None or _rank(simulation) < _rank(best[0]):
             best = (simulation, choice, plan)
         promised = program.slot_seconds(choice, factors)
-        if trial == ROUNDS or simulation.total_seconds <= TOLERATED * program.seconds(choice, factors):
+        if trial == rounds or simulation.total_seconds <= TOLERATED * program.seconds(choice, factors):
             break
         slots = (*simulation.slots[: program.turn], *simulation.again)
         late = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, promised, strict=False))

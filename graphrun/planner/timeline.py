@@ -12,7 +12,7 @@ and is left for later until it is there. A block's compute waits for its own cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
@@ -66,6 +66,8 @@ class Timeline:
         self._arrived: dict[Key, float] = {}
         self._rings = {name: Ring(nbytes) for name, nbytes in rings.items()}
         self._left: dict[str, list[float]] = {name: [] for name in rings}  # when compute left each placement
+        streamed = [work for work in works if work.source == "stream"]
+        self._following = {name: _following(streamed, name, sizes) for name in rings}
         for work in works:
             self._compute(work)
         while self._prefetch:
@@ -94,7 +96,7 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            released = self._rings[key[0]].place(self._sizes[key].nbytes).released
+            released = self._rings[key[0]].place(self._sizes[key].nbytes, next(self._following[key[0]], 0)).released
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
         ready = self._left[key[0]][released[-1]] if released else self._start
@@ -117,3 +119,8 @@ class Timeline:
         self._disk.copied(key, self._copied)
         self.copies.append(Span(kind, key, 0, start, self._copied))
         return self._copied
+
+
+def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Size]) -> Iterator[int]:
+    """For each block of ``component`` that passes, the bytes of the one behind it."""
+    return iter([sizes[work.key].nbytes for work in streamed if work.key[0] == component][1:])
