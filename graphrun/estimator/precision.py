@@ -127,7 +127,7 @@ def requantized(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: 
             events.append((key + 2, 0))
         key += 2
     products = tuple(replace(product, event=moved[product.event]) for product in call.products)
-    return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products)
+    return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products, spans=())
 
 
 def _scratch(product: Product, shapes: Mapping[str, Shape], precision: str, dtype: str) -> tuple[int, int]:

@@ -25,11 +25,11 @@ from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.components.trees import tensors_in, walk
-from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.events import Call, Cut, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, quantized_shapes
 from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.repeats import Repeats
-from graphrun.estimator.weights import choices_among, classify, unit_paths
+from graphrun.estimator.weights import choices_among, classify, classify_layers, unit_paths
 from graphrun.graph.graph import Graph
 from graphrun.ops import run_stages
 from graphrun.planner.problem import BlockClass
@@ -108,24 +108,29 @@ class Prober:
         for name, module in self.ghosts.items():
             calls = [call for call, _ in self._known.values() if call.component == name]
             classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
-            layouts = lay_out(module, [path for k in classes for path in k.blocks])
-            nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+            blocks, layers = self._cut(graph, name, classes), classify_layers(module, calls)
             found[name] = Facts(
                 parameters=sum(p.numel() for p in module.parameters()),
-                classes=classes,
-                block_bytes=nbytes,
-                precisions=self._precisions(graph, name, classes) if graph else {},
+                classes=blocks.classes,
+                block_bytes=blocks.block_bytes,
+                precisions=blocks.precisions,
                 layers=quantized_shapes(module, graph.components[name].dtype) if graph else {},
+                by_layer=self._cut(graph, name, layers, by_layer=True) if layers else None,
             )
         return found
 
-    def _precisions(self, graph: Graph, name: str, classes: Sequence[BlockClass]) -> dict[str, tuple[int, ...]]:
+    def _cut(self, graph: Graph | None, name: str, classes: tuple[BlockClass, ...], *, by_layer: bool = False) -> Cut:
+        layouts = lay_out(self.ghosts[name], [path for k in classes for path in k.blocks], by_layer=by_layer)
+        nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
+        return Cut(classes, nbytes, self._precisions(graph, name, classes, by_layer) if graph else {})
+
+    def _precisions(self, graph: Graph, name: str, classes: Sequence[BlockClass], by_layer: bool) -> dict[str, tuple[int, ...]]:
         """Bytes of the blocks in every precision. What a class keeps in fp32 depends on the dtype it is made in."""
         component = graph.components[name]
-        found = block_bytes_by_precision(self.ghosts[name], classes, component.dtype)
+        found = block_bytes_by_precision(self.ghosts[name], classes, component.dtype, by_layer=by_layer)
         for dtype in set(component.precision) - {component.dtype, *QUANTIZED}:
             module = ghost(replace(component, dtype=dtype), graph.allow)
-            found[dtype] = block_bytes_by_precision(module, classes, dtype)[dtype]
+            found[dtype] = block_bytes_by_precision(module, classes, dtype, by_layer=by_layer)[dtype]
         return found
 
     def _trace(
@@ -145,7 +150,8 @@ class Prober:
         )
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
-        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products), template
+        spans, outside = tuple(recorder.spans), frozenset(recorder.outside)
+        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside), template
 
     def _record(
         self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device

@@ -92,9 +92,11 @@ def block_bytes(
     return _block_bytes(layouts, classes, held_in(module, dtype, precision, nested=nested))
 
 
-def block_bytes_by_precision(module: nn.Module, classes: Sequence[BlockClass], dtype: str) -> dict[str, tuple[int, ...]]:
+def block_bytes_by_precision(
+    module: nn.Module, classes: Sequence[BlockClass], dtype: str, *, by_layer: bool = False
+) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
-    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    layouts = lay_out(module, [path for k in classes for path in k.blocks], by_layer=by_layer)
     return {precision: _block_bytes(layouts, classes, held_in(module, dtype, precision)) for precision in PRECISIONS}
 
 
