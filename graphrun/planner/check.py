@@ -234,8 +234,17 @@ class _Slot:
         number, stream = self.streams[name]
         self.copies.setdefault(name, number)
         least = min(2, len(through)) * max(variant.block_bytes[k] for k, _ in through)
+        if component.grain == "layers":  # each may pass alone, beside what lives while it runs
+            least = max(variant.block_bytes[k] - self.room(name, k) for k, _ in through)
         if stream.ring_bytes < least:
             yield self.broken("ring", number, f"{len(through)} blocks pass through {stream.ring_bytes} bytes; it takes {least}")
+
+    def room(self, name: str, number: int) -> int:
+        """Bytes of the slot's activation that do not live while a block of this class runs."""
+        phase = next(phase for phase in self.problem.phases if phase.name == self.slot.phase)
+        beside = next(use for use in phase.uses if use.component == name).beside_bytes
+        most = phase.first_bytes if self.slot.part == "first" else phase.rest_bytes
+        return max(0, most - beside[number]) if beside else 0
 
     def directives(self, phase: PhaseNumbers, known: dict[str, set[int]]) -> Iterator[Violation]:
         """Whether the slot does as directives demand. ``known`` grows by the classes that it uses."""

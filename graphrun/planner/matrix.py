@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from graphrun.planner.homes import NOTHING, ONE, Homes, most_host_bytes
 from graphrun.planner.model import Model, Sum, plus
 from graphrun.planner.needs import ring_bytes
-from graphrun.planner.problem import ALLOCATION_BYTES
-from graphrun.planner.program import Choice, Program
+from graphrun.planner.program import Cell, Choice, Program
 from graphrun.planner.settle import activation_bytes
-from graphrun.units import round_up
 
 MEMORY_SCALE = 1000.0
 TIME_SCALE = 100.0
+
+ROUNDED = 1e-5  # blocks: by how much the solver may miss an integer
 
 Tier = Literal["ram", "pinned", "disk"]
 
@@ -109,8 +109,8 @@ class Matrix:
             may_be = may_be and (needed or stays or not cell.movable)
             all_of: Sum = plus((count, self.homes.taken[cell.way]))
             fixed = count if (whole or stays) and not all_of[0] else 0.0
-            present = model.column(fixed, count if may_be else 0.0, True)
-            loaded = model.column(0.0, count if may_load and needed and not whole and not beside else 0.0, True)
+            present = model.column(fixed, count if may_be else 0.0, not cell.by_layer)
+            loaded = model.column(0.0, count if may_load and needed and not whole and not beside else 0.0, not cell.by_layer)
             self.present[t].append(present)
             self.loaded[t].append(loaded)
             here: Sum = ({present: 1.0}, 0.0)
@@ -125,7 +125,9 @@ class Matrix:
             elif whole:
                 copies.append(({}, 0.0))
             else:
-                copies.append(plus((float(calls), all_of), (-float(calls), here)))
+                passes = interval.passes[j]
+                times, kept = float(calls * passes), float(passes - 1)
+                copies.append(plus((times, all_of), (-times, here), (-kept, ({loaded: 1.0}, 0.0))))
                 self._ready(t, cell.way, plus((1.0, all_of), (-1.0, here)), count)
                 streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
                 model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
@@ -178,19 +180,25 @@ class Matrix:
         reads: list[tuple[float, Sum]] = []
         time = model.column(0.0, np.inf)
         own: list[tuple[float, Sum]] = [(1.0, ({time: 1.0}, 0.0))]
+        stretches: dict[tuple[int, str], tuple[float, list[tuple[float, Sum]], list[tuple[float, Sum]]]] = {}
         for j, blocks in enumerate(copies):
             cell = program.cells[j]
             rates = [seconds * factor / self.seconds_unit for seconds in (cell.load_seconds, cell.disk_seconds)]
             every.append((-rates[0], blocks))
             reads += [(-rates[1], blocks)] if rates[1] else []
             if calls[j]:
-                compute = plus((program.compute_seconds(t, j) / self.seconds_unit, self.homes.taken[cell.way]))
-                longer = model.column(compute[1], np.inf)
-                if compute[0]:
-                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
-                for rate in rates if rates[1] else rates[:1]:
-                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rate, blocks))))
-                own.append((-1.0, ({longer: 1.0}, 0.0)))
+                seconds, copied, read = stretches.get((cell.way, cell.stretch), (0.0, [], []))
+                seconds += program.compute_seconds(t, j) / self.seconds_unit
+                read = [*read, (-rates[1], blocks)] if rates[1] else read
+                stretches[cell.way, cell.stretch] = seconds, [*copied, (-rates[0], blocks)], read
+        for (way_number, _), (seconds, copied, read) in stretches.items():
+            compute = plus((seconds, self.homes.taken[way_number]))
+            longer = model.column(compute[1], np.inf)
+            if compute[0]:
+                model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
+            for rated in (copied, read) if read else (copied,):
+                model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
+            own.append((-1.0, ({longer: 1.0}, 0.0)))
         interval = program.intervals[t]
         own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
         model.row(*_least(plus(*own)))
@@ -218,6 +226,8 @@ class Matrix:
             cells = [self.program.cells[j] for _, j in members]
             if "exclude" in cells[0].demanded:  # all of it streams, and holding an only block instead is not allowed
                 least = ring_bytes((cell.block_bytes, cell.count) for cell in cells)
+                if cells[0].by_layer:
+                    least = max(self.program.passing_bytes(t, j) for _, j in members)
                 for column, value in self.homes.taken[way][0].items():
                     used[column] = used.get(column, 0.0) + least * value / self.bytes_unit
                 fixed += least * self.homes.taken[way][1]
@@ -225,8 +235,8 @@ class Matrix:
             ring = self.model.column(0.0, np.inf)
             used[ring] = 1.0
             for streamed, j in members:
-                size = round_up(2 * self.program.cells[j].block_bytes, ALLOCATION_BYTES) / self.bytes_unit
-                self.model.row({ring: 1.0, streamed: -size}, 0.0, np.inf)
+                if (nbytes := self.program.passing_bytes(t, j)) > 0:
+                    self.model.row({ring: 1.0, streamed: -nbytes / self.bytes_unit}, 0.0, np.inf)
         self._activations.append(self._activation(t))
         activation, _ = self._activations[t]
         spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]
@@ -316,9 +326,11 @@ class Matrix:
             max(self._ways(c), key=lambda n: _value(self.homes.taken[n], values)) for c in range(len(program.problem.components))
         ]
         cells = [j for j, cell in enumerate(program.cells) if cell.way in ways]
-        present, loaded = (
-            tuple(tuple(round(float(values[row[j]])) for j in cells) for row in of) for of in (self.present, self.loaded)
-        )
+        counts = [
+            [_whole_blocks(program.cells[j], float(values[here[j]]), float(values[more[j]])) for j in cells]
+            for here, more in zip(self.present, self.loaded, strict=True)
+        ]
+        present, loaded = (tuple(tuple(of[n] for of in row) for row in counts) for n in (0, 1))
         fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.ways[n].variant for n in ways)
@@ -327,6 +339,14 @@ class Matrix:
 
     def _ways(self, component: int) -> list[int]:
         return [n for n, way in enumerate(self.program.ways) if way.component == component]
+
+
+def _whole_blocks(cell: Cell, present: float, loaded: float) -> tuple[int, int]:
+    """K and d as integers. Layers are so small and so many that what is left of one is given away: it is streamed."""
+    if not cell.by_layer:
+        return round(present), round(loaded)
+    held = int(present + ROUNDED)
+    return held, int(present + loaded + ROUNDED) - held
 
 
 def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:

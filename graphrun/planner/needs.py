@@ -1,7 +1,8 @@
 """The least that each phase takes on the device: exact byte arithmetic with one variant to a component. No solver.
 
 The least a phase needs. What it uses and cannot stream must be whole; of a component's streamable classes the largest may be held
-whole and the others streamed through one ring of twice the largest of them (holding a class in part saves no byte). What is held
+whole and the others streamed through one ring of twice the largest of them (holding a class in part saves no byte). Cut into
+layers, each passes alone if it must: the ring has the bytes that a layer does not find among the activation's. What is held
 in `rest` must have been held in `first`, so both slots are weighed together; `load` never needs more than `first`.
 
     first   | fixed: used | held | ring | first activation | values + carry |
@@ -68,6 +69,18 @@ def ring_bytes(streamed: Iterable[tuple[int, int]]) -> int:
     return round_up(min(2, total) * max((nbytes for nbytes, _ in some), default=0), ALLOCATION_BYTES)
 
 
+def room_bytes(phase_bytes: int, use: Use, number: int) -> int:
+    """What of an activation of ``phase_bytes`` is not there while a block of class ``number`` runs: so much of it passes without a
+    ring."""
+    return max(0, phase_bytes - use.beside_bytes[number]) if use.beside_bytes else 0
+
+
+def least_ring_bytes(streamed: Iterable[tuple[int, int]]) -> int:
+    """Bytes of the ring of a component cut into layers, for ``(bytes of a block, room beside it)`` per class that is streamed: each
+    passes alone, if it must."""
+    return round_up(max((nbytes - room for nbytes, room in streamed if nbytes > room), default=0), ALLOCATION_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """One way to hold a component in a phase with the least bytes: weights and ring in first, weights and ring in rest."""
@@ -96,9 +109,8 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
                 kept = _whole(component, held[component.name])
                 options = [option + _Option((kept, 0), (kept, 0)) for option in options]
             elif use:
-                options = _pareto(
-                    option + more for option in options for more in _options(component, use, problem.demanded(component.name))
-                )
+                demanded = problem.demanded(component.name)
+                options = _pareto(option + more for option in options for more in _options(component, phase, use, demanded))
         needs.append(min((_need(problem, phase, values, option) for option in options), key=lambda need: need.total_bytes))
     return tuple(needs)
 
@@ -111,11 +123,14 @@ def _need(problem: Problem, phase: PhaseNumbers, values: int, option: _Option) -
     return rest if phase.rest_calls and rest.total_bytes > first.total_bytes else first
 
 
-def _options(component: ComponentNumbers, use: Use, demanded: Collection[Placement]) -> list[_Option]:
+def _options(component: ComponentNumbers, phase: PhaseNumbers, use: Use, demanded: Collection[Placement]) -> list[_Option]:
     """Ways to hold ``component``. In rest: the classes above some size. In first: those, and the classes above some size.
 
-    ``exclude`` leaves the way that holds nothing, ``whole`` the one that streams nothing.
+    ``exclude`` leaves the way that holds nothing, ``whole`` the one that streams nothing. Of layers the size counts for which there
+    is no room.
     """
+    if component.grain == "layers":
+        return _by_layer(component, phase, use, demanded)
     sizes = component.variants[0].block_bytes
     streamable = {k for k, yes in enumerate(streamable_classes(component)) if yes and "whole" not in demanded}
     limits = {max(sizes)} if "exclude" in demanded else {-1, *sizes}
@@ -130,6 +145,24 @@ def _options(component: ComponentNumbers, use: Use, demanded: Collection[Placeme
                 for needed, held in ((used[0], first_held), (used[1], rest_held))
             )
             found.append(_Option(*slots))
+    return _pareto(found)
+
+
+def _by_layer(component: ComponentNumbers, phase: PhaseNumbers, use: Use, demanded: Collection[Placement]) -> list[_Option]:
+    sizes, streamable = component.variants[0].block_bytes, streamable_classes(component)
+    parts = (("first", phase.first_bytes), ("rest", phase.rest_bytes))
+    used = [{k for k, calls in enumerate(use.class_calls_in(part)) if calls} for part, _ in parts]
+    short = [{k: max(0, sizes[k] - room_bytes(nbytes, use, k)) for k in used[0]} for _, nbytes in parts]
+    most = max((n for of in short for k, n in of.items() if streamable[k]), default=0)
+    limits = {most} if "exclude" in demanded else {-1} if "whole" in demanded else {-1, *(n for of in short for n in of.values())}
+    found = []
+    for above in limits:
+        held = {k for k in used[0] if not streamable[k] or max(of[k] for of in short) > above}
+        found.append(
+            _Option(
+                *((_whole(component, held & of), max((short[n][k] for k in of - held), default=0)) for n, of in enumerate(used))
+            )
+        )
     return _pareto(found)
 
 

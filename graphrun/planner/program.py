@@ -7,6 +7,7 @@ blocks of one way that computes on the device): K blocks present at its start, d
     used        K = nb, d = 0             not streamable            x = 0
     used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring, ring >= 2*b*s
                                           rest:  x = n*(nb - K), d = 0 for the whole component
+    by layer    as used, ring >= (b - room)*s unless doubled; a layer that runs p times a call: x = n*p*(nb - K) - (p - 1)*d
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
     session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
@@ -25,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphrun.planner.needs import ring_bytes, streamable_classes, used_components
+from graphrun.planner.needs import least_ring_bytes, ring_bytes, room_bytes, streamable_classes, used_components
 from graphrun.planner.plan import Part
-from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Placement, Problem, Variant
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Placement, Problem, Variant
 from graphrun.planner.settle import activation_bytes, use_with
 from graphrun.units import round_up
 
@@ -65,6 +66,8 @@ class Cell:
     streamable: bool
     movable: bool
     demanded: frozenset[Placement] = frozenset()
+    stretch: str = ""  # of layers: the child in which they alternate with others; copies of one hide behind compute of another
+    by_layer: bool = False
     excluded: bool = False  # by a directive: blocks that another variant could stream, if not this one
 
 
@@ -72,7 +75,8 @@ class Cell:
 class Interval:
     """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with;
     ``around``: components of its phase, on the CPU too, none in load; ``cpu_seconds`` per way.
-    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs."""
+    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs.
+    ``passes[j]``: how often a block runs in a call; ``rooms[j]``: activation that is not there while it does."""
 
     phase: int
     part: Part
@@ -85,6 +89,8 @@ class Interval:
     used: frozenset[int]
     around: frozenset[int]
     cpu_seconds: tuple[float, ...]
+    passes: tuple[int, ...] = ()
+    rooms: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ class Choice:
 class Program:
     """A problem as ways, cells and intervals (the end slot is no interval: it only evicts). In a session the further run's
     intervals follow the first run's, from number ``turn`` on. What costs seconds and bytes is asked of a program with one way to
-    a component (`taking`)."""
+    a component (`taking`). ``doubled``: rings of layers have room for two of the largest, too."""
 
     problem: Problem
     ways: tuple[Way, ...]
@@ -131,6 +137,7 @@ class Program:
     intervals: tuple[Interval, ...]
     gaps: tuple[Gap, ...]
     turn: int
+    doubled: bool = False
 
     @property
     def session(self) -> bool:
@@ -140,7 +147,8 @@ class Program:
     def moved(self, t: int, j: int, present: int, loaded: int) -> int:
         """x: blocks of cell ``j`` copied in interval ``t``."""
         calls, cell = self.intervals[t].calls[j], self.cells[j]
-        return calls * (cell.count - present) if calls else loaded
+        passes = self.intervals[t].passes[j]
+        return calls * passes * (cell.count - present) - (passes - 1) * loaded if calls else loaded
 
     def compute_seconds(self, t: int, j: int) -> float:
         """Compute of cell ``j`` in interval ``t``."""
@@ -154,7 +162,14 @@ class Program:
             blocks = [self.moved(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))]
             copies = [factor * cell.load_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
             reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
-            own = sum(max(self.compute_seconds(t, j), copies[j], reads[j]) for j, calls in enumerate(interval.calls) if calls)
+            stretches: dict[tuple[int, str], list[int]] = {}
+            for j, calls in enumerate(interval.calls):
+                if calls:
+                    stretches.setdefault((self.cells[j].way, self.cells[j].stretch), []).append(j)
+            own = sum(
+                max(sum(self.compute_seconds(t, j) for j in of), sum(copies[j] for j in of), sum(reads[j] for j in of))
+                for of in stretches.values()
+            )
             spills = sum(gap.seconds(t) for gap, out in zip(self.gaps, choice.spills, strict=False) if out)
             fills = sum(way.fill_seconds or 0.0 for way, at in zip(self.ways, choice.fills, strict=False) if at == t)
             found.append(max(own + sum(interval.cpu_seconds), sum(copies) + factor * spills, sum(reads) + factor * fills))
@@ -185,12 +200,30 @@ class Program:
             and cell.count > choice.present[t][j] + choice.loaded[t][j]
         ]
 
+    def ring(self, choice: Choice, t: int, component: int) -> int:
+        """Bytes of the ring that ``component`` streams through in interval ``t``, 0 where it does not."""
+        if self.doubled or self.problem.components[component].grain == "blocks":
+            return ring_bytes(self.streamed(choice, t, component))
+        interval = self.intervals[t]
+        return least_ring_bytes(
+            (cell.block_bytes, interval.rooms[j])
+            for j, cell in enumerate(self.cells)
+            if cell.component == component and interval.calls[j] and cell.count > choice.present[t][j] + choice.loaded[t][j]
+        )
+
+    def passing_bytes(self, t: int, j: int) -> int:
+        """What of a ring it takes at least that blocks of cell ``j`` are streamed in interval ``t``."""
+        cell = self.cells[j]
+        if self.doubled or not cell.by_layer:
+            return round_up(2 * cell.block_bytes, ALLOCATION_BYTES)
+        return least_ring_bytes([(cell.block_bytes, self.intervals[t].rooms[j])])
+
     def device_bytes(self, choice: Choice) -> tuple[int, ...]:
         """What is on the device per interval, at most."""
         found = []
         for t, interval in enumerate(self.intervals):
             held = sum(c.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, c in enumerate(self.cells))
-            rings = sum(ring_bytes(self.streamed(choice, t, component)) for component in interval.used)
+            rings = sum(self.ring(choice, t, component) for component in interval.used)
             spilled = sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=False) if out and g.absent(t))
             found.append(interval.fixed_bytes - spilled + self.activation_bytes(t) + held + rings)
         return tuple(found)
@@ -242,10 +275,10 @@ class Program:
 
     def taking(self, variants: Sequence[int]) -> Program:
         """The program with one way to a component, by its variant's index."""
-        return program_of(self.problem, tuple((variant,) for variant in variants))
+        return program_of(self.problem, tuple((variant,) for variant in variants), doubled=self.doubled)
 
 
-def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None) -> Program:
+def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None, *, doubled: bool = False) -> Program:
     """The program of ``problem``, whose order and options are chosen, with these variants of each component (None: the usable)."""
     used = {component.name for component in used_components(problem)}
     ways: list[Way] = []
@@ -264,7 +297,7 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
         for interval in _intervals(problem, ways, cells, number, weight)
     )
     turn = len(intervals) // len(weights)
-    return Program(problem, tuple(ways), cells, intervals, _gaps(problem, intervals, turn), turn)
+    return Program(problem, tuple(ways), cells, intervals, _gaps(problem, intervals, turn), turn, doubled)
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
@@ -294,8 +327,15 @@ def _cells(problem: Problem, number: int, way: Way) -> Iterator[Cell]:
             streamable=streamable,
             movable=variant.movable,
             demanded=problem.demanded(component.name),
+            stretch=_stretch(component, index),
+            by_layer=component.grain == "layers",
             excluded=component.classes[index].streamable and "exclude" in problem.demanded(component.name),
         )
+
+
+def _stretch(component: ComponentNumbers, index: int) -> str:
+    """Classes of blocks pass one after another; those of layers alternate within one child of their component."""
+    return component.classes[index].blocks[0].split(".")[0] if component.grain == "layers" else f"{index}"
 
 
 def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], number: int, weight: float) -> Iterator[Interval]:
@@ -306,6 +346,7 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
     computed = [use_with(uses[way.component], way.of) if way.component in uses else None for way in ways]
     found = [computed[cell.way] for cell in cells]
     seconds = tuple(use.seconds[cell.index] if use else 0.0 for use, cell in zip(found, cells, strict=True))
+    passes = tuple(use.passes_of(cell.index) if use else 1 for use, cell in zip(found, cells, strict=True))
     values = problem.value_bytes(number) + phase.carry_bytes
     parts: tuple[tuple[Part, int, int], ...] = (
         ("load", 0, 0),
@@ -318,7 +359,8 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
             used = frozenset(cell.component for cell, n in zip(cells, calls, strict=True) if n)
             around = frozenset(uses) if part != "load" else frozenset()
             on_cpu = tuple(_cpu_seconds(problem, phase, way, part) if c else 0.0 for way, c in zip(ways, computed, strict=True))
-            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu)
+            rooms = tuple(room_bytes(activation, use, cell.index) if use else 0 for use, cell in zip(found, cells, strict=True))
+            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu, passes, rooms)
 
 
 def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) -> float:
