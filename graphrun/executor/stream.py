@@ -134,9 +134,10 @@ class Streamer:
 
     def _issue(self) -> bool:
         """Issues the next pass's copy, unless it has to wait for a block that compute has not come to yet."""
-        path = self._paths[self._next % len(self._paths)]
+        path, following = (self._paths[turn % len(self._paths)] for turn in (self._next, self._next + 1))
         nbytes = self._residency.nbytes(path)
-        place = self._waiting = self._waiting or self._ring.place(nbytes, self._rooms.get(path, 0))
+        after = self._residency.nbytes(following) if self._next + 1 < self._limit else 0
+        place = self._waiting = self._waiting or self._ring.place(nbytes, after, self._rooms.get(path, 0))
         if any(number not in self._done for number in place.released) or (place.alone and not self._arrived):
             return False
         if (mark := self._leave(place)) is not None:

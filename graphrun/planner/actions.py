@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphrun.planner.keep import keep_order
-from graphrun.planner.needs import ring_bytes
 from graphrun.planner.plan import Action, Blocks, Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
-from graphrun.planner.problem import ALLOCATION_BYTES, Problem
+from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program
 
 
@@ -36,12 +35,10 @@ def plan_of(
 def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]) -> tuple[tuple[Slot, ...], list[int]]:
     """The slots of intervals ``begin`` to ``end`` and the end slot; what is held behind it. ``held``: blocks per cell before."""
     slots, orders = list[Slot](), tuple(keep_order(cell.count) for cell in program.cells)
-    excess = program.excess_bytes(choice)
     for t in range(begin, end):
         interval, present, loaded = program.intervals[t], choice.present[t], choice.loaded[t]
         phase = program.problem.phases[interval.phase]
         after = [k + d for k, d in zip(present, loaded, strict=True)]
-        spare = max(0, -excess[t]) // ALLOCATION_BYTES * ALLOCATION_BYTES  # rings of layers take what is left, up to two blocks
         evicts = _blocks(program, [order[k:h] for order, k, h in zip(orders, present, held, strict=True)])
         loads = _blocks(program, [order[k:a] for order, k, a in zip(orders, present, after, strict=True)])
         keeps = _blocks(program, [order[:a] for order, a in zip(orders, after, strict=True)])
@@ -51,11 +48,8 @@ def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]
         actions += [Fill(name) for name in _at(program, choice.fills, t)]
         for use in phase.uses if interval.part != "load" else ():
             component = next(c for c, numbers in enumerate(program.problem.components) if numbers.name == use.component)
-            if streamed := program.streamed(choice, t, component):
-                ring = program.ring(choice, t, component)
-                more = max(0, min(spare, ring_bytes(streamed) - ring))
-                spare -= more
-                actions.append(Stream(use.component, keeps.get(use.component, ()), ring + more))
+            if program.streams(choice, t, component):
+                actions.append(Stream(use.component, keeps.get(use.component, ()), program.ring_bytes(choice, t, component)))
         homes = {program.problem.components[way.component].name: way.of.home for way in program.ways}
         actions += [Load(n, loads[n], homes[n]) for n in _by_next_use(program.problem, interval.phase) if n in loads]
         actions += [Run()] if interval.rounds else []

@@ -15,7 +15,7 @@ missing          what the slot's calls need is present, loaded by the slot (firs
 not-streamable   blocks that cannot be streamed are present when the slot starts
 rest-load        a rest slot loads nothing of a component that it uses
 stream           only what the slot uses is streamed, once; its keep is exactly what is present or loaded
-ring             a ring holds two of the largest block that passes (one, where only one passes)
+ring             a ring holds the largest block that passes; of a layer what finds no room among the activation while it runs
 fill             a home is filled once, before the end of the first run, and only one that does not lie on disk or is there before
 held             copies, and entering on the CPU, find the home filled, by the slot itself at the latest, and not freed
 free             only a home that is held is freed, and none in a session
@@ -233,9 +233,7 @@ class _Slot:
             return
         number, stream = self.streams[name]
         self.copies.setdefault(name, number)
-        least = min(2, len(through)) * max(variant.block_bytes[k] for k, _ in through)
-        if component.grain == "layers":  # each may pass alone, beside what lives while it runs
-            least = max(variant.block_bytes[k] - self.room(name, k) for k, _ in through)
+        least = max(variant.block_bytes[k] - self.room(name, k) for k, _ in through)
         if stream.ring_bytes < least:
             yield self.broken("ring", number, f"{len(through)} blocks pass through {stream.ring_bytes} bytes; it takes {least}")
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from graphrun.planner.cut import cut, cuttable
-from graphrun.planner.matrix import Matrix, Tier, freed
+from graphrun.planner.homes import freed
+from graphrun.planner.matrix import Matrix, Tier
 from graphrun.planner.needs import Need, least_needs, needed_components
 from graphrun.planner.orders import arrangements
 from graphrun.planner.problem import Problem

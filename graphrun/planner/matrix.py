@@ -16,9 +16,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrun.planner.homes import NOTHING, ONE, Homes, most_host_bytes
-from graphrun.planner.model import Model, Sum, plus
-from graphrun.planner.needs import ring_bytes
+from graphrun.planner.homes import NOTHING, ONE, Homes, freed, most_host_bytes
+from graphrun.planner.model import COARSE_GAP, GAP, Model, Sum, plus
+from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Cell, Choice, Program
 from graphrun.planner.settle import activation_bytes
 
@@ -51,9 +51,10 @@ class Matrix:
         self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
-        self.model = Model()
+        self.model = Model(COARSE_GAP if any(cell.by_layer for cell in program.cells) else GAP)
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
+        self.alone: list[dict[int, int]] = []  # per interval: r of the cells that may be streamed
         self._activations: list[tuple[Sum, Sum]] = []  # per interval: on the device, on the host
         self._uses = [[t for t, interval in enumerate(program.intervals) if interval.calls[j]] for j in range(len(program.cells))]
         self._starts = (0, program.turn) if program.session else (0,)
@@ -68,12 +69,15 @@ class Matrix:
         for t, interval in enumerate(program.intervals):
             self.present.append([])
             self.loaded.append([])
+            self.alone.append({})
             copies, rings = self._cells(t)
             seconds[self._time(t, copies, factors[t])] = interval.weight
             used, fixed = self._memory(t, rings)
             kept = self.spare.device.get(t, 0) / self.bytes_unit
             self.model.row(used, -np.inf, MEMORY_SCALE - fixed - kept)
             self.model.row({**used, peak: -1.0}, -np.inf, -fixed)
+            for j, column in self.alone[t].items():  # nor is a ring for one block alone chosen where it saves nothing
+                occupied[column] = 2e-3 * program.cells[j].block_bytes / self.bytes_unit / len(program.intervals)
             for column, value in used.items():
                 occupied[column] = occupied.get(column, 0.0) + 1e-3 * value / len(program.intervals)
             for cell, (terms, constant) in zip(program.cells, copies, strict=True):
@@ -132,6 +136,8 @@ class Matrix:
                 streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
                 model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
                 streams.setdefault(cell.way, []).append((streamed, j))
+                known = [self.alone[t][i] for _, i in streams[cell.way][:-1]] if cell.by_layer else []
+                self.alone[t][j] = known[0] if known else model.column(0.0, 1.0, True)
         return copies, streams
 
     def _follows(self, t: int, j: int) -> None:
@@ -175,29 +181,17 @@ class Matrix:
 
     def _time(self, t: int, copies: list[Sum], factor: float) -> int:
         """D of interval ``t``: its column."""
-        program, calls, model = self.program, self.program.intervals[t].calls, self.model
+        program, model = self.program, self.model
         every: list[tuple[float, Sum]] = []
         reads: list[tuple[float, Sum]] = []
         time = model.column(0.0, np.inf)
         own: list[tuple[float, Sum]] = [(1.0, ({time: 1.0}, 0.0))]
-        stretches: dict[tuple[int, str], tuple[float, list[tuple[float, Sum]], list[tuple[float, Sum]]]] = {}
         for j, blocks in enumerate(copies):
             cell = program.cells[j]
-            rates = [seconds * factor / self.seconds_unit for seconds in (cell.load_seconds, cell.disk_seconds)]
-            every.append((-rates[0], blocks))
-            reads += [(-rates[1], blocks)] if rates[1] else []
-            if calls[j]:
-                seconds, copied, read = stretches.get((cell.way, cell.stretch), (0.0, [], []))
-                seconds += program.compute_seconds(t, j) / self.seconds_unit
-                read = [*read, (-rates[1], blocks)] if rates[1] else read
-                stretches[cell.way, cell.stretch] = seconds, [*copied, (-rates[0], blocks)], read
-        for (way_number, _), (seconds, copied, read) in stretches.items():
-            compute = plus((seconds, self.homes.taken[way_number]))
-            longer = model.column(compute[1], np.inf)
-            if compute[0]:
-                model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
-            for rated in (copied, read) if read else (copied,):
-                model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
+            every.append((-cell.load_seconds * factor / self.seconds_unit, blocks))
+            reads += [(-cell.disk_seconds * factor / self.seconds_unit, blocks)] if cell.disk_seconds else []
+        for cells in program.stretches(t):
+            longer = self._stretch(t, cells, copies, factor)
             own.append((-1.0, ({longer: 1.0}, 0.0)))
         interval = program.intervals[t]
         own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
@@ -216,27 +210,53 @@ class Matrix:
                 model.row(*_least(plus((1.0, self.homes.held(number, t)), (-1.0, self.homes.taken[number]))))
         return time
 
+    def _stretch(self, t: int, cells: list[int], copies: list[Sum], factor: float) -> int:
+        """E of ``cells``, whose copies can hide behind each other's compute in interval ``t``: its column."""
+        program, model, unit = self.program, self.model, self.seconds_unit
+        way = program.cells[cells[0]].way
+        compute = plus((sum(program.compute_seconds(t, j) for j in cells) / unit, self.homes.taken[way]))
+        longer = model.column(compute[1], np.inf)
+        if compute[0]:
+            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
+        copied = [(-program.cells[j].load_seconds * factor / unit, copies[j]) for j in cells]
+        reads = [(-program.cells[j].disk_seconds * factor / unit, copies[j]) for j in cells if program.cells[j].disk_seconds]
+        for rated in (copied, reads) if reads else (copied,):
+            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
+        turns = [(-1.0, self._turns(t, j)) for j in cells if j in self.alone[t]]
+        if turns:
+            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *copied, *turns)))
+        return longer
+
+    def _turns(self, t: int, j: int) -> Sum:
+        """Compute of cell ``j`` in interval ``t`` that takes turns with its copies; below 0 where it does not and is alone."""
+        cell, each = (
+            self.program.cells[j],
+            self.program.intervals[t].calls[j] * self.program.intervals[t].seconds[j] / self.seconds_unit,
+        )
+        after = {self.present[t][j]: 1.0, self.loaded[t][j]: 1.0}
+        turns = plus((each * cell.count, ({self.alone[t][j]: 1.0}, 0.0)), (-each, (after, 0.0)))
+        if not cell.by_layer:
+            return turns
+        column = self.model.column(0.0, np.inf)
+        self.model.row(*_least(plus((1.0, ({column: 1.0}, 0.0)), (-1.0, turns))))
+        return {column: 1.0}, 0.0
+
     def _memory(self, t: int, streams: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, float], float]:
         """What interval ``t`` takes on the device: scaled terms, and what it takes anyway."""
         used: dict[int, float] = {}
         for j, cell in enumerate(self.program.cells):
             used[self.present[t][j]] = used[self.loaded[t][j]] = cell.held_bytes / self.bytes_unit
         fixed = float(self.program.intervals[t].fixed_bytes)
-        for way, members in streams.items():
-            cells = [self.program.cells[j] for _, j in members]
-            if "exclude" in cells[0].demanded:  # all of it streams, and holding an only block instead is not allowed
-                least = ring_bytes((cell.block_bytes, cell.count) for cell in cells)
-                if cells[0].by_layer:
-                    least = max(self.program.passing_bytes(t, j) for _, j in members)
-                for column, value in self.homes.taken[way][0].items():
-                    used[column] = used.get(column, 0.0) + least * value / self.bytes_unit
-                fixed += least * self.homes.taken[way][1]
-                continue
-            ring = self.model.column(0.0, np.inf)
-            used[ring] = 1.0
+        for members in streams.values():
+            largest, beside = self.model.column(0.0, np.inf), self.model.column(0.0, np.inf)
+            used[largest] = used[beside] = 1.0
             for streamed, j in members:
-                if (nbytes := self.program.passing_bytes(t, j)) > 0:
-                    self.model.row({ring: 1.0, streamed: -nbytes / self.bytes_unit}, 0.0, np.inf)
+                size = self.program.cells[j].held_bytes / self.bytes_unit
+                least = self.program.in_ring(t, j, False) / self.bytes_unit
+                self.model.row({largest: 1.0, streamed: -least}, 0.0, np.inf)
+                self.model.row({beside: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
+                if least < size:
+                    self.model.row({largest: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
         self._activations.append(self._activation(t))
         activation, _ = self._activations[t]
         spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]
@@ -334,7 +354,8 @@ class Matrix:
         fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.ways[n].variant for n in ways)
-        kept = Choice(present, loaded, fills, (-1,) * len(ways), spills)
+        depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else DEPTH for j in cells) for alone in self.alone)
+        kept = Choice(present, loaded, fills, (-1,) * len(ways), spills, depths)
         return variants, freed(program.taking(variants), kept)
 
     def _ways(self, component: int) -> list[int]:
@@ -347,20 +368,6 @@ def _whole_blocks(cell: Cell, present: float, loaded: float) -> tuple[int, int]:
         return round(present), round(loaded)
     held = int(present + ROUNDED)
     return held, int(present + loaded + ROUNDED) - held
-
-
-def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:
-    """``choice`` with every home freed when nothing needs it any more, where RAM would not hold them all to the end."""
-    problem, host = program.problem, program.host_bytes(choice)
-    limits = (problem.ram_bytes, problem.pinned_bytes)
-    fits = all(limit is None or taken <= limit for slot in host for taken, limit in zip(slot, limits, strict=True))
-    if (fits and not always) or program.session:
-        return choice
-    after = [need + 1 for need in program.last_need(choice)]
-    end = len(program.intervals)
-    held = [way.used and (way.fill_seconds is None or fill >= 0) for way, fill in zip(program.ways, choice.fills, strict=True)]
-    frees = tuple(at if at < end and is_held else -1 for at, is_held in zip(after, held, strict=True))
-    return Choice(choice.present, choice.loaded, choice.fills, frees, choice.spills)
 
 
 def _least(of: Sum, most: bool = False) -> tuple[Mapping[int, float], float, float]:

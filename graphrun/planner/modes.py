@@ -4,14 +4,17 @@ resident     every component is loaded before its first phase and stays to the e
 one by one   before each phase what it does not use is evicted, what it uses is loaded whole
 streamed     nothing that can be streamed stays: all of it passes through the ring in every call
 single K     one by one, but of the largest component K blocks stay in every class, the others pass; what does not fit is streamed
+
+A ring has room for two of the largest block that passes through it; for one alone where otherwise nothing fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
-from graphrun.planner.matrix import freed
+from graphrun.planner.homes import freed
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
 
@@ -26,10 +29,13 @@ def fitting(program: Program, mode: Mode, most: int | None = None) -> Iterator[C
     blocks = max((cell.count for cell in program.cells if cell.component == largest), default=0)
     found = 0
     for kept in range(blocks, -1, -1) if mode == "single K" else (0,):
-        choice = freed(program, _choice(program, mode, largest, kept))
-        if found != most and not over(program, choice):
-            found += 1
-            yield choice
+        deep = _choice(program, mode, largest, kept)
+        alone = replace(deep, depths=((1,) * len(program.cells),) * len(program.intervals))
+        for choice in (freed(program, deep), freed(program, alone)):
+            if found != most and not over(program, choice):
+                found += 1
+                yield choice
+                break
 
 
 def _short_bytes(program: Program, component: int) -> int:

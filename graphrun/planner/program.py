@@ -5,20 +5,25 @@ blocks of one way that computes on the device): K blocks present at its start, d
 
     unused      any K + d <= nb                                     x = d        blocks moved: prefetch
     used        K = nb, d = 0             not streamable            x = 0
-    used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring, ring >= 2*b*s
+    used        K + d + nb*s >= nb        first: x = nb - K         s: the rest of them pass through the ring
                                           rest:  x = n*(nb - K), d = 0 for the whole component
-    by layer    as used, ring >= (b - room)*s unless doubled; a layer that runs p times a call: x = n*p*(nb - K) - (p - 1)*d
+    ring        >= L + M                  L >= b*s: the largest that passes; M >= b*s - b*r: beside it one of each class
+                                          but those with r, whose copies and compute take turns
+    layers      L >= (b - room)*s: where all have r; K and d are whole only in the end; one that runs p times in a call has
+                x = n*p*(nb - K) - (p - 1)*d; of one child of the component copies hide behind each other's compute
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
     session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
                 whole    s = 0 where used         drop     K = 0 in load slots, K = d = 0 in phases of others
     home        filled in one slot at most; x = 0 before it, and after it was freed; on the CPU: filled before it is entered
     spill       of a value over a gap: out in the load slot of its first phase, back in that of the phase behind it
-    time        D >= sum of max(compute of j, copies of j) over the used j + compute on the CPU
+    time        D >= sum over the used j of max(compute of j, copies of j, where r: copies of j + compute of what passes)
+                     + compute on the CPU
                 D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + fills
     memory      sum b*(K + d) + rings + activation + values + carry <= effective budget;  homes and spills <= RAM, page-locked RAM
 
-x follows from K and d, so it is no variable. A ring for one block alone (b) never pays: holding that block costs the same bytes.
+x follows from K and d, so it is no variable. Room for one block alone pays where copies take much longer than compute: the bytes of
+the other hold a block that then need not be copied; and where there is no more room.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphrun.planner.needs import least_ring_bytes, ring_bytes, room_bytes, streamable_classes, used_components
+from graphrun.planner.gaps import Gap, gaps_of
+from graphrun.planner.needs import DEPTH, room_bytes, streamable_classes, used_components
 from graphrun.planner.plan import Part
 from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Placement, Problem, Variant
 from graphrun.planner.settle import activation_bytes, use_with
@@ -94,42 +100,24 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
-    """A value that may be spilled in load interval ``out`` and restored in load interval ``back``."""
-
-    value: int
-    nbytes: int
-    out: int
-    back: int
-    out_seconds: float
-    back_seconds: float
-
-    def absent(self, t: int) -> bool:
-        """Whether a spill keeps it off the device in interval ``t``."""
-        return self.out < t < self.back
-
-    def seconds(self, t: int) -> float:
-        """What a spill takes of the copies in interval ``t``."""
-        return self.out_seconds if t == self.out else self.back_seconds if t == self.back else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """Integers of a solution: ``present[t][j]`` and ``loaded[t][j]`` per cell of the ways taken, in which interval each component's
-    home is filled and freed (-1: never), which gaps are spilled."""
+    home is filled and freed (-1: never), which gaps are spilled; ``depths[t][j]``: for how many blocks the ring has room where some
+    of the cell are streamed, the largest that passes being one of them (none: for two everywhere)."""
 
     present: tuple[tuple[int, ...], ...]
     loaded: tuple[tuple[int, ...], ...]
     fills: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     spills: tuple[bool, ...] = ()
+    depths: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A problem as ways, cells and intervals (the end slot is no interval: it only evicts). In a session the further run's
     intervals follow the first run's, from number ``turn`` on. What costs seconds and bytes is asked of a program with one way to
-    a component (`taking`). ``doubled``: rings of layers have room for two of the largest, too."""
+    a component (`taking`)."""
 
     problem: Problem
     ways: tuple[Way, ...]
@@ -137,7 +125,6 @@ class Program:
     intervals: tuple[Interval, ...]
     gaps: tuple[Gap, ...]
     turn: int
-    doubled: bool = False
 
     @property
     def session(self) -> bool:
@@ -162,17 +149,31 @@ class Program:
             blocks = [self.moved(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))]
             copies = [factor * cell.load_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
             reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
-            stretches: dict[tuple[int, str], list[int]] = {}
-            for j, calls in enumerate(interval.calls):
-                if calls:
-                    stretches.setdefault((self.cells[j].way, self.cells[j].stretch), []).append(j)
+            turns = self._turns_seconds(choice, t)
             own = sum(
-                max(sum(self.compute_seconds(t, j) for j in of), sum(copies[j] for j in of), sum(reads[j] for j in of))
-                for of in stretches.values()
+                max(sum(self.compute_seconds(t, j) for j in of), sum(copies[j] + turns[j] for j in of), sum(reads[j] for j in of))
+                for of in self.stretches(t)
             )
             spills = sum(gap.seconds(t) for gap, out in zip(self.gaps, choice.spills, strict=False) if out)
             fills = sum(way.fill_seconds or 0.0 for way, at in zip(self.ways, choice.fills, strict=False) if at == t)
             found.append(max(own + sum(interval.cpu_seconds), sum(copies) + factor * spills, sum(reads) + factor * fills))
+        return tuple(found)
+
+    def stretches(self, t: int) -> list[list[int]]:
+        """The cells that interval ``t`` computes with, those together whose copies can hide behind each other's compute."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for j, calls in enumerate(self.intervals[t].calls):
+            if calls:
+                found.setdefault((self.cells[j].way, self.cells[j].stretch), []).append(j)
+        return list(found.values())
+
+    def _turns_seconds(self, choice: Choice, t: int) -> tuple[float, ...]:
+        """Compute per cell that has to wait for copies and lets copies wait: of what passes through room for one block alone."""
+        interval, found = self.intervals[t], [0.0] * len(self.cells)
+        rings = {component: self.ring_bytes(choice, t, component) for component in interval.used}
+        for j, cell in enumerate(self.cells):
+            if (passing := self._passing(choice, t, j)) and rings[cell.component] < self._largest(choice, t, j) + cell.held_bytes:
+                found[j] = interval.calls[j] * passing * interval.seconds[j]
         return tuple(found)
 
     def seconds(self, choice: Choice, factors: Sequence[float] = ()) -> float:
@@ -190,40 +191,37 @@ class Program:
             for j, cell in enumerate(self.cells)
         )
 
-    def streamed(self, choice: Choice, t: int, component: int) -> list[tuple[int, int]]:
-        """Bytes of a block and blocks streamed, per class of ``component`` of which some are streamed in interval ``t``."""
-        return [
-            (cell.block_bytes, cell.count - choice.present[t][j] - choice.loaded[t][j])
-            for j, cell in enumerate(self.cells)
-            if cell.component == component
-            and self.intervals[t].calls[j]
-            and cell.count > choice.present[t][j] + choice.loaded[t][j]
-        ]
+    def _passing(self, choice: Choice, t: int, j: int) -> int:
+        """Blocks of cell ``j`` that are streamed in interval ``t``."""
+        return self.cells[j].count - choice.present[t][j] - choice.loaded[t][j] if self.intervals[t].calls[j] else 0
 
-    def ring(self, choice: Choice, t: int, component: int) -> int:
-        """Bytes of the ring that ``component`` streams through in interval ``t``, 0 where it does not."""
-        if self.doubled or self.problem.components[component].grain == "blocks":
-            return ring_bytes(self.streamed(choice, t, component))
-        interval = self.intervals[t]
-        return least_ring_bytes(
-            (cell.block_bytes, interval.rooms[j])
-            for j, cell in enumerate(self.cells)
-            if cell.component == component and interval.calls[j] and cell.count > choice.present[t][j] + choice.loaded[t][j]
-        )
+    def streams(self, choice: Choice, t: int, component: int) -> bool:
+        """Whether any block of ``component`` is streamed in interval ``t``."""
+        return any(cell.component == component and self._passing(choice, t, j) for j, cell in enumerate(self.cells))
 
-    def passing_bytes(self, t: int, j: int) -> int:
-        """What of a ring it takes at least that blocks of cell ``j`` are streamed in interval ``t``."""
-        cell = self.cells[j]
-        if self.doubled or not cell.by_layer:
-            return round_up(2 * cell.block_bytes, ALLOCATION_BYTES)
-        return least_ring_bytes([(cell.block_bytes, self.intervals[t].rooms[j])])
+    def ring_bytes(self, choice: Choice, t: int, component: int) -> int:
+        """The ring of ``component`` in interval ``t``: the largest block that passes, and what the classes want beside it."""
+        passing = [j for j, cell in enumerate(self.cells) if cell.component == component and self._passing(choice, t, j)]
+        depths = choice.depths[t] if choice.depths else (DEPTH,) * len(self.cells)
+        beside = max(((depths[j] - 1) * self.cells[j].held_bytes for j in passing), default=0)
+        return max((self.in_ring(t, j, beside > 0) for j in passing), default=0) + beside
+
+    def in_ring(self, t: int, j: int, deep: bool) -> int:
+        """What a block of cell ``j`` takes of a ring that has room for another beside it (``deep``), or not."""
+        room = 0 if deep else self.intervals[t].rooms[j] // ALLOCATION_BYTES * ALLOCATION_BYTES
+        return max(0, self.cells[j].held_bytes - room)
+
+    def _largest(self, choice: Choice, t: int, j: int) -> int:
+        """Bytes of the largest block that is streamed beside cell ``j``."""
+        beside = (i for i, cell in enumerate(self.cells) if cell.component == self.cells[j].component)
+        return max((self.cells[i].held_bytes for i in beside if self._passing(choice, t, i)), default=0)
 
     def device_bytes(self, choice: Choice) -> tuple[int, ...]:
         """What is on the device per interval, at most."""
         found = []
         for t, interval in enumerate(self.intervals):
             held = sum(c.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, c in enumerate(self.cells))
-            rings = sum(self.ring(choice, t, component) for component in interval.used)
+            rings = sum(self.ring_bytes(choice, t, component) for component in interval.used)
             spilled = sum(g.nbytes for g, out in zip(self.gaps, choice.spills, strict=False) if out and g.absent(t))
             found.append(interval.fixed_bytes - spilled + self.activation_bytes(t) + held + rings)
         return tuple(found)
@@ -275,10 +273,10 @@ class Program:
 
     def taking(self, variants: Sequence[int]) -> Program:
         """The program with one way to a component, by its variant's index."""
-        return program_of(self.problem, tuple((variant,) for variant in variants), doubled=self.doubled)
+        return program_of(self.problem, tuple((variant,) for variant in variants))
 
 
-def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None, *, doubled: bool = False) -> Program:
+def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None) -> Program:
     """The program of ``problem``, whose order and options are chosen, with these variants of each component (None: the usable)."""
     used = {component.name for component in used_components(problem)}
     ways: list[Way] = []
@@ -297,7 +295,8 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
         for interval in _intervals(problem, ways, cells, number, weight)
     )
     turn = len(intervals) // len(weights)
-    return Program(problem, tuple(ways), cells, intervals, _gaps(problem, intervals, turn), turn, doubled)
+    loads = {interval.phase: t for t, interval in enumerate(intervals[:turn]) if interval.part == "load"}
+    return Program(problem, tuple(ways), cells, intervals, gaps_of(problem, loads, turn, len(intervals)), turn)
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
@@ -371,24 +370,3 @@ def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) ->
     use = use_with(next(use for use in phase.uses if use.component == component.name), way.of)
     blocks = zip(component.classes, use.class_calls_in(part), use.seconds, strict=True)
     return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)
-
-
-def _gaps(problem: Problem, intervals: Sequence[Interval], turn: int) -> tuple[Gap, ...]:
-    """Every gap of every value, in each run: phases in a row in which it lives unused, with load slots to spill and restore in."""
-    loads = {interval.phase: t for t, interval in enumerate(intervals[:turn]) if interval.part == "load"}
-    found = []
-    for number, value in enumerate(problem.values):
-        if not value.nbytes:
-            continue
-        start = None
-        for phase in range(value.first_phase, min(value.last_phase + 1, len(problem.phases))):
-            idle = problem.phases[phase].stage not in (*value.consumers, value.producer)
-            if not idle and start is not None and start in loads and phase in loads:
-                found.append((number, value.nbytes, loads[start], loads[phase]))
-            start = (phase if start is None else start) if idle else None
-    to, back = problem.hardware.d2h_bytes_per_second, problem.hardware.h2d_bytes_per_second
-    return tuple(
-        Gap(number, nbytes, out + shift, home + shift, nbytes / to, nbytes / back)
-        for shift in range(0, len(intervals), max(turn, 1))
-        for number, nbytes, out, home in found
-    )

@@ -17,7 +17,7 @@ from graphrun.planner.variants import over
 
 ROUNDS = 3
 FURTHER = 256  # times as much is kept free when keeping a slot's excess did not help: HiGHS takes 8 bytes too many for 8 GiB
-LARGE = 1500  # columns: above, variants, order and options are those of the first fastest plan found, whatever others tie with it
+LARGE = 2000  # columns: above, variants, order and options are those of the first fastest plan found, whatever others tie with it
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
 

@@ -52,14 +52,11 @@ def _solved(problem: Problem) -> Solution | None:
     if surely_infeasible(problem):
         return None
     found, every = arrangements(problem)
-    variants = [worthwhile(of.problem) for of in found]
-    first = choose([program_of(of.problem, some) for of, some in zip(found, variants, strict=True)])
+    first = choose([program_of(of.problem, worthwhile(of.problem)) for of in found])
     if first is None:
         return None
     chosen = found[first.number]
     program, choice, plan = _settled(problem, chosen, first)
-    if any(component.grain == "layers" for component in problem.components):
-        program, choice, plan = _with_rings(problem, found, variants, (program, choice, plan))
     if broken := check(problem, plan):
         raise BrokenPlan(f"the planner broke its own rules, which is a bug: {broken[0]}")
     objective, least = program.seconds(choice), first.program.seconds(first.choice)
@@ -67,17 +64,6 @@ def _solved(problem: Problem) -> Solution | None:
     again = sum(program.slot_seconds(choice)[program.turn :])
     proven = every and first.proven and gap <= PROVEN_GAP
     return Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again)
-
-
-def _with_rings(
-    problem: Problem, found: list[Arrangement], variants: list[tuple[tuple[int, ...], ...]], best: tuple[Program, Choice, Plan]
-) -> tuple[Program, Choice, Plan]:
-    """The faster of ``best``, whose layers may pass one by one, and the plan whose rings have room for two."""
-    doubled = [program_of(of.problem, some, doubled=True) for of, some in zip(found, variants, strict=True)]
-    if (answer := choose(doubled)) is None:
-        return best
-    other = _settled(problem, found[answer.number], answer)
-    return min(best, other, key=lambda of: _rank(simulate(problem, of[2])))
 
 
 def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Program, Choice, Plan]:

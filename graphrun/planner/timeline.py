@@ -12,7 +12,7 @@ and is left for later until it is there. A block's compute waits for its own cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
@@ -68,6 +68,8 @@ class Timeline:
         self._arrived: dict[Key, float] = {}
         self._rings = {name: Ring(nbytes) for name, nbytes in rings.items()}
         self._left: dict[str, list[float]] = {name: [] for name in rings}  # when compute left each placement
+        streamed = [work for work in works if work.source == "stream"]
+        self._following = {name: _following(streamed, name, sizes) for name in rings}
         for work in works:
             self._compute(work)
         while self._prefetch:
@@ -96,11 +98,13 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            _, released, alone = self._rings[key[0]].place(self._sizes[key].nbytes, self._rooms.get(key, 0))
+            nbytes, following, room = self._sizes[key].nbytes, next(self._following[key[0]], 0), self._rooms.get(key, 0)
+            place = self._rings[key[0]].place(nbytes, following, room)
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
-        ready = self._computed if alone else self._left[key[0]][released[-1]] if released else self._start
-        if released or alone:
+        ready = self._left[key[0]][place.released[-1]] if place.released else self._start
+        ready = self._computed if place.alone else ready
+        if place.released or place.alone:
             while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
                 if not self._disk.holds(self._prefetch[-1], max(self._copied, ready)):
                     break
@@ -119,3 +123,8 @@ class Timeline:
         self._disk.copied(key, self._copied)
         self.copies.append(Span(kind, key, 0, start, self._copied))
         return self._copied
+
+
+def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Size]) -> Iterator[int]:
+    """For each block of ``component`` that passes, the bytes of the one behind it."""
+    return iter([sizes[work.key].nbytes for work in streamed if work.key[0] == component][1:])

@@ -55,8 +55,9 @@ def follow_streamed(wide: int, thin: int, ring_bytes: int, on: Hardware = ON, ca
 
 @pytest.mark.parametrize("wide", range(5))
 @pytest.mark.parametrize("thin", [0, 1, 3, 5, 6])
-def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(wide: int, thin: int) -> None:
-    ring_bytes = 2 * (WIDE if wide < 4 else THIN)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(wide: int, thin: int, depth: int) -> None:
+    ring_bytes = depth * (WIDE if wide < 4 else THIN)
     of, plan, trace = follow_streamed(wide, thin, ring_bytes)
     planned = simulate(of, plan)
     for expected, measured in zip(planned.slots, trace.slots, strict=True):
@@ -66,7 +67,10 @@ def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(wi
     assert [e.detail for e in trace.events if e.kind == "stream"] == [e.detail for e in planned.events if e.kind == "stream"]
 
 
-@pytest.mark.parametrize("ring_bytes", [2 * WIDE, 2 * WIDE + 256, 3 * WIDE - 256, 2 * WIDE + THIN, 5 * WIDE + 3 * THIN, 40 * WIDE])
+RINGS = [WIDE, WIDE + THIN, 2 * WIDE, 2 * WIDE + 256, 3 * WIDE - 256, 2 * WIDE + THIN, 5 * WIDE + 3 * THIN, 40 * WIDE]
+
+
+@pytest.mark.parametrize("ring_bytes", RINGS)
 @pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 def test_the_clock_shows_the_simulated_seconds_for_any_ring(ring_bytes: int, flops: float) -> None:
     of, plan, trace = follow_streamed(1, 2, ring_bytes, hardware(flops=flops), calls=4)
@@ -83,6 +87,15 @@ def test_a_copy_into_the_ring_waits_for_the_block_that_lay_there() -> None:
     copies = [e for e in trace.events if e.kind == "stream" and e.slot == 2]
     assert [e.detail for e in copies] == [f"wide.{i}" for i in range(4)]
     for before, after in pairwise(copies[2:]):
+        assert after.start_seconds - before.start_seconds >= seconds * 0.99
+
+
+def test_with_room_for_one_block_copies_and_compute_take_turns() -> None:
+    on = hardware(flops=1e9)
+    _, _, trace = follow_streamed(0, 6, WIDE, on, calls=2)
+    copies = [e for e in trace.events if e.kind == "stream" and e.slot == 2]
+    seconds = use("a", 1, on).seconds[1] + (copies[0].end_seconds - copies[0].start_seconds)
+    for before, after in pairwise(copies):
         assert after.start_seconds - before.start_seconds >= seconds * 0.99
 
 
@@ -238,7 +251,7 @@ def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
     module.skip = expected.skip = frozenset(skip.split())
     of = problem({"a": module}, [[use("a", 3, ON)]])
     device = device_of(of)
-    for ring_bytes in (2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
+    for ring_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
         trace = run(of, streamed(of, 0, 0, ring_bytes, 2), Host({"a": module}, of, device), device, ["a"] * 3)
         assert torch.equal(trace.outputs["x"], plain({"a": expected}, ["a"] * 3))
 

@@ -111,7 +111,7 @@ class Run:
         of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
         most = of.horizon
         busy = {c for c, m, k, nb in of.classes() if of.calls(t, c, k)}
-        copies, reads, moved, bytes_held, rings = [], [], {}, [], {}
+        copies, reads, moved, turns, bytes_held, rings = [], [], {}, {}, [], {}
         for c, m, k, nb in of.classes():
             variant, y, n = of.variant(c, m), of.chosen[c, m], of.calls(t, c, k)
             present, loaded = self.held[c, m, k, t]
@@ -125,7 +125,9 @@ class Run:
             elif n:
                 passes = self.yes(f"passes {c} {m} {k} {t}")
                 sat.add(nb * y - present - loaded <= nb * passes)
-                rings.setdefault((c, m), []).append((variant["block_bytes"][k], passes, nb * y - present - loaded))
+                alone = self.yes(f"alone {c} {m} {k} {t}")
+                rings.setdefault((c, m), []).append((variant["block_bytes"][k], passes, alone))
+                turns[c, m, k] = nb * alone - present - loaded
                 x = (n if part == "rest" else 1) * (nb * y - present)
             if c in of.used:
                 sat.add(x <= max(1, n) * nb * self.homes[c, m, t])
@@ -136,7 +138,7 @@ class Run:
             bytes_held.append(up(variant["block_bytes"][k]) * (present + loaded))
         bytes_held += [self.ring(t, c, m, passing) for (c, m), passing in rings.items()]
         self.room(t, bytes_held)
-        own = [self.own(t, c, k, moved, most) for c in sorted(busy) for k in range(len(of.components[c]["classes"]))]
+        own = [self.own(t, c, k, moved, turns, most) for c in sorted(busy) for k in range(len(of.components[c]["classes"]))]
         for c, m in of.chosen:
             if of.variant(c, m)["device"] == "cpu":
                 for k, blocks in enumerate(of.components[c]["classes"]):
@@ -158,8 +160,8 @@ class Run:
             sat.add(seconds >= sum(channel))
         return seconds
 
-    def own(self, t: int, c: int, k: int, moved: dict[tuple[int, int, int], Any], most: int) -> Any:
-        """E: the longest of computing a class, copying it and reading it."""
+    def own(self, t: int, c: int, k: int, moved: dict[tuple[int, int, int], Any], turns: dict[Any, Any], most: int) -> Any:
+        """E: the longest of computing a class, copying it (with computing what passes one by one), and reading it."""
         of, n = self.of, self.of.calls(t, c, k)
         ways = [(m, of.variant(c, m)) for at, m in of.chosen if at == c and of.variant(c, m)["device"] != "cpu"]
         if not n or not ways:
@@ -168,19 +170,22 @@ class Run:
         longest = self.number(most, f"E {t} {c} {k}")
         of.sat.add(longest >= sum(of.units(n * nb * of.seconds(t, c, m, k)) * of.chosen[c, m] for m, _ in ways))
         of.sat.add(longest >= sum(of.units(variant["load_seconds"][k]) * moved[c, m, k] for m, variant in ways))
+        for m, variant in ways:
+            if (c, m, k) in turns:
+                each = of.units(n * of.seconds(t, c, m, k))
+                of.sat.add(longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * turns[c, m, k])
         reads = [(m, variant["disk_seconds"][k]) for m, variant in ways if variant["home"] == "disk"]
         of.sat.add(longest >= sum(of.units(seconds) * moved[c, m, k] for m, seconds in reads))
         return longest
 
     def ring(self, t: int, c: int, m: int, passing: list[tuple[int, Any, Any]]) -> Any:
-        """Room for two of the largest block that passes, for one where one passes."""
-        sat, most = self.of.sat, max(up(2 * nbytes) for nbytes, _, _ in passing)
-        ring, two = self.number(most, f"ring {t} {c} {m}"), self.yes(f"two {t} {c} {m}")
-        count = sum(len(blocks["blocks"]) for blocks in self.of.components[c]["classes"])
-        sat.add(sum(blocks for _, _, blocks in passing) <= 1 + count * two)
-        for nbytes, passes, _ in passing:
-            sat.add(ring >= up(nbytes) * passes + (up(2 * nbytes) - up(nbytes)) * (passes + two - 1))
-        return ring
+        """Room for the largest block that passes, and beside it for one of each class whose blocks need not wait for each other."""
+        most = max(up(nbytes) for nbytes, _, _ in passing)
+        largest, beside = self.number(most, f"largest {t} {c} {m}"), self.number(most, f"beside {t} {c} {m}")
+        for nbytes, passes, alone in passing:
+            self.of.sat.add(largest >= up(nbytes) * passes)
+            self.of.sat.add(beside >= up(nbytes) * passes - up(nbytes) * alone)
+        return largest + beside
 
     def room(self, t: int, bytes_held: list[Any]) -> None:
         """Budgets of the device, of RAM and of page-locked RAM."""

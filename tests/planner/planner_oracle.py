@@ -91,14 +91,31 @@ class Choice:
         return next((use for use in self.phases[number].uses if use.component == name), None)
 
     def table(self, t: int) -> dict[str, np.ndarray]:
-        """Per allowed pair of states: seconds of computing classes, of copies and of reads; bytes moved and held; who copies."""
+        """Per allowed pair of states and size of rings: seconds of computing classes, of copies and of reads; bytes moved and held;
+        who copies."""
+        sizes = []
+        for name in self.names:
+            blocks = [
+                self.variants[name].block_bytes[k]
+                for of, k, _, may in self.cells
+                if of == name and self.calls(t, name, k)[0] and may
+            ]
+            sizes.append(sorted({(-1, 0), *product(blocks, {0, *blocks})}))
+        found = [self.with_rings(t, dict(zip(self.names, rings, strict=True))) for rings in product(*sizes)]
+        joined = {key: np.concatenate([of[key] for of in found]) for key in found[0]}
+        order = np.argsort(joined["end"], kind="stable")
+        return {key: of[order] for key, of in joined.items()}
+
+    def with_rings(self, t: int, rings: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+        """`table` with rings for these two blocks, the first of them the largest that passes; -1: nothing is streamed. Classes of
+        larger blocks than the second wait for each other. A ring that no class asks for is none of these."""
         number, part = self.slots[t]
         phase = self.phases[number]
         allowed = np.ones(len(self.begin), dtype=bool)
         own, transfer, disk = (np.zeros(len(self.begin)) for _ in range(3))
         moved, held = np.zeros(len(self.begin), dtype=np.int64), np.zeros(len(self.begin), dtype=np.int64)
         copying = {name: np.zeros(len(self.begin), dtype=bool) for name in self.names}
-        rings = {name: (np.zeros_like(moved), np.zeros_like(moved)) for name in self.names}
+        asked = {name: np.full((2, len(self.begin)), [[first < 0], [second == 0]]) for name, (first, second) in rings.items()}
         busy = {name for name, k, _, _ in self.cells if self.calls(t, name, k)[0]}
         for j, (name, k, nb, may) in enumerate(self.cells):
             here, there = self.here[:, j], self.there[:, j]
@@ -111,17 +128,20 @@ class Choice:
             if n and not may:
                 allowed &= here == nb
             elif n:
-                passing, largest = rings[name]
-                rings[name] = (passing + nb - there, np.maximum(largest, np.where(nb > there, nbytes, 0)))
                 copies = (1 if part == "first" else n) * (nb - here)
+                allowed &= (there == nb) | (nbytes <= rings[name][0])
+                for which, room in enumerate(rings[name]):
+                    asked[name][which] |= (there < nb) & (room == nbytes)
             read = copies * (variant.disk_seconds[k] if variant.home == "disk" else 0.0)
             if n:
-                own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k], read))
+                in_turn = n * seconds * (nb - there) if may and up(rings[name][1]) < up(nbytes) else 0.0
+                own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + in_turn, read))
             transfer, disk, moved = transfer + copies * variant.load_seconds[k], disk + read, moved + copies * nbytes
             held += up(nbytes) * there
             copying[name] |= copies > 0
-        for passing, largest in rings.values():
-            held += (np.minimum(2, passing) * largest + 511) // 512 * 512
+        for name, (first, second) in rings.items():
+            held += up(max(0, first)) + up(second)
+            allowed &= asked[name].all(axis=0)
         for name in self.names:
             if self.variants[name].device == "cpu" and self.use(number, name):
                 for k, of in enumerate(self.classes[name]):

@@ -10,6 +10,7 @@ from planner_problems import GIB, MIB, component, flux, hardware, problem
 from graphrun.planner.check import check
 from graphrun.planner.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.planner.needs import least_needs
+from graphrun.planner.plan import Stream
 from graphrun.planner.problem import PhaseNumbers, Problem, Use
 from graphrun.planner.solve import solve
 from graphrun.units import show_size
@@ -37,7 +38,7 @@ def test_streamed_components_need_their_fixed_weights_and_a_ring() -> None:
     needs = {need.phase: need for need in least_needs(flux(8 * GIB))}
     need = needs["denoise/0:transformer"]
     assert need.weights_bytes == 180 * MIB
-    assert need.ring_bytes == 680 * 10**6 // 512 * 512 + 512 * (680 * 10**6 % 512 > 0)
+    assert need.ring_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger class"
 
 
 def test_the_smallest_budget_is_exact() -> None:
@@ -47,23 +48,25 @@ def test_the_smallest_budget_is_exact() -> None:
     assert refused(flux(smallest - 1)).smallest_budget_bytes == smallest
 
 
-def test_a_class_is_held_where_that_takes_less_than_its_ring() -> None:
-    # streaming both: a ring of 20 KiB; holding the one large block and streaming the small ones: 10 + 8
-    one = component("one", ("large", 1, 10 * 1024, True), ("small", 9, 4 * 1024))
-    of = problem(18 * 1024, (one,), (PhaseNumbers("s", 0, (Use("one", 2, (2, 2), (1.0, 1.0)),), 0, 0, 0),))
-    assert smallest_budget(of) == 18 * 1024
-    assert check(of, solve(of).plan) == ()
-    refused(replace(of, budget_bytes=18 * 1024 - 1))
+def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_less_none() -> None:
+    one = component("one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("rest", 1, 1024))
+    of = problem(11 * 1024 + 512, (one,), (PhaseNumbers("s", 0, (Use("one", 2, (2, 2, 2), (1.0, 1.0, 0.0)),), 0, 512, 0),))
+    assert smallest_budget(of) == 11 * 1024 + 512
+    solution = solve(of)
+    assert check(of, solution.plan) == ()
+    rings = {action.ring_bytes for slot in solution.plan.slots for action in slot.actions if isinstance(action, Stream)}
+    assert rings == {10 * 1024}
+    refused(replace(of, budget_bytes=11 * 1024 + 511))
 
 
-def test_first_and_rest_are_weighed_together() -> None:
-    # first streams wide (60 KiB of ring); holding "tall" costs first 10 KiB and spares rest 2 of the 20 KiB of its ring
+def test_first_and_rest_are_weighed_apart() -> None:
+    # first streams wide blocks through 30 KiB; rest does not, and has 51 KiB of activation: 51 + 10 of its own ring
     one = component("one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024))
     phase = PhaseNumbers("s", 0, (Use("one", 3, (3, 3, 1), (1.0, 1.0, 1.0)),), 0, 0, 51 * 1024)
-    of = problem(70 * 1024, (one,), (phase,))
-    assert smallest_budget(of) == 70 * 1024
+    of = problem(61 * 1024, (one,), (phase,))
+    assert smallest_budget(of) == 61 * 1024
     assert check(of, solve(of).plan) == ()
-    refused(replace(of, budget_bytes=70 * 1024 - 1))
+    refused(replace(of, budget_bytes=61 * 1024 - 1))
 
 
 def test_ram_holds_every_home() -> None:

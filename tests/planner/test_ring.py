@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,25 @@ def test_smaller_blocks_share_the_room_and_wrap_whole() -> None:
     assert ring.place(100) == (100, (3,))
 
 
+def test_two_that_follow_each_other_never_share_a_place_where_there_is_room_for_both() -> None:
+    #  | 0     |free|     1 |       then 110 bytes from 0 on: over 0 and the room between, not over 1
+    ring = Ring(220)
+    assert ring.place(90, 90) == (0, ())
+    assert ring.place(90, 110) == (130, ())
+    assert ring.place(110, 110) == (0, (0,))
+    assert ring.place(110, 0) == (110, (1,))
+    blind = Ring(220)
+    assert [blind.place(nbytes) for nbytes in (90, 90, 110)] == [(0, ()), (90, ()), (0, (0, 1))]
+
+
+@given(st.lists(st.integers(1, 64), min_size=2, max_size=80))
+def test_room_for_any_two_neighbours_is_enough_for_all(sizes: list[int]) -> None:
+    ring = Ring(max(a + b for a, b in pairwise(sizes)))
+    for number, nbytes in enumerate(sizes):
+        _, released = ring.place(nbytes, sizes[number + 1] if number + 1 < len(sizes) else 0)
+        assert number - 1 not in released
+
+
 def test_a_block_larger_than_the_ring_is_refused() -> None:
     with pytest.raises(ValueError, match="a block of 201 bytes does not fit a ring of 200 bytes"):
         Ring(200).place(201)
@@ -39,7 +60,8 @@ def test_what_is_not_released_is_not_overwritten(sizes: list[int], spare: int) -
     live: dict[int, tuple[int, int]] = {}
     seen: list[int] = []
     for number, nbytes in enumerate(sizes):
-        offset, released = ring.place(nbytes)
+        known = number + 1 < len(sizes) and number % 3
+        offset, released = ring.place(nbytes, sizes[number + 1] if known else 0)
         assert 0 <= offset <= offset + nbytes <= capacity
         for old in released:
             del live[old]
