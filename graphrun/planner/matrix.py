@@ -133,7 +133,8 @@ class Matrix:
                 times, kept = float(calls * passes), float(passes - 1)
                 copies.append(plus((times, all_of), (-times, here), (-kept, ({loaded: 1.0}, 0.0))))
                 self._ready(t, cell.way, plus((1.0, all_of), (-1.0, here)), count)
-                streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
+                may_pass = 0.0 if cell.demanded & {"keep", "whole"} else 1.0
+                streamed = model.column(may_pass if cell.by_layer else 0.0, may_pass, True)
                 model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
                 streams.setdefault(cell.way, []).append((streamed, j))
                 known = [self.alone[t][i] for _, i in streams[cell.way][:-1]] if cell.by_layer else []

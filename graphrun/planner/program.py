@@ -9,8 +9,8 @@ blocks of one way that computes on the device): K blocks present at its start, d
                                           rest:  x = n*(nb - K), d = 0 for the whole component
     ring        >= L + M                  L >= b*s: the largest that passes; M >= b*s - b*r: beside it one of each class
                                           but those with r, whose copies and compute take turns
-    layers      L >= (b - room)*s: where all have r; K and d are whole only in the end; one that runs p times in a call has
-                x = n*p*(nb - K) - (p - 1)*d; of one child of the component copies hide behind each other's compute
+    layers      s = 1, L >= (b - room)*s where all have r; K and d are whole only in the end; one that runs p times in a call
+                has x = n*p*(nb - K) - (p - 1)*d; of one child of the component copies hide behind each other's compute
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
     session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
