@@ -68,11 +68,12 @@ class _Found:
     owners: set[str]
 
 
-def lay_out(module: nn.Module, paths: Sequence[str]) -> dict[str, BlockLayout]:
+def lay_out(module: nn.Module, paths: Sequence[str], *, by_layer: bool = False) -> dict[str, BlockLayout]:
     """The layout of every block in ``paths`` (the root ``""`` included, it takes what no other block does).
 
     Parameters and buffers count alike, persistent or not, and so do the statistics that quantized layers hold beside them. A tensor
-    tied across blocks belongs to the root, which is never streamed. Works on meta modules too.
+    tied across blocks belongs to the root, which is never streamed; ``by_layer`` one that only one of ``paths`` has belongs there,
+    since a layer is a block only where nothing else reads its tensors. Works on meta modules too.
     """
     found: dict[int, _Found] = {}
     known = dict.fromkeys(path for path in paths if path)
@@ -88,7 +89,8 @@ def lay_out(module: nn.Module, paths: Sequence[str]) -> dict[str, BlockLayout]:
     offsets = dict.fromkeys(("", *known), 0)
     entries: dict[str, list[TensorEntry]] = {path: [] for path in offsets}
     for item in found.values():
-        path = item.owners.pop() if len(item.owners) == 1 else ""
+        owners = item.owners - {""} if by_layer else item.owners
+        path = next(iter(owners)) if len(owners) == 1 else ""
         nbytes = item.tensor.numel() * item.tensor.element_size()
         names = tuple(dict.fromkeys(item.names))
         entries[path].append(TensorEntry(offsets[path], nbytes, item.tensor, tuple(item.places), names, item.field))

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from graphrun.components.origins import commits_of
 from graphrun.components.weights import config_file, file_stamps, local_folder, local_place
 from graphrun.errors import PlanError
-from graphrun.estimator.events import Call, Facts, Mark, Probed, Product, Tape
+from graphrun.estimator.events import Call, Cut, Facts, Mark, Probed, Product, Span, Tape
 from graphrun.estimator.feedback import informed
 from graphrun.estimator.numbers import Limits, problem_of, ways_of
 from graphrun.estimator.shapes import keep_shapes
@@ -232,7 +232,7 @@ def to_json(probed: Probed) -> dict[str, Any]:
     calls: dict[int, Call] = {id(item.call): item.call for item in probed.tape.items if isinstance(item, Mark) and item.call}
     numbers = {key: number for number, key in enumerate(calls)}
     return {
-        "calls": [{**asdict(call), "touched": sorted(call.touched)} for call in calls.values()],
+        "calls": [{**asdict(call), "touched": sorted(call.touched), "outside": sorted(call.outside)} for call in calls.values()],
         "items": [
             [item.kind, item.name, numbers[id(item.call)] if item.call else -1] if isinstance(item, Mark) else item
             for item in probed.tape.items
@@ -252,6 +252,8 @@ def from_json(data: Mapping[str, Any]) -> Probed:
                 "touched": frozenset(call["touched"]),
                 "flops": tuple((path, flops) for path, flops in call["flops"]),
                 "products": tuple(Product(**product) for product in call["products"]),
+                "spans": tuple(Span(**span) for span in call["spans"]),
+                "outside": frozenset(call["outside"]),
             }
         )
         for call in data["calls"]
@@ -263,13 +265,18 @@ def from_json(data: Mapping[str, Any]) -> Probed:
     facts = {
         name: Facts(
             found["parameters"],
-            tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"]),
-            tuple(found["block_bytes"]),
-            {precision: tuple(sizes) for precision, sizes in found["precisions"].items()},
+            *_cut(found),
             {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
             {name: (most, written) for name, (most, written) in found["widened"].items()},
             tuple(found["as_stored"]),
+            Cut(*_cut(found["by_layer"])) if found["by_layer"] else None,
         )
         for name, found in data["facts"].items()
     }
     return Probed(Tape(items, {name: frozenset(keys) for name, keys in data["values"].items()}), facts)
+
+
+def _cut(found: Mapping[str, Any]) -> tuple[tuple[BlockClass, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Classes, bytes of a block, and those in other precisions."""
+    classes = tuple(BlockClass(**{**k, "blocks": tuple(k["blocks"])}) for k in found["classes"])
+    return classes, tuple(found["block_bytes"]), {precision: tuple(sizes) for precision, sizes in found["precisions"].items()}

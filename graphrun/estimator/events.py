@@ -22,6 +22,15 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A call of the layer ``path`` within a call of its component: from event ``begin`` to ``end`` (half-open)."""
+
+    path: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One kind of call into a component, traced once for a signature of argument shapes.
 
@@ -29,7 +38,8 @@ class Call:
     nbytes < 0 is scratch of that size, of which ``key`` bytes are not taken by cards that spare large copies.
     ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
     ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
-    each with the path of the block it ran in (``""`` outside of all). ``products``: the matrix products with a weight.
+    each with the path of the layer or block it ran in (``""`` outside of all). ``products``: the matrix products with a weight.
+    ``spans``: the calls of layers, in order. ``outside``: layers of which a tensor was read outside of their own calls.
     """
 
     component: str
@@ -40,6 +50,8 @@ class Call:
     touched: frozenset[str]
     flops: tuple[tuple[str, float], ...]
     products: tuple[Product, ...] = ()
+    spans: tuple[Span, ...] = ()
+    outside: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,15 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Another way to cut a component: its classes of blocks, bytes of a block per class, and those in other precisions."""
+
+    classes: tuple[BlockClass, ...]
+    block_bytes: tuple[int, ...]
+    precisions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What a component's structure says: its parameters, its classes of blocks, per class the bytes of its largest block, as the
     graph declares it, and in every precision. ``layers``: the weights that int8 and nf4 quantize, each (outputs, inputs);
@@ -97,6 +118,7 @@ class Facts:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     as_stored: tuple[str, ...] = ()
+    by_layer: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)

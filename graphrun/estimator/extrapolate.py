@@ -85,7 +85,7 @@ class Range:
                 live[key] = nbytes
                 peak = max(peak, now)
         inputs = self._bytes(here.input_bytes, there.input_bytes, size)
-        return replace(here, events=events, peak_bytes=peak, input_bytes=inputs, flops=(), products=())
+        return replace(here, events=events, peak_bytes=peak, input_bytes=inputs, flops=(), products=(), spans=())
 
     def _bytes(self, here: int, there: int, size: Size) -> int:
         """Bytes at ``size`` of what takes ``here`` and ``there`` in the two runs; scratch is negative."""

@@ -105,6 +105,8 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
         copied = {action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))}
         name = event.component
         if event.kind == "block":
+            if problem.component(name).grain == "layers":
+                continue  # their classes are other ones
             name = f"{name}/{classes[event.component, event.detail]}"
         elif event.kind != "run" or name in copied:
             continue
@@ -161,8 +163,17 @@ def _use(problem: Problem, use: Use, known: Mapping[str, float]) -> Use:
             by[number] = _ratio(block_seconds, statistics.median(own))
     if all(factor == 1.0 for factor in by):
         return use
+    if use.layers is not None:
+        times = sum(by[k] * seconds for k, _, seconds in use.order) / max(sum(seconds for _, _, seconds in use.order), 1e-12)
+        use = replace(use, layers=scaled(use.layers, times or by[0]))
     order = tuple((k, block, seconds * by[k]) for k, block, seconds in use.order)
     return replace(use, seconds=tuple(seconds * factor for seconds, factor in zip(use.seconds, by, strict=True)), order=order)
+
+
+def scaled(use: Use, by: float) -> Use:
+    """``use`` with all its seconds multiplied."""
+    order = tuple((k, block, seconds * by) for k, block, seconds in use.order)
+    return replace(use, seconds=tuple(seconds * by for seconds in use.seconds), order=order)
 
 
 def _ratio(measured: float | None, expected: float) -> float:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
 from graphrun.components.origins import commits_of
 from graphrun.estimator.allocator import ROUND_BYTES
-from graphrun.estimator.events import Call, Probed, Tape
+from graphrun.estimator.events import Call, Facts, Probed, Tape
+from graphrun.estimator.uses import cuttable, use_of
 from graphrun.estimator.variants import variants_of
 from graphrun.estimator.windows import Window, windows_of
 from graphrun.graph.graph import Graph, Reference
@@ -26,7 +27,6 @@ from graphrun.planner.problem import (
     Placement,
     Problem,
     StageOption,
-    Use,
     ValueNumbers,
 )
 from graphrun.units import round_up
@@ -65,18 +65,7 @@ def problem_of(
 
     ``ways``: (stage, option, dry run with it) for each other way to run a stage that a plan may choose.
     """
-    calls: dict[str, list[Call]] = defaultdict(list)
-    for call in {id(call): call for _, call in probed.tape.entries()}.values():
-        calls[call.component].append(call)
-    components = {
-        name: ComponentNumbers(
-            name,
-            facts.parameters,
-            facts.classes,
-            variants_of(graph.components[name], facts, calls.get(name, []), hardware, homes=limits.homes, allow=limits.allow),
-        )
-        for name, facts in probed.facts.items()
-    }
+    components = _components(graph, probed, hardware, limits)
     phases, values = _phases(graph, probed, components, hardware)
     options = []
     for stage, name, tried in ways:
@@ -84,6 +73,7 @@ def problem_of(
         if own != tuple(phase for phase in phases if phase.stage == stage):
             options.append(StageOption(stage, name, own, OPERATIONS[graph.stage(stage).op].options[name]))
     used = {use.component for phase in phases for use in phase.uses}
+    cut = cuttable((*phases, *(phase for option in options for phase in option.phases)))
     problem = Problem(
         graph=graph.name,
         graph_digest=graph.digest,
@@ -91,7 +81,7 @@ def problem_of(
         hardware=hardware,
         budget_bytes=limits.budget_bytes,
         ram_bytes=limits.ram_bytes,
-        components=tuple(numbers for name, numbers in components.items() if name in used),
+        components=tuple(of if name in cut else replace(of, layers=None) for name, of in components.items() if name in used),
         phases=phases,
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
@@ -111,6 +101,25 @@ def problem_of(
         ("pin", demands.pin),
     )
     return directed(problem, [Directive(placement, name) for placement, names in placements for name in names])
+
+
+def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in {id(call): call for _, call in probed.tape.entries()}.values():
+        calls[call.component].append(call)
+
+    def numbers(name: str, facts: Facts) -> ComponentNumbers:
+        more = calls.get(name, []), hardware
+        variants = variants_of(graph.components[name], facts, *more, homes=limits.homes, allow=limits.allow)
+        return ComponentNumbers(name, facts.parameters, facts.classes, variants)
+
+    found = {}
+    for name, facts in probed.facts.items():
+        found[name] = numbers(name, facts)
+        if (cut := facts.by_layer) is not None:
+            finer = replace(facts, classes=cut.classes, block_bytes=cut.block_bytes, precisions=cut.precisions, by_layer=None)
+            found[name] = replace(found[name], layers=replace(numbers(name, finer), grain="layers"))
+    return found
 
 
 def ways_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
@@ -195,71 +204,11 @@ def _phase(
     return PhaseNumbers(
         stage=entries[0][0],
         index=index,
-        uses=tuple(_use(components[name], made, hardware) for name, made in calls.items()),
+        uses=tuple(use_of(components[name], made, hardware, window) for name, made in calls.items()),
         carry_bytes=max(0, window.entry_bytes - value_bytes),
         first_bytes=max(0, window.first_bytes - window.entry_bytes),
         rest_bytes=max(0, window.rest_bytes - window.entry_bytes),
     )
-
-
-def _use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
-    kinds = {id(call): call for call in calls}.values()
-    reads = {id(call): frozenset(_class_of(component, name) for name in call.touched) for call in kinds}
-    orders = {id(call): _stretches(component, call, hardware) for call in kinds}
-    hiding = {key: _hiding(component, order) for key, order in orders.items()}
-    class_calls, seconds = [], []
-    for number, k in enumerate(component.classes):
-        read = sum(number in reads[id(call)] for call in calls)
-        if read and number not in reads[id(calls[0])]:
-            read += 1  # `Use` has the first of a class's calls in the first of the component's: be there then, too
-        class_calls.append(read)
-        seconds.append(sum(hiding[id(call)][number] for call in calls) / (len(k.blocks) * max(1, read)))
-    return Use(component.name, len(calls), tuple(class_calls), tuple(seconds), orders[id(calls[0])] if len(kinds) == 1 else ())
-
-
-def _hiding(component: ComponentNumbers, order: Sequence[tuple[int, int, float]]) -> list[float]:
-    """Seconds per class of one call, in which copies of the class can hide.
-
-    While the rest computes between two blocks, the ring fills for the block that follows: that hides two copies at most. What is
-    longer hides nothing and stays with the rest. The stretch behind the last block joins the one before the next call's first.
-    """
-    found = [0.0] * len(component.classes)
-    blocks = [number for number, (k, _, _) in enumerate(order) if k]
-    if not blocks:
-        found[0] = sum(seconds for _, _, seconds in order)
-        return found
-    waiting = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
-    for k, _, seconds in order[: blocks[-1] + 1]:
-        if k:
-            hidden = min(waiting, 2 * component.variants[0].load_seconds[k])
-            found[k] += seconds + hidden
-            found[0] += waiting - hidden
-            waiting = 0.0
-        else:
-            waiting += seconds
-    return found
-
-
-def _stretches(component: ComponentNumbers, call: Call, hardware: Hardware) -> tuple[tuple[int, int, float], ...]:
-    """The call's compute in order: class, block in it, seconds. What ran in no block of a class is the rest's (class 0)."""
-    places = {path: (k, i) for k, of in enumerate(component.classes) for i, path in enumerate(of.blocks)}
-    found: list[tuple[int, int, float]] = []
-    for path, flops in call.flops:
-        place = places.get(path, (0, 0))
-        if found and found[-1][:2] == place:
-            flops += found.pop()[2]
-        found.append((*place, flops))
-    return tuple((k, i, flops / hardware.flops_per_second) for k, i, flops in found)
-
-
-def _class_of(component: ComponentNumbers, tensor: str) -> int:
-    """The class whose block has the longest path that is a prefix of the tensor's name."""
-    best, length = 0, -1
-    for number, k in enumerate(component.classes):
-        for path in k.blocks:
-            if len(path) > length and (not path or tensor.startswith(f"{path}.")):
-                best, length = number, len(path)
-    return best
 
 
 def _values(graph: Graph, tape: Tape, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:

@@ -137,7 +137,7 @@ def requantized(
             events.append((key + 2, 0))
         key += 2
     products = tuple(replace(product, event=moved[product.event]) for product in call.products)
-    return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products)
+    return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products, spans=())
 
 
 def _scratch(

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
-from graphrun.components.blocks import lay_out
 from graphrun.components.build import build_part, ghost, held_ghost
 from graphrun.components.content import as_stored
 from graphrun.components.entry import Boundary, Casts
@@ -26,11 +25,11 @@ from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.components.trees import tensors_in, walk
-from graphrun.estimator.events import Call, Facts, Mark, Probed, Tape
+from graphrun.estimator.events import Call, Cut, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.repeats import Repeats
-from graphrun.estimator.weights import choices_among, classify, unit_paths
+from graphrun.estimator.weights import choices_among, classify, classify_layers, unit_paths
 from graphrun.graph.graph import Component, Graph
 from graphrun.ops import run_stages
 from graphrun.sim.tensor import SimTensor
@@ -118,9 +117,10 @@ class Prober:
         module = self.ghosts[name]
         calls = [call for call, _ in self._known.values() if call.component == name]
         classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
-        layouts = lay_out(module, [path for k in classes for path in k.blocks])
-        nbytes = tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
-        facts = Facts(sum(p.numel() for p in module.parameters()), classes, nbytes)
+        layers = classify_layers(module, calls)
+        by_layer = Cut(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
+        parameters = sum(p.numel() for p in module.parameters())
+        facts = Facts(parameters, classes, laid_out_bytes(module, classes), by_layer=by_layer)
         return _in_every_precision(facts, graph, graph.components[name], module) if graph else facts
 
     def _trace(
@@ -140,7 +140,8 @@ class Prober:
         )
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
-        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products), template
+        spans, outside = tuple(recorder.spans), frozenset(recorder.outside)
+        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside), template
 
     def _record(
         self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device
@@ -169,8 +170,9 @@ class Prober:
 def _in_every_precision(facts: Facts, graph: Graph, component: Component, module: nn.Module) -> Facts:
     """``facts`` of ``component`` with bytes of its blocks in every precision. What a class keeps in fp32 depends on the dtype it is
     made in; what its files hold quantized is as it is there."""
-    classes, layers = facts.classes, quantized_shapes(module, component.dtype)
-    sizes = block_bytes_by_precision(module, classes, component.dtype)
+    layers = quantized_shapes(module, component.dtype)
+    cuts = [(facts.classes, False), *([(facts.by_layer.classes, True)] if facts.by_layer is not None else [])]
+    sizes = [block_bytes_by_precision(module, classes, component.dtype, by_layer=by_layer) for classes, by_layer in cuts]
     as_they_are: tuple[str, ...] = ()
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
@@ -178,14 +180,23 @@ def _in_every_precision(facts: Facts, graph: Graph, component: Component, module
             held, content = held_ghost(component, graph.allow, precision)
             if content is not None and precision in as_stored(content, layers):
                 as_they_are = (*as_they_are, precision)
-                sizes[precision] = laid_out_bytes(held, classes)
+                for (classes, by_layer), found in zip(cuts, sizes, strict=True):
+                    found[precision] = laid_out_bytes(held, classes, by_layer=by_layer)
             if content is not None and precision == "gguf":
                 named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
                 kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
         elif precision not in (component.dtype, *QUANTIZED):
             other = ghost(replace(component, dtype=precision), graph.allow)
-            sizes[precision] = block_bytes_by_precision(other, classes, precision)[precision]
-    return replace(facts, precisions=sizes, layers=layers, widened=widened(kinds, component.dtype), as_stored=as_they_are)
+            for (classes, by_layer), found in zip(cuts, sizes, strict=True):
+                found[precision] = block_bytes_by_precision(other, classes, precision, by_layer=by_layer)[precision]
+    return replace(
+        facts,
+        precisions=sizes[0],
+        layers=layers,
+        widened=widened(kinds, component.dtype),
+        as_stored=as_they_are,
+        by_layer=replace(facts.by_layer, precisions=sizes[1]) if facts.by_layer is not None else None,
+    )
 
 
 def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -97,9 +97,11 @@ def block_bytes(
     return _block_bytes(layouts, classes, held_in(module, dtype, precision, nested=nested))
 
 
-def block_bytes_by_precision(module: nn.Module, classes: Sequence[BlockClass], dtype: str) -> dict[str, tuple[int, ...]]:
+def block_bytes_by_precision(
+    module: nn.Module, classes: Sequence[BlockClass], dtype: str, *, by_layer: bool = False
+) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
-    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    layouts = lay_out(module, [path for k in classes for path in k.blocks], by_layer=by_layer)
     return {precision: _block_bytes(layouts, classes, held_in(module, dtype, precision)) for precision in PRECISIONS}
 
 
@@ -113,9 +115,9 @@ def _block_bytes(
     return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in classes)
 
 
-def laid_out_bytes(module: nn.Module, classes: Sequence[BlockClass]) -> tuple[int, ...]:
+def laid_out_bytes(module: nn.Module, classes: Sequence[BlockClass], *, by_layer: bool = False) -> tuple[int, ...]:
     """Per class the bytes of its largest block, of ``module`` as it is."""
-    layouts = lay_out(module, [path for k in classes for path in k.blocks])
+    layouts = lay_out(module, [path for k in classes for path in k.blocks], by_layer=by_layer)
     return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in classes)
 
 

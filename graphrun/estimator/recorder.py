@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
-from graphrun.estimator.events import Product
+from graphrun.estimator.events import Product, Span
 from graphrun.estimator.known import Known
 from graphrun.units import round_up
 
@@ -46,7 +46,9 @@ class Excerpt:
     entered: tuple[str, ...]
     touched: frozenset[str]
     left: tuple[int, ...]
-    products: tuple[Product, ...] = ()  # their events counted from the stretch's first
+    products: tuple[Product, ...] = ()  # their events counted from the stretch's first, as those of spans
+    spans: tuple[Span, ...] = ()
+    outside: frozenset[str] = frozenset()
 
     def elsewhere(self, path: str, other: str) -> Excerpt:
         """What a block at ``other`` does that is like the one at ``path``."""
@@ -57,7 +59,9 @@ class Excerpt:
         flops = tuple((there(name), number) for name, number in self.flops)
         products = tuple(replace(product, name=there(product.name)) for product in self.products)
         entered, touched = tuple(map(there, self.entered)), frozenset(map(there, self.touched))
-        return replace(self, flops=flops, entered=entered, touched=touched, products=products)
+        spans = tuple(replace(span, path=there(span.path)) for span in self.spans)
+        outside = frozenset(map(there, self.outside))
+        return replace(self, flops=flops, entered=entered, touched=touched, products=products, spans=spans, outside=outside)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,6 +79,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: list[tuple[str, float]] = []
         self.entered: list[str] = []
         self.products: list[Product] = []
+        self.spans: list[Span] = []
+        self.outside: set[str] = set()
+        self._running = ""  # the layer whose call this is
         self._place = place.type
         self.known = Known()
         self._now = 0
@@ -85,9 +92,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         if self._place != "meta":  # weights may lie in one storage, so that which of them is read cannot be told
             self.touched |= {name for name, _ in weights}
+            self.outside |= set(layer_paths(module))
         for name, tensor in weights:
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
+        self._owners: dict[str, set[str]] = {}
+        for name, tensor in weights:
+            self._owners.setdefault(self._names[tensor.untyped_storage()._cdata], set()).add(name.rpartition(".")[0])
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
+        self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
         self._whole: set[int] = set()  # results of ``mask.all()``, or of ``mask.sum() == mask.numel()``
         self._sums: set[int] = set()  # results of ``mask.sum()``
@@ -108,16 +120,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for cdata in list(self._live):
             self._release(cdata)
 
-    def begin(self) -> tuple[int, int, int, set[str]]:
+    def begin(self) -> tuple[int, int, int, int, set[str], set[str]]:
         """A place in the record, which `since` must be called with."""
         self.flops.append((self._stack[-1], 0.0))
         before, self.touched = self.touched, set()
-        return len(self.events), len(self.flops) - 1, len(self.entered), before
+        outside, self.outside = self.outside, set()
+        return len(self.events), len(self.flops) - 1, len(self.entered), len(self.spans), before, outside
 
-    def since(self, begin: tuple[int, int, int, set[str]], outs: Sequence[torch.Tensor]) -> Excerpt | None:
+    def since(self, begin: tuple[int, int, int, int, set[str], set[str]], outs: Sequence[torch.Tensor]) -> Excerpt | None:
         """What was recorded since ``begin``, where nothing of it lives on but ``outs``, each in a storage of its own; else None."""
         touched = frozenset(self.touched)
-        self.touched |= begin[3]
+        outside = frozenset(self.outside)
+        self.touched |= begin[4]
+        self.outside |= begin[5]
         events = tuple(self.events[begin[0] :])
         made = {key for key, nbytes in events if nbytes > 0}
         left = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
@@ -125,7 +140,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(left) != len(outs) or len(set(left)) != len(outs) or alive != set(left):
             return None
         products = tuple(replace(of, event=of.event - begin[0]) for of in self.products if of.event >= begin[0])
-        return Excerpt(events, tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :]), touched, left, products)
+        spans = tuple(replace(of, begin=of.begin - begin[0], end=of.end - begin[0]) for of in self.spans[begin[3] :])
+        flops, entered = tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :])
+        return Excerpt(events, flops, entered, touched, left, products, spans, outside)
 
     def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
         """Record ``excerpt`` once more. ``outs``, new tensors that are nowhere recorded, take the places of what it left."""
@@ -148,6 +165,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entered += excerpt.entered
         self.touched |= excerpt.touched
         self.products += (replace(product, event=places[product.event]) for product in excerpt.products)
+        places.append(len(self.events))
+        self.spans += (replace(span, begin=places[span.begin], end=places[span.end]) for span in excerpt.spans)
+        self.outside |= excerpt.outside
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Note ``nbytes`` that are taken and given back within one kernel, and how many of them some cards do without."""
@@ -164,6 +184,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stack.pop()
 
         return block.register_forward_pre_hook(begin), block.register_forward_hook(end)
+
+    def _watch_layer(self, layer: nn.Module, path: str) -> tuple[Any, Any]:
+        started = 0
+
+        def begin(*_: Any) -> None:
+            nonlocal started
+            started, self._running = len(self.events), path
+            self._stack.append(path)
+            self.flops.append((path, 0.0))
+
+        def end(*_: Any) -> None:
+            self._running = ""
+            self._stack.pop()
+            self.spans.append(Span(path, started, len(self.events)))
+
+        return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,6 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)
+                self.outside |= self._owners[name] - {self._running} if self._running else self._owners[name]
         for tensor in _tensors((out,)):
             if self._keep(tensor) and func in MATRIX_PRODUCTS:
                 self._note_product(args, tensor)
@@ -251,6 +288,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]
+
+
+def layer_paths(module: nn.Module) -> list[str]:
+    """Paths of the layers of ``module``: modules that own tensors, and of whose children none does."""
+    found = []
+    for path, child in module.named_modules():
+        own = any(tensor is not None for tensor in (*child._parameters.values(), *child._buffers.values()))
+        if path and own and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules()):
+            found.append(path)
+    return found
 
 
 class FusedAttention(TorchFunctionMode):

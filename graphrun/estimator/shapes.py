@@ -79,7 +79,7 @@ def _component(component: Component, calls: Sequence[Call]) -> str:
 
 def _call(call: Call) -> dict[str, Any]:
     """All that a call did but the name of its component, which is the graph's."""
-    return {**asdict(call), "component": "", "touched": sorted(call.touched)}
+    return {**asdict(call), "component": "", "touched": sorted(call.touched), "outside": sorted(call.outside)}
 
 
 def _place(problem: Problem) -> list[Any]:

@@ -5,17 +5,24 @@ Decides names and classes from the module's structure and from a trace's order; 
     transformer_blocks.0 .. .18          class "transformer_blocks"          19 equal blocks
     single_transformer_blocks.0 .. .37   class "single_transformer_blocks"   38 equal blocks
     x_embedder, norm_out, ...            class "rest"                        one, never streamed
+
+By layer, where blocks do not fit: every module that owns tensors and is only read in its own calls is a block.
+
+    transformer_blocks.0.attn.to_q, .attn.to_k, ..    class "transformer_blocks_3"   equal layers of one child, in call order
+    scale_shift_table                                 class "rest"                   read by other code: never streamed
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 from torch import nn
 
 from graphrun.components.blocks import lay_out
+from graphrun.estimator.events import Call
+from graphrun.estimator.recorder import layer_paths
 from graphrun.planner.problem import BlockClass
 
 # A class of blocks that holds less than this share of its component is not worth a staging ring: it stays with the rest.
@@ -104,6 +111,58 @@ def classify(
     taken = {"rest", *apart}
     streamed = [BlockClass(_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
     return (BlockClass("rest", ("",), False), *(BlockClass(child, (child,), False) for child in apart), *streamed)
+
+
+def classify_layers(module: nn.Module, calls: Sequence[Call]) -> tuple[BlockClass, ...]:
+    """The classes of layers of ``module`` in the order of their first calls, the rest first; () where no layer may be a block.
+
+    A layer may be one if nothing reads its tensors outside of its own calls in any of ``calls``.
+    Of one class are layers of one child of the component with equal bytes that are called equally often in each of ``calls``, and
+    that either all fit beside what lives during their call without making its peak, or do not. Layers that are never called
+    are of classes that no call uses.
+    """
+    turns = [Counter(span.path for span in call.spans) for call in calls]
+    outside = frozenset().union(*(call.outside for call in calls))
+    called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
+    idle = [path for path in layer_paths(module) if path not in {*called, *outside} and not _shares(module, path)]
+    layouts = lay_out(module, [*called, *idle], by_layer=True)
+    room = _rooms(calls)
+    groups: dict[object, list[str]] = {}
+    for path in [path for path in (*called, *idle) if layouts[path].nbytes]:
+        nbytes = layouts[path].nbytes
+        key = path.split(".")[0], nbytes, tuple(of[path] for of in turns), nbytes <= room.get(path, 0)
+        groups.setdefault(key, []).append(path)
+    if not groups:
+        return ()
+    taken = {"rest"}
+    found = [BlockClass(_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups.values()]
+    return (BlockClass("rest", ("",), False), *found)
+
+
+def _shares(module: nn.Module, path: str) -> bool:
+    """Whether a tensor of the layer ``path`` is another module's, too."""
+    layer, users = module.get_submodule(path), Counter[int]()
+    for child in module.modules():
+        users.update(id(tensor) for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None)
+    return any(users[id(tensor)] > 1 for tensor in (*layer.parameters(), *layer.buffers()))
+
+
+def _rooms(calls: Sequence[Call]) -> dict[str, int]:
+    """Per layer, the least by which its call's peak is above what lives while it runs."""
+    found: dict[str, int] = {}
+    for call in calls:
+        live, levels = 0, [0]
+        sizes: dict[int, int] = {}
+        for key, nbytes in call.events:
+            if nbytes > 0:
+                sizes[key] = nbytes
+            live += nbytes if nbytes > 0 else -sizes.pop(key, 0) if nbytes == 0 else 0
+            levels.append(live)
+        peak = max(levels)
+        for span in call.spans:
+            room = peak - max(levels[span.begin : span.end + 1])
+            found[span.path] = min(found.get(span.path, room), room)
+    return found
 
 
 def _in_turn(units: Sequence[str], groups: Sequence[Sequence[str]]) -> list[list[str]]:

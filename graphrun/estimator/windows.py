@@ -11,7 +11,7 @@ fit beside the phase's weights, the glue code between two stages included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphrun.estimator.allocator import Allocator, Caching, Counting
 from graphrun.estimator.events import Call, Mark, Tape
@@ -20,11 +20,13 @@ from graphrun.planner.problem import Hardware
 
 @dataclass(slots=True)
 class Window:
-    """Bytes seen in one phase: at its entry, and the most in each part."""
+    """Bytes seen in one phase: at its entry, and the most in each part. ``beside_bytes``: by component and path of a layer the most
+    while it runs, where what is released is given back at once; a caching allocator keeps its pages."""
 
     entry_bytes: int = 0
     first_bytes: int = 0
     rest_bytes: int = 0
+    beside_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def windows_of(
@@ -49,7 +51,11 @@ def windows_of(
                 _close(windows, replay, rest)
                 rest = True
             waiting.discard(item.name)
-            replay.enter(item.call)
+            levels = replay.enter(item.call)
+            for span in item.call.spans if not hardware.caching_allocator else ():
+                place = windows[-1].beside_bytes
+                key = item.name, span.path
+                place[key] = max(place.get(key, 0), *levels[span.begin : span.end + 1])
             position += 1
     _close(windows, replay, rest)
     return windows
@@ -92,8 +98,9 @@ class _Replay:
             self._live.remove(key)
             self.allocator.release(key)
 
-    def enter(self, call: Call) -> None:
-        low = self._offset
+    def enter(self, call: Call) -> list[int]:
+        """Replays ``call``: bytes used before its first event and behind each, with an event's own scratch."""
+        low, levels = self._offset, [self.allocator.used_bytes]
         for key, nbytes in call.events:
             if nbytes > 0:
                 self.allocator.allocate(low - key, nbytes)
@@ -104,4 +111,8 @@ class _Replay:
             elif self.scratch:
                 self.allocator.allocate(low, -nbytes - key * self.spares)
                 self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
+                levels.append(self.allocator.used_bytes)
                 self.allocator.release(low)
+                continue
+            levels.append(self.allocator.used_bytes)
+        return levels

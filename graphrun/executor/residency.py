@@ -76,7 +76,7 @@ class Residency:
         self._device, self._writer = device, writer
         settle_layers(module)
         order = blocks_of(numbers, None)
-        layouts = lay_out(module, order)
+        layouts = lay_out(module, order, by_layer=numbers.grain == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         _refuse_other_module(numbers, layouts, given=self.given)
         self._variant = variant = numbers.variants[0]

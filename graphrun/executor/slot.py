@@ -23,6 +23,7 @@ from graphrun.executor.homes import Arena, Disk
 from graphrun.executor.residency import Residency, blocks_of
 from graphrun.executor.stream import Streamer, Streaming
 from graphrun.executor.values import Values
+from graphrun.planner.needs import room_bytes
 from graphrun.planner.plan import Evict, Fill, Free, Load, Restore, Slot, Spill, Stream
 from graphrun.planner.problem import Problem, Use
 from graphrun.trace import Event, SlotTrace
@@ -226,7 +227,15 @@ class OpenSlot:
         numbers = self._problem.component(action.component)
         calls = self._uses[action.component].class_calls_in(self.slot.part)
         kept = set(blocks_of(numbers, action.keep))
-        return [(path, n) for k, n in zip(numbers.classes, calls, strict=True) for path in k.blocks if n and path not in kept]
+        order = [(numbers.classes[k].blocks[i], calls[k]) for k, i in self._order(action.component)]
+        return [(path, n) for path, n in order if n and path not in kept]
+
+    def _order(self, component: str) -> list[tuple[int, int]]:
+        """The blocks in the order in which a call comes to them, as (class, block in it); a layer may be there several times."""
+        numbers = self._problem.component(component)
+        if numbers.grain == "layers":
+            return [(k, i) for k, i, _ in self._uses[component].order if numbers.classes[k].streamable]
+        return [(k, i) for k, of in enumerate(numbers.classes) for i in range(len(of.blocks))]
 
     def _stream(self, action: Stream, loads: list[str]) -> None:
         numbers, streamed = self._problem.component(action.component), self._streamed(action)
@@ -237,11 +246,19 @@ class OpenSlot:
             passes=sum(n for _, n in streamed),
             ring_bytes=action.ring_bytes,
             loads=tuple(loads),
-            order=tuple(blocks_of(numbers, None)),
+            order=tuple(numbers.classes[k].blocks[i] for k, i in self._order(action.component)),
+            rooms=self._rooms(action.component),
         )
         residency = self._residencies[action.component]
         self._streamers[action.component] = Streamer(self._device, residency, streaming, self._note, self._pace)
         self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streamed)
+
+    def _rooms(self, component: str) -> dict[str, int]:
+        """What of the slot's activation is not there while a block runs."""
+        phase = next(phase for phase in self._problem.phases if phase.name == self.slot.phase)
+        nbytes, use = phase.first_bytes if self.slot.part == "first" else phase.rest_bytes, self._uses[component]
+        classes = self._problem.component(component).classes if use.beside_bytes else ()
+        return {path: room_bytes(nbytes, use, k) for k, of in enumerate(classes) for path in of.blocks}
 
     def _note(self, kind: str, component: str, path: str, nbytes: int, marks: tuple[Mark, Mark]) -> None:
         self._streamed_bytes += nbytes if kind == "stream" else 0

@@ -46,7 +46,7 @@ class Spool:
         """
         if getattr(writer, "plain", False):
             return writer
-        layouts = lay_out(module, [path for k in numbers.classes for path in k.blocks])
+        layouts = lay_out(module, [path for k in numbers.classes for path in k.blocks], by_layer=numbers.grain == "layers")
         file = self._made() / f"{numbers.name}.safetensors"
         total = sum(layout.nbytes for layout in layouts.values())
         try:

@@ -5,15 +5,16 @@
     hooks    before 1: copy issued, compute waits for it, tensors placed      after 1: host tensors back, mark, fill ahead
 
 Blocks that the slot loads and keeps are copied in the same queue, so that what is needed first arrives first. The host never waits:
-a copy over a block's place waits on the copy stream for the mark made after that block. Prefetch stops at the passes that the slot
+a copy over a block's place waits on the copy stream for the mark made after that block. A block that the ring is too small for
+comes in its place, in a buffer of its own, when compute has come to it. Prefetch stops at the passes that the slot
 expects; a component that runs on beyond them is still served, block by block.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -42,11 +43,12 @@ class _Passing:
 class Streaming:
     """What a slot streams of one component. Paths are in call order."""
 
-    paths: tuple[str, ...]  # the blocks that pass through the ring
+    paths: tuple[str, ...]  # the blocks that pass through the ring; a layer may pass several times in a call
     passes: int  # how often one is expected to, in all
     ring_bytes: int
     loads: tuple[str, ...]  # blocks that the slot loads and keeps, already allocated
     order: tuple[str, ...]  # all blocks
+    rooms: Mapping[str, int] = field(default_factory=dict)  # what a block finds beside the ring while it runs
 
 
 class Streamer:
@@ -55,12 +57,16 @@ class Streamer:
     def __init__(self, device: Device, residency: Residency, streaming: Streaming, note: Note, idle: Callable[[], None]) -> None:
         self._device, self._residency = device, residency
         self._paths = streaming.paths
-        self._index = {path: index for index, path in enumerate(self._paths)}
+        self._places: dict[str, list[int]] = {}
+        for index, path in enumerate(self._paths):
+            self._places.setdefault(path, []).append(index)
+        self._rooms = streaming.rooms
         self._limit = streaming.passes
         self._loads = _loads_before(streaming)
         self._note, self._idle = note, idle
         self._ring = Ring(streaming.ring_bytes)
         self._buffer: torch.Tensor | None = device.allocate(streaming.ring_bytes)
+        self._arrived = False  # compute has come to the pass that is due
         self._issued: deque[_Passing] = deque()
         self._due = 0  # the pass that compute comes to next; pass p is of block p % len(paths)
         self._next = 0  # the pass whose copy is issued next
@@ -74,7 +80,7 @@ class Streamer:
 
     def open(self) -> None:
         """Hooks are set and the ring is filled."""
-        for path in self._paths:
+        for path in self._places:
             block = self._residency.module.get_submodule(path)
             self._hooks.append(block.register_forward_pre_hook(self._before(path)))
             self._hooks.append(block.register_forward_hook(self._after(path)))
@@ -131,19 +137,30 @@ class Streamer:
         path, following = (self._paths[turn % len(self._paths)] for turn in (self._next, self._next + 1))
         nbytes = self._residency.nbytes(path)
         after = self._residency.nbytes(following) if self._next + 1 < self._limit else 0
-        place = self._waiting = self._waiting or self._ring.place(nbytes, after)
-        if any(number not in self._done for number in place.released):
+        place = self._waiting = self._waiting or self._ring.place(nbytes, after, self._rooms.get(path, 0))
+        if any(number not in self._done for number in place.released) or (place.alone and not self._arrived):
             return False
         if (mark := self._leave(place)) is not None:
             self._device.wait("copy", mark)
-        assert self._buffer is not None
-        buffer = self._buffer[place.offset : place.offset + nbytes]
+        buffer = self._room_for(place, nbytes)
         marks = self._residency.stage(path, buffer, self._device)
         self._note("stream", self._residency.name, path, nbytes, marks)
         self._issued.append(_Passing(self._placements, path, buffer, marks[1]))
         self._placements += 1
         self._next += 1
         return True
+
+    def _room_for(self, place: Place, nbytes: int) -> torch.Tensor:
+        """The bytes of ``place``: of the ring, or in its place while compute is where it is now."""
+        if place.alone:
+            self._buffer = None
+            buffer = self._device.allocate(nbytes)
+            self._device.wait("copy", self._device.mark("compute"))
+            return buffer
+        if self._buffer is None:
+            self._buffer = self._device.allocate(self._ring.capacity_bytes)
+            self._device.wait("copy", self._device.mark("compute"))
+        return self._buffer[place.offset : place.offset + nbytes]
 
     def _leave(self, place: Place) -> Mark | None:
         """The mark behind which ``place`` is free; it is no longer waited for."""
@@ -157,8 +174,9 @@ class Streamer:
                 return  # another form of the component computes
             self._come_to(path)
             if not self._issued:
-                self._limit = max(self._limit, self._due + 1)
+                self._limit, self._arrived = max(self._limit, self._due + 1), True
                 self.fill()
+                self._arrived = False
             passing = self._issued[0]
             self._device.wait("compute", passing.arrived)
             self._bound = path
@@ -185,8 +203,8 @@ class Streamer:
 
         Raises BrokenPlan when the blocks of one call do not come in the plan's order.
         """
-        index = self._index[path]
-        if index <= self._last or self._bound is not None:
+        index = next((index for index in self._places[path] if index > self._last), -1)
+        if index < 0 or self._bound is not None:
             before = self._bound or self._paths[self._last]
             raise BrokenPlan(
                 f"{self._residency.name}: block {path} ran after {before}, which is not the order of the plan's blocks"
@@ -211,8 +229,10 @@ def _loads_before(streaming: Streaming) -> dict[int, tuple[str, ...]]:
     """The loads by the pass before which each is needed; those behind the last streamed block by the number of passes in a call."""
     turns: dict[int, tuple[str, ...]] = {}
     turn = 0
+    streamed, loads = set(streaming.paths), set(streaming.loads)
     for path in streaming.order:
-        if path in streaming.loads:
+        if path in loads:
             turns[turn] = (*turns.get(turn, ()), path)
-        turn += path in streaming.paths
+            loads.remove(path)
+        turn += path in streamed
     return turns

@@ -15,7 +15,7 @@ missing          what the slot's calls need is present, loaded by the slot (firs
 not-streamable   blocks that cannot be streamed are present when the slot starts
 rest-load        a rest slot loads nothing of a component that it uses
 stream           only what the slot uses is streamed, once; its keep is exactly what is present or loaded
-ring             a ring holds the largest block that passes
+ring             a ring holds the largest block that passes; of a layer what finds no room among the activation while it runs
 fill             a home is filled once, before the end of the first run, and only one that does not lie on disk or is there before
 held             copies, and entering on the CPU, find the home filled, by the slot itself at the latest, and not freed
 free             only a home that is held is freed, and none in a session
@@ -233,9 +233,16 @@ class _Slot:
             return
         number, stream = self.streams[name]
         self.copies.setdefault(name, number)
-        least = max(variant.block_bytes[k] for k, _ in through)
+        least = max(variant.block_bytes[k] - self.room(name, k) for k, _ in through)
         if stream.ring_bytes < least:
             yield self.broken("ring", number, f"{len(through)} blocks pass through {stream.ring_bytes} bytes; it takes {least}")
+
+    def room(self, name: str, number: int) -> int:
+        """Bytes of the slot's activation that do not live while a block of this class runs."""
+        phase = next(phase for phase in self.problem.phases if phase.name == self.slot.phase)
+        beside = next(use for use in phase.uses if use.component == name).beside_bytes
+        most = phase.first_bytes if self.slot.part == "first" else phase.rest_bytes
+        return max(0, most - beside[number]) if beside else 0
 
     def directives(self, phase: PhaseNumbers, known: dict[str, set[int]]) -> Iterator[Violation]:
         """Whether the slot does as directives demand. ``known`` grows by the classes that it uses."""

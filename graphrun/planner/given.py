@@ -67,7 +67,10 @@ def _shortened(phase: PhaseNumbers, behind: int, steps: int) -> PhaseNumbers:
             raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be told apart by {steps} steps")
         share = steps - behind
         return replace(
-            use, calls=use.calls // steps * share, class_calls=tuple(calls // steps * share for calls in use.class_calls)
+            use,
+            calls=use.calls // steps * share,
+            class_calls=tuple(calls // steps * share for calls in use.class_calls),
+            layers=left(use.layers) if use.layers is not None else None,
         )
 
     return replace(phase, uses=tuple(left(use) for use in phase.uses))

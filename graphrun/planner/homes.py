@@ -11,11 +11,12 @@ Rows that cannot bind are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from graphrun.planner.model import Model, Sum, plus
-from graphrun.planner.program import Program, Way
+from graphrun.planner.program import Choice, Program, Way
 
 NOTHING: Sum = ({}, 0.0)
 ONE: Sum = ({}, 1.0)
@@ -112,3 +113,17 @@ def most_host_bytes(program: Program, locked: bool) -> int:
     if any(not way.computes for way in program.ways):
         total += max((interval.activation_bytes for interval in program.intervals), default=0)
     return total + sum(gap.nbytes for gap in program.gaps)
+
+
+def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:
+    """``choice`` with every home freed when nothing needs it any more, where RAM would not hold them all to the end."""
+    problem, host = program.problem, program.host_bytes(choice)
+    limits = (problem.ram_bytes, problem.pinned_bytes)
+    fits = all(limit is None or taken <= limit for slot in host for taken, limit in zip(slot, limits, strict=True))
+    if (fits and not always) or program.session:
+        return choice
+    after = [need + 1 for need in program.last_need(choice)]
+    end = len(program.intervals)
+    held = [way.used and (way.fill_seconds is None or fill >= 0) for way, fill in zip(program.ways, choice.fills, strict=True)]
+    frees = tuple(at if at < end and is_held else -1 for at, is_held in zip(after, held, strict=True))
+    return replace(choice, frees=frees)

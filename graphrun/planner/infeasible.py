@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphrun.errors import GraphrunError
+from graphrun.planner.cut import finer
 from graphrun.planner.least import (
-    ample,
     chosen_from,
-    least_device,
+    least_needs_of,
     only,
     smallest_budget,
     smallest_disk,
@@ -18,7 +18,7 @@ from graphrun.planner.least import (
 from graphrun.planner.needs import Need, least_needs, used_components
 from graphrun.planner.problem import Problem
 from graphrun.planner.repairs import Repair, repairs_of
-from graphrun.planner.variants import simple, taken
+from graphrun.planner.variants import simple
 from graphrun.units import show_size
 
 __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
@@ -91,8 +91,13 @@ def _binding(problem: Problem, needs: tuple[Need, ...], tiers: tuple[Tier, ...])
 
 
 def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
-    """The explanation for ``problem``, which has no plan; ``repairs``: with what would help, which takes some solves."""
-    needs = tuple(need for need in _least_needs(problem) if need.short_bytes > 0)
+    """The explanation for ``problem``, which has no plan; ``repairs``: with what would help, which takes some solves.
+
+    Its figures are those of components that are cut as finely as they can be in the phases that do not fit.
+    """
+    while (more := finer(problem, least_needs_of(problem))) is not None:
+        problem = more
+    needs = tuple(need for need in least_needs_of(problem) if need.short_bytes > 0)
     whole = problem.hardware.capacity_bytes
     tiers = [
         Tier("VRAM", min(problem.budget_bytes, whole), smallest_budget(problem)),
@@ -113,17 +118,3 @@ def surely_infeasible(problem: Problem) -> bool:
         return False
     short = any(need.short_bytes > 0 for need in least_needs(only(problem)))
     return short or (problem.runs == 1 and smallest_ram(problem) > problem.ram_bytes)
-
-
-def _least_needs(problem: Problem) -> tuple[Need, ...]:
-    """What each phase takes at least, with the variants and in the order that take least on the device, whatever the host has."""
-    if not chosen_from(problem):
-        return ()
-    if simple(problem):
-        return least_needs(only(problem))
-    found = least_device(ample(problem))
-    if found is None:
-        return ()
-    _, program, _ = found
-    of = replace(program.problem, budget_bytes=problem.budget_bytes, hardware=problem.hardware)
-    return least_needs(taken(of, tuple(way.variant for way in program.ways)))

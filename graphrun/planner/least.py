@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from graphrun.planner.matrix import Matrix, Tier, freed
-from graphrun.planner.needs import least_needs, needed_components
+from graphrun.planner.cut import cut, cuttable
+from graphrun.planner.homes import freed
+from graphrun.planner.matrix import Matrix, Tier
+from graphrun.planner.needs import Need, least_needs, needed_components
 from graphrun.planner.orders import arrangements
 from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program, program_of, usable
@@ -22,10 +24,17 @@ ROUNDS = 4
 
 
 def smallest_budget(problem: Problem) -> int:
-    """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity.
+    """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity, with
+    components cut as finely as they can be.
 
     Where the host's budgets leave none at all, the least with ample ones. 0 where no variant may be chosen.
     """
+    finest = cut(problem, cuttable(problem))
+    return min(_smallest_budget(problem), _smallest_budget(finest)) if finest is not problem else _smallest_budget(problem)
+
+
+def _smallest_budget(problem: Problem) -> int:
+    """`smallest_budget` with components cut as they are."""
     if not chosen_from(problem):
         return 0
     if simple(problem):
@@ -131,3 +140,17 @@ def _weighed(problem: Problem, tier: Tier | None, of: Callable[[Program, Choice]
         program = programs[number].taking(variants)
         found.append((of(program, choice), program, choice))
     return min(found, key=lambda each: each[0], default=None)
+
+
+def least_needs_of(problem: Problem) -> tuple[Need, ...]:
+    """What each phase takes at least, with the variants and in the order that take least on the device, whatever the host has."""
+    if not chosen_from(problem):
+        return ()
+    if simple(problem):
+        return least_needs(only(problem))
+    found = least_device(ample(problem))
+    if found is None:
+        return ()
+    _, program, _ = found
+    of = replace(program.problem, budget_bytes=problem.budget_bytes, hardware=problem.hardware)
+    return least_needs(taken(of, tuple(way.variant for way in program.ways)))

@@ -10,20 +10,22 @@ Every way has integers of its own, bounded by whether it is taken: that keeps th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrun.planner.homes import NOTHING, ONE, Homes, most_host_bytes
-from graphrun.planner.model import Model, Sum, plus
+from graphrun.planner.homes import NOTHING, ONE, Homes, freed, most_host_bytes
+from graphrun.planner.model import COARSE_GAP, GAP, Model, Sum, plus
 from graphrun.planner.needs import DEPTH
-from graphrun.planner.program import Choice, Program
+from graphrun.planner.program import Cell, Choice, Program
 from graphrun.planner.settle import activation_bytes
 
 MEMORY_SCALE = 1000.0
 TIME_SCALE = 100.0
+
+ROUNDED = 1e-5  # blocks: by how much the solver may miss an integer
 
 Tier = Literal["ram", "pinned", "disk"]
 
@@ -49,7 +51,7 @@ class Matrix:
         self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
-        self.model = Model()
+        self.model = Model(COARSE_GAP if any(cell.by_layer for cell in program.cells) else GAP)
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
         self.alone: list[dict[int, int]] = []  # per interval: r of the cells that may be streamed
@@ -111,8 +113,8 @@ class Matrix:
             may_be = may_be and (needed or stays or not cell.movable)
             all_of: Sum = plus((count, self.homes.taken[cell.way]))
             fixed = count if (whole or stays) and not all_of[0] else 0.0
-            present = model.column(fixed, count if may_be else 0.0, True)
-            loaded = model.column(0.0, count if may_load and needed and not whole and not beside else 0.0, True)
+            present = model.column(fixed, count if may_be else 0.0, not cell.by_layer)
+            loaded = model.column(0.0, count if may_load and needed and not whole and not beside else 0.0, not cell.by_layer)
             self.present[t].append(present)
             self.loaded[t].append(loaded)
             here: Sum = ({present: 1.0}, 0.0)
@@ -127,12 +129,16 @@ class Matrix:
             elif whole:
                 copies.append(({}, 0.0))
             else:
-                copies.append(plus((float(calls), all_of), (-float(calls), here)))
+                passes = interval.passes[j]
+                times, kept = float(calls * passes), float(passes - 1)
+                copies.append(plus((times, all_of), (-times, here), (-kept, ({loaded: 1.0}, 0.0))))
                 self._ready(t, cell.way, plus((1.0, all_of), (-1.0, here)), count)
-                streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
+                may_pass = 0.0 if cell.demanded & {"keep", "whole"} else 1.0
+                streamed = model.column(may_pass if cell.by_layer else 0.0, may_pass, True)
                 model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
                 streams.setdefault(cell.way, []).append((streamed, j))
-                self.alone[t][j] = model.column(0.0, 1.0, True)
+                known = [self.alone[t][i] for _, i in streams[cell.way][:-1]] if cell.by_layer else []
+                self.alone[t][j] = known[0] if known else model.column(0.0, 1.0, True)
         return copies, streams
 
     def _follows(self, t: int, j: int) -> None:
@@ -176,29 +182,18 @@ class Matrix:
 
     def _time(self, t: int, copies: list[Sum], factor: float) -> int:
         """D of interval ``t``: its column."""
-        program, calls, model = self.program, self.program.intervals[t].calls, self.model
+        program, model = self.program, self.model
         every: list[tuple[float, Sum]] = []
         reads: list[tuple[float, Sum]] = []
         time = model.column(0.0, np.inf)
         own: list[tuple[float, Sum]] = [(1.0, ({time: 1.0}, 0.0))]
         for j, blocks in enumerate(copies):
             cell = program.cells[j]
-            rates = [seconds * factor / self.seconds_unit for seconds in (cell.load_seconds, cell.disk_seconds)]
-            every.append((-rates[0], blocks))
-            reads += [(-rates[1], blocks)] if rates[1] else []
-            if calls[j]:
-                compute = plus((program.compute_seconds(t, j) / self.seconds_unit, self.homes.taken[cell.way]))
-                longer = model.column(compute[1], np.inf)
-                if compute[0]:
-                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
-                for rate in rates if rates[1] else rates[:1]:
-                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rate, blocks))))
-                if (alone := self.alone[t].get(j)) is not None:
-                    after = {self.present[t][j]: 1.0, self.loaded[t][j]: 1.0}
-                    each = calls[j] * program.intervals[t].seconds[j] / self.seconds_unit
-                    turns = plus((float(cell.count), ({alone: 1.0}, 0.0)), (-1.0, (after, 0.0)))
-                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rates[0], blocks), (-each, turns))))
-                own.append((-1.0, ({longer: 1.0}, 0.0)))
+            every.append((-cell.load_seconds * factor / self.seconds_unit, blocks))
+            reads += [(-cell.disk_seconds * factor / self.seconds_unit, blocks)] if cell.disk_seconds else []
+        for cells in program.stretches(t):
+            longer = self._stretch(t, cells, copies, factor)
+            own.append((-1.0, ({longer: 1.0}, 0.0)))
         interval = program.intervals[t]
         own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
         model.row(*_least(plus(*own)))
@@ -216,6 +211,37 @@ class Matrix:
                 model.row(*_least(plus((1.0, self.homes.held(number, t)), (-1.0, self.homes.taken[number]))))
         return time
 
+    def _stretch(self, t: int, cells: list[int], copies: list[Sum], factor: float) -> int:
+        """E of ``cells``, whose copies can hide behind each other's compute in interval ``t``: its column."""
+        program, model, unit = self.program, self.model, self.seconds_unit
+        way = program.cells[cells[0]].way
+        compute = plus((sum(program.compute_seconds(t, j) for j in cells) / unit, self.homes.taken[way]))
+        longer = model.column(compute[1], np.inf)
+        if compute[0]:
+            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
+        copied = [(-program.cells[j].load_seconds * factor / unit, copies[j]) for j in cells]
+        reads = [(-program.cells[j].disk_seconds * factor / unit, copies[j]) for j in cells if program.cells[j].disk_seconds]
+        for rated in (copied, reads) if reads else (copied,):
+            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
+        turns = [(-1.0, self._turns(t, j)) for j in cells if j in self.alone[t]]
+        if turns:
+            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *copied, *turns)))
+        return longer
+
+    def _turns(self, t: int, j: int) -> Sum:
+        """Compute of cell ``j`` in interval ``t`` that takes turns with its copies; below 0 where it does not and is alone."""
+        cell, each = (
+            self.program.cells[j],
+            self.program.intervals[t].calls[j] * self.program.intervals[t].seconds[j] / self.seconds_unit,
+        )
+        after = {self.present[t][j]: 1.0, self.loaded[t][j]: 1.0}
+        turns = plus((each * cell.count, ({self.alone[t][j]: 1.0}, 0.0)), (-each, (after, 0.0)))
+        if not cell.by_layer:
+            return turns
+        column = self.model.column(0.0, np.inf)
+        self.model.row(*_least(plus((1.0, ({column: 1.0}, 0.0)), (-1.0, turns))))
+        return {column: 1.0}, 0.0
+
     def _memory(self, t: int, streams: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, float], float]:
         """What interval ``t`` takes on the device: scaled terms, and what it takes anyway."""
         used: dict[int, float] = {}
@@ -227,8 +253,11 @@ class Matrix:
             used[largest] = used[beside] = 1.0
             for streamed, j in members:
                 size = self.program.cells[j].held_bytes / self.bytes_unit
-                self.model.row({largest: 1.0, streamed: -size}, 0.0, np.inf)
+                least = self.program.in_ring(t, j, False) / self.bytes_unit
+                self.model.row({largest: 1.0, streamed: -least}, 0.0, np.inf)
                 self.model.row({beside: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
+                if least < size:
+                    self.model.row({largest: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
         self._activations.append(self._activation(t))
         activation, _ = self._activations[t]
         spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]
@@ -316,9 +345,11 @@ class Matrix:
         program = self.program
         ways = self._taken(values)
         cells = [j for j, cell in enumerate(program.cells) if cell.way in ways]
-        present, loaded = (
-            tuple(tuple(round(float(values[row[j]])) for j in cells) for row in of) for of in (self.present, self.loaded)
-        )
+        counts = [
+            [_whole_blocks(program.cells[j], float(values[here[j]]), float(values[more[j]])) for j in cells]
+            for here, more in zip(self.present, self.loaded, strict=True)
+        ]
+        present, loaded = (tuple(tuple(of[n] for of in row) for row in counts) for n in (0, 1))
         fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.ways[n].variant for n in ways)
@@ -358,18 +389,12 @@ class Matrix:
         return [n for n, way in enumerate(self.program.ways) if way.component == component]
 
 
-def freed(program: Program, choice: Choice, *, always: bool = False) -> Choice:
-    """``choice`` with every home freed when nothing needs it any more, where RAM would not hold them all to the end."""
-    problem, host = program.problem, program.host_bytes(choice)
-    limits = (problem.ram_bytes, problem.pinned_bytes)
-    fits = all(limit is None or taken <= limit for slot in host for taken, limit in zip(slot, limits, strict=True))
-    if (fits and not always) or program.session:
-        return choice
-    after = [need + 1 for need in program.last_need(choice)]
-    end = len(program.intervals)
-    held = [way.used and (way.fill_seconds is None or fill >= 0) for way, fill in zip(program.ways, choice.fills, strict=True)]
-    frees = tuple(at if at < end and is_held else -1 for at, is_held in zip(after, held, strict=True))
-    return replace(choice, frees=frees)
+def _whole_blocks(cell: Cell, present: float, loaded: float) -> tuple[int, int]:
+    """K and d as integers. Layers are so small and so many that what is left of one is given away: it is streamed."""
+    if not cell.by_layer:
+        return round(present), round(loaded)
+    held = int(present + ROUNDED)
+    return held, int(present + loaded + ROUNDED) - held
 
 
 def _least(of: Sum, most: bool = False) -> tuple[Mapping[int, float], float, float]:

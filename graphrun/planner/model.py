@@ -21,6 +21,7 @@ NODES_TIMES_COLUMNS = 8_000_000
 FEWEST_NODES = 200
 GAP = 1e-6
 SOLVED, INFEASIBLE = 0, 2  # what `milp` says it came to
+COARSE_GAP = 1e-3  # where components are cut into layers: their many small classes leave far more plans that are as good
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Found:
 class Model:
     """Columns with bounds, rows with bounds; minimised as often as wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, gap: float = GAP) -> None:
+        self._gap = gap
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[Terms, float, float]] = []
 
@@ -108,7 +110,10 @@ class Model:
             integrality=integer if whole else np.zeros_like(integer),
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), lows, highs),
-            options={"mip_rel_gap": gap, "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)},
+            options={
+                "mip_rel_gap": max(gap, self._gap) if gap else gap,
+                "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size),
+            },
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from graphrun.planner.matrix import freed
+from graphrun.planner.homes import freed
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
 

@@ -1,7 +1,8 @@
 """The least that each phase takes on the device: exact byte arithmetic with one variant to a component. No solver.
 
 What a slot uses and cannot stream must be whole; all that can be streamed passes through a ring with room for the largest block
-alone, and to hold that block instead would take as much. `load` never needs more than `first`.
+alone, and to hold that block instead would take as much. A layer needs only as much of a ring as it does not find among the
+activation's bytes while it runs. `load` never needs more than `first`.
 
     first   | fixed: used | ring | first activation | values + carry |
     rest    | fixed: used | ring | rest activation  | values + carry |  <= effective budget
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphrun.planner.plan import Part
-from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.planner.settle import activation_bytes
 from graphrun.units import round_up
 
@@ -64,6 +65,12 @@ def streamable_classes(component: ComponentNumbers, number: int = 0) -> tuple[bo
     return tuple(of.streamable and variant.streamable and variant.movable for of in component.classes)
 
 
+def room_bytes(phase_bytes: int, use: Use, number: int) -> int:
+    """What of an activation of ``phase_bytes`` is not there while a block of class ``number`` runs: so much of it passes without a
+    ring."""
+    return max(0, phase_bytes - use.beside_bytes[number]) if use.beside_bytes else 0
+
+
 def least_needs(problem: Problem) -> tuple[Need, ...]:
     """What each phase takes at least with the first variants, in the slot (first or rest) that decides; nothing is spilled."""
     needs, held = [], dict[str, set[int]]()
@@ -83,11 +90,12 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
                 continue
             passes = {k for k, yes in enumerate(streamable_classes(component)) if yes and "whole" not in demanded}
             for part in ("first", "rest") if use else ():
+                assert use is not None
                 used = {k for k, calls in enumerate(use.class_calls_in(part)) if calls}
                 fixed[part] += _whole(component, used - passes)
-                rings[part] += round_up(
-                    max((component.variants[0].block_bytes[k] for k in used & passes), default=0), ALLOCATION_BYTES
-                )
+                activation, sizes = phase.first_bytes if part == "first" else phase.rest_bytes, component.variants[0].block_bytes
+                short = (sizes[k] - room_bytes(activation, use, k) for k in used & passes)
+                rings[part] += round_up(max(0, max(short, default=0)), ALLOCATION_BYTES)
         both = [_need(problem, phase, part, weights + fixed[part], rings[part], values) for part in ("first", "rest")]
         needs.append(both[1] if phase.rest_calls and both[1].total_bytes > both[0].total_bytes else both[0])
     return tuple(needs)

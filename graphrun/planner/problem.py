@@ -21,6 +21,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+Grain = Literal["blocks", "layers"]
 Basis = Literal["measured", "traced", "declared", "prior"]
 Home = Literal["pinned", "pageable", "disk"]
 Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
@@ -51,6 +52,10 @@ LATER = {
     "needs": "",
     "cpu_flops_per_second": 3e11,
     "memory_bytes_per_second": 1e12,
+    "grain": "blocks",
+    "layers": None,
+    "passes": (),
+    "beside_bytes": (),
 }
 
 
@@ -79,7 +84,8 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """Blocks of equal size that are called in a row. ``blocks`` are module paths in call order.
+    """Blocks of equal size that are called in a row; of a component cut into layers, equal layers of one of its children, which
+    alternate with others of it. ``blocks`` are module paths in the order of their first calls.
 
     A tensor belongs to the block with the longest path that is a prefix of the tensor's name; the path ``""`` takes the rest.
     A class that is not streamable is a class of one: present whole or absent.
@@ -133,13 +139,18 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ComponentNumbers:
-    """A component: its parameters, its classes of blocks in call order, and the variants the graph allows."""
+    """A component: its parameters, its classes of blocks in call order, and the variants the graph allows.
+
+    ``layers``: the same component cut into layers, where that can be done; ``grain`` says how this one is cut.
+    """
 
     name: str
     parameters: int
     classes: tuple[BlockClass, ...]
     variants: tuple[Variant, ...]
     basis: Basis = "declared"
+    grain: Grain = "blocks"
+    layers: ComponentNumbers | None = None
 
     def weight_bytes(self, variant: int = 0) -> int:
         """Bytes on the device when all blocks of ``variant`` are present."""
@@ -153,6 +164,9 @@ class Use:
     ``calls``: entries from outside. ``class_calls[k]``: in how many of them the blocks of class k run (0: not needed here).
     ``seconds[k]``: compute of ONE block of class k in ONE call. ``order``: the compute of one call as it happens, as (class, block
     in it, seconds), the rest's before, between and behind the blocks'; empty: class after class, block after block.
+    ``passes[k]``: how often a block of class k runs in one call (empty: once); ``seconds`` are of all of them. ``beside_bytes[k]``:
+    the most that lives beyond weights, values and carry while a block of class k runs (empty: as much as at any time).
+    ``layers``: the same use of the component cut into layers.
     """
 
     component: str
@@ -160,6 +174,13 @@ class Use:
     class_calls: tuple[int, ...]
     seconds: tuple[float, ...]
     order: tuple[tuple[int, int, float], ...] = ()
+    passes: tuple[int, ...] = ()
+    beside_bytes: tuple[int, ...] = ()
+    layers: Use | None = None
+
+    def passes_of(self, number: int) -> int:
+        """How often a block of class ``number`` runs in one call."""
+        return self.passes[number] if self.passes else 1
 
     def class_calls_in(self, part: str) -> tuple[int, ...]:
         """Calls per class in ``part``: at most one in ``first``, the others in ``rest``, none in ``load``."""

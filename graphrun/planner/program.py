@@ -9,6 +9,8 @@ blocks of one way that computes on the device): K blocks present at its start, d
                                           rest:  x = n*(nb - K), d = 0 for the whole component
     ring        >= L + M                  L >= b*s: the largest that passes; M >= b*s - b*r: beside it one of each class
                                           but those with r, whose copies and compute take turns
+    layers      s = 1, L >= (b - room)*s where all have r; K and d are whole only in the end; one that runs p times in a call
+                has x = n*p*(nb - K) - (p - 1)*d; of one child of the component copies hide behind each other's compute
     next slot   K' <= K + d               eviction is free; immovable: K' = K + d;  K = 0 at first
     session     first run, then a further one: it begins with K <= K + d at the end of either, and counts R - 1 times
     demanded    keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
@@ -29,9 +31,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphrun.planner.needs import DEPTH, streamable_classes, used_components
+from graphrun.planner.gaps import Gap, gaps_of
+from graphrun.planner.needs import DEPTH, room_bytes, streamable_classes, used_components
 from graphrun.planner.plan import Part
-from graphrun.planner.problem import ALLOCATION_BYTES, PhaseNumbers, Placement, Problem, Variant
+from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Placement, Problem, Variant
 from graphrun.planner.settle import activation_bytes, use_with
 from graphrun.units import round_up
 
@@ -69,6 +72,8 @@ class Cell:
     streamable: bool
     movable: bool
     demanded: frozenset[Placement] = frozenset()
+    stretch: str = ""  # of layers: the child in which they alternate with others; copies of one hide behind compute of another
+    by_layer: bool = False
     excluded: bool = False  # by a directive: blocks that another variant could stream, if not this one
 
 
@@ -76,7 +81,8 @@ class Cell:
 class Interval:
     """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with;
     ``around``: components of its phase, on the CPU too, none in load; ``cpu_seconds`` per way.
-    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs."""
+    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs.
+    ``passes[j]``: how often a block runs in a call; ``rooms[j]``: activation that is not there while it does."""
 
     phase: int
     part: Part
@@ -89,26 +95,8 @@ class Interval:
     used: frozenset[int]
     around: frozenset[int]
     cpu_seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A value that may be spilled in load interval ``out`` and restored in load interval ``back``."""
-
-    value: int
-    nbytes: int
-    out: int
-    back: int
-    out_seconds: float
-    back_seconds: float
-
-    def absent(self, t: int) -> bool:
-        """Whether a spill keeps it off the device in interval ``t``."""
-        return self.out < t < self.back
-
-    def seconds(self, t: int) -> float:
-        """What a spill takes of the copies in interval ``t``."""
-        return self.out_seconds if t == self.out else self.back_seconds if t == self.back else 0.0
+    passes: tuple[int, ...] = ()
+    rooms: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +134,8 @@ class Program:
     def moved(self, t: int, j: int, present: int, loaded: int) -> int:
         """x: blocks of cell ``j`` copied in interval ``t``."""
         calls, cell = self.intervals[t].calls[j], self.cells[j]
-        return calls * (cell.count - present) if calls else loaded
+        passes = self.intervals[t].passes[j]
+        return calls * passes * (cell.count - present) - (passes - 1) * loaded if calls else loaded
 
     def compute_seconds(self, t: int, j: int) -> float:
         """Compute of cell ``j`` in interval ``t``."""
@@ -162,12 +151,21 @@ class Program:
             reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
             turns = self._turns_seconds(choice, t)
             own = sum(
-                max(self.compute_seconds(t, j), copies[j] + turns[j], reads[j]) for j, calls in enumerate(interval.calls) if calls
+                max(sum(self.compute_seconds(t, j) for j in of), sum(copies[j] + turns[j] for j in of), sum(reads[j] for j in of))
+                for of in self.stretches(t)
             )
             spills = sum(gap.seconds(t) for gap, out in zip(self.gaps, choice.spills, strict=False) if out)
             fills = sum(way.fill_seconds or 0.0 for way, at in zip(self.ways, choice.fills, strict=False) if at == t)
             found.append(max(own + sum(interval.cpu_seconds), sum(copies) + factor * spills, sum(reads) + factor * fills))
         return tuple(found)
+
+    def stretches(self, t: int) -> list[list[int]]:
+        """The cells that interval ``t`` computes with, those together whose copies can hide behind each other's compute."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for j, calls in enumerate(self.intervals[t].calls):
+            if calls:
+                found.setdefault((self.cells[j].way, self.cells[j].stretch), []).append(j)
+        return list(found.values())
 
     def _turns_seconds(self, choice: Choice, t: int) -> tuple[float, ...]:
         """Compute per cell that has to wait for copies and lets copies wait: of what passes through room for one block alone."""
@@ -206,7 +204,12 @@ class Program:
         passing = [j for j, cell in enumerate(self.cells) if cell.component == component and self._passing(choice, t, j)]
         depths = choice.depths[t] if choice.depths else (DEPTH,) * len(self.cells)
         beside = max(((depths[j] - 1) * self.cells[j].held_bytes for j in passing), default=0)
-        return max((self.cells[j].held_bytes for j in passing), default=0) + beside
+        return max((self.in_ring(t, j, beside > 0) for j in passing), default=0) + beside
+
+    def in_ring(self, t: int, j: int, deep: bool) -> int:
+        """What a block of cell ``j`` takes of a ring that has room for another beside it (``deep``), or not."""
+        room = 0 if deep else self.intervals[t].rooms[j] // ALLOCATION_BYTES * ALLOCATION_BYTES
+        return max(0, self.cells[j].held_bytes - room)
 
     def _largest(self, choice: Choice, t: int, j: int) -> int:
         """Bytes of the largest block that is streamed beside cell ``j``."""
@@ -292,7 +295,8 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
         for interval in _intervals(problem, ways, cells, number, weight)
     )
     turn = len(intervals) // len(weights)
-    return Program(problem, tuple(ways), cells, intervals, _gaps(problem, intervals, turn), turn)
+    loads = {interval.phase: t for t, interval in enumerate(intervals[:turn]) if interval.part == "load"}
+    return Program(problem, tuple(ways), cells, intervals, gaps_of(problem, loads, turn, len(intervals)), turn)
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
@@ -322,8 +326,15 @@ def _cells(problem: Problem, number: int, way: Way) -> Iterator[Cell]:
             streamable=streamable,
             movable=variant.movable,
             demanded=problem.demanded(component.name),
+            stretch=_stretch(component, index),
+            by_layer=component.grain == "layers",
             excluded=component.classes[index].streamable and "exclude" in problem.demanded(component.name),
         )
+
+
+def _stretch(component: ComponentNumbers, index: int) -> str:
+    """Classes of blocks pass one after another; those of layers alternate within one child of their component."""
+    return component.classes[index].blocks[0].split(".")[0] if component.grain == "layers" else f"{index}"
 
 
 def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], number: int, weight: float) -> Iterator[Interval]:
@@ -334,6 +345,7 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
     computed = [use_with(uses[way.component], way.of) if way.component in uses else None for way in ways]
     found = [computed[cell.way] for cell in cells]
     seconds = tuple(use.seconds[cell.index] if use else 0.0 for use, cell in zip(found, cells, strict=True))
+    passes = tuple(use.passes_of(cell.index) if use else 1 for use, cell in zip(found, cells, strict=True))
     values = problem.value_bytes(number) + phase.carry_bytes
     parts: tuple[tuple[Part, int, int], ...] = (
         ("load", 0, 0),
@@ -346,7 +358,8 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
             used = frozenset(cell.component for cell, n in zip(cells, calls, strict=True) if n)
             around = frozenset(uses) if part != "load" else frozenset()
             on_cpu = tuple(_cpu_seconds(problem, phase, way, part) if c else 0.0 for way, c in zip(ways, computed, strict=True))
-            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu)
+            rooms = tuple(room_bytes(activation, use, cell.index) if use else 0 for use, cell in zip(found, cells, strict=True))
+            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu, passes, rooms)
 
 
 def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) -> float:
@@ -357,24 +370,3 @@ def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) ->
     use = use_with(next(use for use in phase.uses if use.component == component.name), way.of)
     blocks = zip(component.classes, use.class_calls_in(part), use.seconds, strict=True)
     return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)
-
-
-def _gaps(problem: Problem, intervals: Sequence[Interval], turn: int) -> tuple[Gap, ...]:
-    """Every gap of every value, in each run: phases in a row in which it lives unused, with load slots to spill and restore in."""
-    loads = {interval.phase: t for t, interval in enumerate(intervals[:turn]) if interval.part == "load"}
-    found = []
-    for number, value in enumerate(problem.values):
-        if not value.nbytes:
-            continue
-        start = None
-        for phase in range(value.first_phase, min(value.last_phase + 1, len(problem.phases))):
-            idle = problem.phases[phase].stage not in (*value.consumers, value.producer)
-            if not idle and start is not None and start in loads and phase in loads:
-                found.append((number, value.nbytes, loads[start], loads[phase]))
-            start = (phase if start is None else start) if idle else None
-    to, back = problem.hardware.d2h_bytes_per_second, problem.hardware.h2d_bytes_per_second
-    return tuple(
-        Gap(number, nbytes, out + shift, home + shift, nbytes / to, nbytes / back)
-        for shift in range(0, len(intervals), max(turn, 1))
-        for number, nbytes, out, home in found
-    )

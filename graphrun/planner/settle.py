@@ -57,6 +57,7 @@ def settle(problem: Problem, plan: Plan) -> Problem:
 
 def use_with(use: Use, variant: Variant) -> Use:
     """``use`` with seconds as ``variant`` computes: slowed down, and with its block_seconds once a block and call."""
+    use = replace(use, beside_bytes=()) if variant.scratch_bytes and use.beside_bytes else use  # scratch is not told apart
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
     if variant.slowdown == 1.0 and not any(extra):
         return use

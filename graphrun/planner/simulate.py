@@ -16,6 +16,7 @@ from typing import Literal
 from graphrun.errors import PlanError
 from graphrun.planner.disk import Disk, Key, Size
 from graphrun.planner.hosted import Hosted
+from graphrun.planner.needs import room_bytes
 from graphrun.planner.plan import Blocks, Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
 from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.planner.settle import arrange, settle
@@ -190,7 +191,8 @@ class _Walk:
         works, activation, values = self._works(index, slot, set(loads), rings)
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
-        line = Timeline(start, works, (key for key in loads if key not in used), self.sizes, rings, disk, copies_from)
+        later = (key for key in loads if key not in used)
+        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self._rooms(slot, used))
         self.now = line.end_seconds
         held = self._held(self.present | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
@@ -261,6 +263,13 @@ class _Walk:
         activation = {"first": phase.first_bytes, "rest": phase.rest_bytes}.get(slot.part, 0)
         values = self.problem.value_bytes(number) - self.hosted.spilled_bytes(slot)
         return works, activation, values + phase.carry_bytes
+
+    def _rooms(self, slot: Slot, keys: Iterable[Key]) -> dict[Key, int]:
+        """What of the slot's activation is not there while a block runs."""
+        _, phase = self.phases.get(slot.phase, (0, None))
+        uses = {use.component: use for use in phase.uses} if phase else {}
+        nbytes = {"first": phase.first_bytes, "rest": phase.rest_bytes}.get(slot.part, 0) if phase else 0
+        return {key: room_bytes(nbytes, uses[key[0]], key[1]) for key in keys if uses[key[0]].beside_bytes}
 
     def _computed(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
         """Components take turns; a class takes part in its first calls."""

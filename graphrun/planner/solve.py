@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
+from graphrun.planner.cut import cut, cuttable, until_it_fits
 from graphrun.planner.infeasible import refusal, surely_infeasible
+from graphrun.planner.least import least_needs_of
 from graphrun.planner.modes import MODES, fitting
+from graphrun.planner.needs import DEPTH
 from graphrun.planner.orders import Arrangement, arrangements
-from graphrun.planner.plan import Plan
+from graphrun.planner.plan import Plan, Stream
 from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program, program_of
 from graphrun.planner.search import Answer, choose
+from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.planner.variants import plainest, worthwhile
@@ -28,6 +32,8 @@ ROUNDS = 3  # one alone for large programs
 NEARLY = 1.001  # as above; beyond it plain ways to run the pipeline are tried too
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
+CRAMPED = 4  # a ring of more than this part of all memory leaves little to choose
+FASTER = 1.02  # layers are many small copies, whose starts no plan counts: they are taken where they gain more than this
 
 
 def solve(problem: Problem) -> Solution:
@@ -41,7 +47,33 @@ def solve(problem: Problem) -> Solution:
 
 
 def solved(problem: Problem) -> Solution | None:
-    """As `solve`; None where nothing fits, without saying why."""
+    """As `solve`; None where nothing fits, without saying why. The solution's problem is ``problem`` as finely cut as it takes."""
+    found = until_it_fits(problem, _solved, least_needs_of)
+    if found is None or not (names := _cramped(found)):
+        return found
+    other = _solved(cut(found.problem, names))
+    return other if other is not None and FASTER * _seconds(other) <= _seconds(found) else found
+
+
+def _cramped(solution: Solution) -> set[str]:
+    """Components that could be cut into layers and whose ring has no room for two of the blocks that pass, or is most of what there
+    is: passing as layers they may leave more room to what stays."""
+    settled, found = settle(solution.problem, solution.plan), set[str]()
+    for slot in (*solution.plan.slots, *solution.plan.again):
+        for action in slot.actions:
+            if isinstance(action, Stream) and action.component in cuttable(solution.problem):
+                least = DEPTH * max(settled.component(action.component).variants[0].block_bytes[1:], default=0)
+                if action.ring_bytes < least or action.ring_bytes * CRAMPED > settled.effective_bytes:
+                    found.add(action.component)
+    return found
+
+
+def _seconds(solution: Solution) -> float:
+    return simulate(solution.problem, solution.plan).total_seconds
+
+
+def _solved(problem: Problem) -> Solution | None:
+    """The plan with components cut as they are in ``problem``."""
     if surely_infeasible(problem):
         return None
     found, every = arrangements(problem)

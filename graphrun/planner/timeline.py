@@ -42,7 +42,8 @@ class Span(NamedTuple):
 
 class Timeline:
     """Runs ``works`` from ``start_seconds`` on. ``prefetch``: blocks loaded for later, in order. ``rings``: bytes per component.
-    ``copies_from_seconds``: when the copies may begin (spills and restores go before them)."""
+    ``copies_from_seconds``: when the copies may begin (spills and restores go before them). ``rooms``: activation that is not there
+    while a block runs."""
 
     def __init__(
         self,
@@ -53,10 +54,11 @@ class Timeline:
         rings: Mapping[str, int],
         disk: Disk,
         copies_from_seconds: float,
+        rooms: Mapping[Key, int] | None = None,
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
-        self._sizes, self._disk = sizes, disk
+        self._sizes, self._disk, self._rooms = sizes, disk, rooms or {}
         self._computed = self._start = start_seconds
         self._copied = copies_from_seconds
         self._prefetch = sorted(prefetch, key=lambda key: disk.fills(key[0]))[::-1]
@@ -96,11 +98,13 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            released = self._rings[key[0]].place(self._sizes[key].nbytes, next(self._following[key[0]], 0)).released
+            nbytes, following, room = self._sizes[key].nbytes, next(self._following[key[0]], 0), self._rooms.get(key, 0)
+            place = self._rings[key[0]].place(nbytes, following, room)
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
-        ready = self._left[key[0]][released[-1]] if released else self._start
-        if released:
+        ready = self._left[key[0]][place.released[-1]] if place.released else self._start
+        ready = self._computed if place.alone else ready
+        if place.released or place.alone:
             while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
                 if not self._disk.holds(self._prefetch[-1], max(self._copied, ready)):
                     break

@@ -1,0 +1,124 @@
+"""How a phase uses a component, from the traced calls: calls and seconds per class of blocks, and the order within a call.
+
+Decides nothing about where weights are. By layer it says besides how often a layer runs in a call, and what lives beside it then.
+
+    call     | rest |  block  |  block  | rest |  block  | rest |     seconds of the rest count where copies can hide in them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from graphrun.estimator.events import Call
+from graphrun.estimator.windows import Window
+from graphrun.planner.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
+
+
+def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, window: Window) -> Use:
+    """How ``calls``, those of one phase with ``window``, use ``component``; by layer too, where it is cut so."""
+    use = _by_block(component, calls, hardware)
+    if component.layers is None:
+        return use
+    return replace(use, layers=_by_layer(component.layers, calls, hardware, window))
+
+
+def cuttable(phases: Iterable[PhaseNumbers]) -> set[str]:
+    """Components that every phase can use layer by layer."""
+    uses = [use for phase in phases for use in phase.uses]
+    return {use.component for use in uses} - {use.component for use in uses if use.layers is None}
+
+
+def _by_block(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
+    kinds = {id(call): call for call in calls}.values()
+    reads = {id(call): frozenset(_class_of(component, name) for name in call.touched) for call in kinds}
+    orders = {id(call): _stretches(component, call, hardware) for call in kinds}
+    hiding = {key: _hiding(component, order) for key, order in orders.items()}
+    class_calls, seconds = [], []
+    for number, k in enumerate(component.classes):
+        read = sum(number in reads[id(call)] for call in calls)
+        if read and number not in reads[id(calls[0])]:
+            read += 1  # `Use` has the first of a class's calls in the first of the component's: be there then, too
+        class_calls.append(read)
+        seconds.append(sum(hiding[id(call)][number] for call in calls) / (len(k.blocks) * max(1, read)))
+    return Use(component.name, len(calls), tuple(class_calls), tuple(seconds), orders[id(calls[0])] if len(kinds) == 1 else ())
+
+
+def _hiding(component: ComponentNumbers, order: Sequence[tuple[int, int, float]]) -> list[float]:
+    """Seconds per class of one call, in which copies of the class can hide.
+
+    While the rest computes between two blocks, the ring fills for the block that follows: that hides two copies at most. What is
+    longer hides nothing and stays with the rest. The stretch behind the last block joins the one before the next call's first.
+    """
+    found = [0.0] * len(component.classes)
+    blocks = [number for number, (k, _, _) in enumerate(order) if k]
+    if not blocks:
+        found[0] = sum(seconds for _, _, seconds in order)
+        return found
+    waiting = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
+    for k, _, seconds in order[: blocks[-1] + 1]:
+        if k:
+            hidden = min(waiting, 2 * component.variants[0].load_seconds[k])
+            found[k] += seconds + hidden
+            found[0] += waiting - hidden
+            waiting = 0.0
+        else:
+            waiting += seconds
+    return found
+
+
+def _stretches(component: ComponentNumbers, call: Call, hardware: Hardware) -> tuple[tuple[int, int, float], ...]:
+    """The call's compute in order: class, block in it, seconds. What ran in no block of a class is the rest's (class 0)."""
+    places = {path: (k, i) for k, of in enumerate(component.classes) for i, path in enumerate(of.blocks)}
+    found: list[tuple[int, int, float]] = []
+    for path, flops in call.flops:
+        place = _place(places, path)
+        if found and found[-1][:2] == place and (component.grain == "blocks" or not place[0]):
+            flops += found.pop()[2]
+        found.append((*place, flops))
+    return tuple((k, i, flops / hardware.flops_per_second) for k, i, flops in found)
+
+
+def _place(places: Mapping[str, tuple[int, int]], path: str) -> tuple[int, int]:
+    """The block at ``path`` or around it; the rest."""
+    while path and path not in places:
+        path = path.rpartition(".")[0]
+    return places.get(path, (0, 0))
+
+
+def _by_layer(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, window: Window) -> Use | None:
+    """None where calls of the phase differ in which layers they call, or in which order: they could not pass one after another."""
+    kinds = list({id(call): call for call in calls}.values())
+    orders = [_stretches(component, call, hardware) for call in kinds]
+    if len({tuple((k, i) for k, i, _ in order if k) for order in orders}) > 1:
+        return None
+    layers = {path for k in component.classes for path in k.blocks if path}
+    rest = sum(any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls)
+    times = Counter(k for k, _, _ in orders[0] if k)
+    counts = [len(k.blocks) for k in component.classes]
+    share = {id(call): order for call, order in zip(kinds, orders, strict=True)}
+    hiding = [sum(seconds) for seconds in zip(*(_hiding(component, share[id(call)]) for call in calls), strict=True)]
+    class_calls = (rest, *(len(calls) if times[k] else 0 for k in range(1, len(counts))))
+    found = {key[1]: nbytes - window.entry_bytes for key, nbytes in window.beside_bytes.items() if key[0] == component.name}
+    whole = max(window.first_bytes, window.rest_bytes) - window.entry_bytes
+    beside = tuple(max((found.get(path, whole) for path in k.blocks), default=whole) for k in component.classes)
+    return Use(
+        component.name,
+        len(calls),
+        class_calls,
+        tuple(total / (count * max(1, n)) for total, count, n in zip(hiding, counts, class_calls, strict=True)),
+        tuple(of for of in orders[0] if of[0] or of[2]),
+        tuple(max(1, times[k] // count) for k, count in enumerate(counts)),
+        beside if found else (),
+    )
+
+
+def _class_of(component: ComponentNumbers, tensor: str) -> int:
+    """The class whose block has the longest path that is a prefix of the tensor's name."""
+    best, length = 0, -1
+    for number, k in enumerate(component.classes):
+        for path in k.blocks:
+            if len(path) > length and (not path or tensor.startswith(f"{path}.")):
+                best, length = number, len(path)
+    return best

@@ -1,0 +1,69 @@
+"""How finely components are cut: into blocks, and into layers where blocks do not fit. The one place that decides it.
+
+    plan with blocks -> fits: done
+                     -> a phase cannot fit: its components cut into layers -> plan again
+                     -> no phase can be cut further: nothing fits
+
+Layers pass in many small copies, of which each may come alone; so blocks are taken wherever they fit. Must not know how a plan is
+found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from graphrun.planner.needs import Need
+from graphrun.planner.problem import PhaseNumbers, Problem, Use
+
+T = TypeVar("T")
+
+
+def cuttable(problem: Problem) -> tuple[str, ...]:
+    """Components that can be cut into layers and are not yet."""
+    return tuple(component.name for component in problem.components if component.layers is not None)
+
+
+def cut(problem: Problem, names: Collection[str]) -> Problem:
+    """``problem`` with the components ``names`` cut into layers, those of them that can be."""
+    names = set(names) & set(cuttable(problem))
+    if not names:
+        return problem
+    components = tuple(c.layers if c.name in names and c.layers is not None else c for c in problem.components)
+
+    def by_layer(phase: PhaseNumbers) -> PhaseNumbers:
+        return replace(phase, uses=tuple(_finer(use) if use.component in names else use for use in phase.uses))
+
+    return replace(
+        problem,
+        components=components,
+        phases=tuple(by_layer(phase) for phase in problem.phases),
+        options=tuple(replace(option, phases=tuple(by_layer(phase) for phase in option.phases)) for option in problem.options),
+    )
+
+
+def finer(problem: Problem, needs: Sequence[Need]) -> Problem | None:
+    """``problem`` with the components of the phases that cannot fit cut into layers; None where nothing more can be cut.
+
+    ``needs``: the least that each phase takes. Where every phase fits by itself, what is demanded of components binds, or the host.
+    """
+    short = {need.phase for need in needs if need.short_bytes > 0}
+    phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
+    names = {use.component for phase in phases if phase.name in short for use in phase.uses} & set(cuttable(problem))
+    return cut(problem, names) if names else None
+
+
+def until_it_fits(problem: Problem, attempt: Callable[[Problem], T | None], needs: Callable[[Problem], Sequence[Need]]) -> T | None:
+    """What ``attempt`` finds for ``problem``, cut as finely as that takes; None where it finds nothing at all."""
+    tried: Problem | None = problem
+    while tried is not None:
+        if (found := attempt(tried)) is not None:
+            return found
+        tried = finer(tried, needs(tried))
+    return None
+
+
+def _finer(use: Use) -> Use:
+    assert use.layers is not None
+    return use.layers
