@@ -38,15 +38,23 @@ class Spare:
 
 
 class Matrix:
-    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought.
+    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought;
+    ``depth``: for how many blocks a ring has room, unless for one alone.
 
     ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that
     nothing is loaded earlier than it helps. ``peak`` alone; ``tier``: the most, in bytes, that is taken of the tier to be weighed.
     """
 
-    def __init__(self, program: Program, factors: Sequence[float], spare: Spare | None = None, weigh: Tier | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        factors: Sequence[float],
+        spare: Spare | None = None,
+        weigh: Tier | None = None,
+        depth: int = DEPTH,
+    ) -> None:
         self.program, problem = program, program.problem
-        self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
+        self.factors, self.spare, self.weigh, self.depth = factors, spare or Spare(), weigh, depth
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
         self.model = Model()
@@ -228,7 +236,8 @@ class Matrix:
             for streamed, j in members:
                 size = self.program.cells[j].held_bytes / self.bytes_unit
                 self.model.row({largest: 1.0, streamed: -size}, 0.0, np.inf)
-                self.model.row({beside: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
+                more = (self.depth - 1) * size
+                self.model.row({beside: 1.0, streamed: -more, self.alone[t][j]: more}, 0.0, np.inf)
         self._activations.append(self._activation(t))
         activation, _ = self._activations[t]
         spilled = [(-float(g.nbytes), ({s: 1.0}, 0.0)) for g, s in zip(self.program.gaps, self._spills, strict=True) if g.absent(t)]
@@ -322,7 +331,7 @@ class Matrix:
         fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.ways[n].variant for n in ways)
-        depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else DEPTH for j in cells) for alone in self.alone)
+        depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else self.depth for j in cells) for alone in self.alone)
         kept = Choice(present, loaded, fills, (-1,) * len(ways), spills, depths)
         return variants, freed(program.taking(variants), kept)
 
