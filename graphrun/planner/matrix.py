@@ -202,10 +202,8 @@ class Matrix:
                 for rate in rates if rates[1] else rates[:1]:
                     model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rate, blocks))))
                 if (alone := self.alone[t].get(j)) is not None:
-                    after = {self.present[t][j]: 1.0, self.loaded[t][j]: 1.0}
-                    each = calls[j] * program.intervals[t].seconds[j] / self.seconds_unit
-                    turns = plus((float(cell.count), ({alone: 1.0}, 0.0)), (-1.0, (after, 0.0)))
-                    model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-rates[0], blocks), (-each, turns))))
+                    both: Sum = ({longer: 1.0, alone: -program.compute_seconds(t, j) / self.seconds_unit}, 0.0)
+                    model.row(*_least(plus((1.0, both), (-rates[0], blocks))))
                 own.append((-1.0, ({longer: 1.0}, 0.0)))
         interval = program.intervals[t]
         own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
