@@ -82,8 +82,8 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
                 weights += _whole(component, held[component.name])
                 continue
             passes = {k for k, yes in enumerate(streamable_classes(component)) if yes and "whole" not in demanded}
-            for part in ("first", "rest") if use else ():
-                used = {k for k, calls in enumerate(use.class_calls_in(part)) if calls}
+            for part in ("first", "rest"):
+                used = {k for k, calls in enumerate(use.class_calls_in(part) if use else ()) if calls}
                 fixed[part] += _whole(component, used - passes)
                 rings[part] += round_up(
                     max((component.variants[0].block_bytes[k] for k in used & passes), default=0), ALLOCATION_BYTES
