@@ -40,15 +40,23 @@ class Spare:
 
 
 class Matrix:
-    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought.
+    """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought;
+    ``depth``: for how many blocks a ring has room, unless for one alone.
 
     ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that
     nothing is loaded earlier than it helps. ``peak`` alone; ``tier``: the most, in bytes, that is taken of the tier to be weighed.
     """
 
-    def __init__(self, program: Program, factors: Sequence[float], spare: Spare | None = None, weigh: Tier | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        factors: Sequence[float],
+        spare: Spare | None = None,
+        weigh: Tier | None = None,
+        depth: int = DEPTH,
+    ) -> None:
         self.program, problem = program, program.problem
-        self.factors, self.spare, self.weigh = factors, spare or Spare(), weigh
+        self.factors, self.spare, self.weigh, self.depth = factors, spare or Spare(), weigh, depth
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
         self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
         self.model = Model(COARSE_GAP if any(cell.by_layer for cell in program.cells) else GAP)
@@ -223,24 +231,10 @@ class Matrix:
         reads = [(-program.cells[j].disk_seconds * factor / unit, copies[j]) for j in cells if program.cells[j].disk_seconds]
         for rated in (copied, reads) if reads else (copied,):
             model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
-        turns = [(-1.0, self._turns(t, j)) for j in cells if j in self.alone[t]]
+        turns = [(-program.compute_seconds(t, j) / unit, ({self.alone[t][j]: 1.0}, 0.0)) for j in cells if j in self.alone[t]]
         if turns:
             model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *copied, *turns)))
         return longer
-
-    def _turns(self, t: int, j: int) -> Sum:
-        """Compute of cell ``j`` in interval ``t`` that takes turns with its copies; below 0 where it does not and is alone."""
-        cell, each = (
-            self.program.cells[j],
-            self.program.intervals[t].calls[j] * self.program.intervals[t].seconds[j] / self.seconds_unit,
-        )
-        after = {self.present[t][j]: 1.0, self.loaded[t][j]: 1.0}
-        turns = plus((each * cell.count, ({self.alone[t][j]: 1.0}, 0.0)), (-each, (after, 0.0)))
-        if not cell.by_layer:
-            return turns
-        column = self.model.column(0.0, np.inf)
-        self.model.row(*_least(plus((1.0, ({column: 1.0}, 0.0)), (-1.0, turns))))
-        return {column: 1.0}, 0.0
 
     def _memory(self, t: int, streams: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, float], float]:
         """What interval ``t`` takes on the device: scaled terms, and what it takes anyway."""
@@ -253,9 +247,9 @@ class Matrix:
             used[largest] = used[beside] = 1.0
             for streamed, j in members:
                 size = self.program.cells[j].held_bytes / self.bytes_unit
-                least = self.program.in_ring(t, j, False) / self.bytes_unit
+                least, more = self.program.in_ring(t, j, False) / self.bytes_unit, (self.depth - 1) * size
                 self.model.row({largest: 1.0, streamed: -least}, 0.0, np.inf)
-                self.model.row({beside: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
+                self.model.row({beside: 1.0, streamed: -more, self.alone[t][j]: more}, 0.0, np.inf)
                 if least < size:
                     self.model.row({largest: 1.0, streamed: -size, self.alone[t][j]: size}, 0.0, np.inf)
         self._activations.append(self._activation(t))
@@ -353,7 +347,7 @@ class Matrix:
         fills = tuple(max((t for t, c in self.homes.fills[n].items() if values[c] > 0.5), default=-1) for n in ways)
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.ways[n].variant for n in ways)
-        depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else DEPTH for j in cells) for alone in self.alone)
+        depths = tuple(tuple(1 if j in alone and values[alone[j]] > 0.5 else self.depth for j in cells) for alone in self.alone)
         kept = Choice(present, loaded, fills, (-1,) * len(ways), spills, depths)
         return variants, freed(program.taking(variants), kept)
 

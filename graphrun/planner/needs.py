@@ -89,8 +89,9 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
                 weights += _whole(component, held[component.name])
                 continue
             passes = {k for k, yes in enumerate(streamable_classes(component)) if yes and "whole" not in demanded}
-            for part in ("first", "rest") if use else ():
-                assert use is not None
+            if use is None:
+                continue
+            for part in ("first", "rest"):
                 used = {k for k, calls in enumerate(use.class_calls_in(part)) if calls}
                 fixed[part] += _whole(component, used - passes)
                 activation, sizes = phase.first_bytes if part == "first" else phase.rest_bytes, component.variants[0].block_bytes

@@ -17,7 +17,7 @@ blocks of one way that computes on the device): K blocks present at its start, d
                 whole    s = 0 where used         drop     K = 0 in load slots, K = d = 0 in phases of others
     home        filled in one slot at most; x = 0 before it, and after it was freed; on the CPU: filled before it is entered
     spill       of a value over a gap: out in the load slot of its first phase, back in that of the phase behind it
-    time        D >= sum over the used j of max(compute of j, copies of j, where r: copies of j + compute of what passes)
+    time        D >= sum over the used j of max(compute of j, copies of j, where r: compute of j + copies of j)
                      + compute on the CPU
                 D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + fills
     memory      sum b*(K + d) + rings + activation + values + carry <= effective budget;  homes and spills <= RAM, page-locked RAM
@@ -149,7 +149,7 @@ class Program:
             blocks = [self.moved(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))]
             copies = [factor * cell.load_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
             reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
-            turns = self._turns_seconds(choice, t)
+            turns = [self.compute_seconds(t, j) if self._alone(choice, t, j) else 0.0 for j in range(len(self.cells))]
             own = sum(
                 max(sum(self.compute_seconds(t, j) for j in of), sum(copies[j] + turns[j] for j in of), sum(reads[j] for j in of))
                 for of in self.stretches(t)
@@ -167,14 +167,13 @@ class Program:
                 found.setdefault((self.cells[j].way, self.cells[j].stretch), []).append(j)
         return list(found.values())
 
-    def _turns_seconds(self, choice: Choice, t: int) -> tuple[float, ...]:
-        """Compute per cell that has to wait for copies and lets copies wait: of what passes through room for one block alone."""
-        interval, found = self.intervals[t], [0.0] * len(self.cells)
-        rings = {component: self.ring_bytes(choice, t, component) for component in interval.used}
-        for j, cell in enumerate(self.cells):
-            if (passing := self._passing(choice, t, j)) and rings[cell.component] < self._largest(choice, t, j) + cell.held_bytes:
-                found[j] = interval.calls[j] * passing * interval.seconds[j]
-        return tuple(found)
+    def _alone(self, choice: Choice, t: int, j: int) -> bool:
+        """Whether blocks of cell ``j`` pass where none has room beside the largest, so that copies and compute take turns."""
+        if not self._passing(choice, t, j):
+            return False
+        component, cells = self.cells[j].component, enumerate(self.cells)
+        largest = max(cell.held_bytes for i, cell in cells if cell.component == component and self._passing(choice, t, i))
+        return self.ring_bytes(choice, t, component) < largest + self.cells[j].held_bytes
 
     def seconds(self, choice: Choice, factors: Sequence[float] = ()) -> float:
         """All runs together."""
@@ -210,11 +209,6 @@ class Program:
         """What a block of cell ``j`` takes of a ring that has room for another beside it (``deep``), or not."""
         room = 0 if deep else self.intervals[t].rooms[j] // ALLOCATION_BYTES * ALLOCATION_BYTES
         return max(0, self.cells[j].held_bytes - room)
-
-    def _largest(self, choice: Choice, t: int, j: int) -> int:
-        """Bytes of the largest block that is streamed beside cell ``j``."""
-        beside = (i for i, cell in enumerate(self.cells) if cell.component == self.cells[j].component)
-        return max((self.cells[i].held_bytes for i in beside if self._passing(choice, t, i)), default=0)
 
     def device_bytes(self, choice: Choice) -> tuple[int, ...]:
         """What is on the device per interval, at most."""

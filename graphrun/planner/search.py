@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from graphrun.errors import BrokenPlan
 from graphrun.planner.matrix import Matrix, Spare
 from graphrun.planner.model import GAP, Found, Sum
+from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
 
@@ -27,8 +28,8 @@ SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of th
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best found: of which of the programs, with one way to a component; the bound on seconds over all of them. ``large``: it took
-    a large program, which is not solved often."""
+    """The best found: of which of the programs, with one way to a component; the bound on seconds over all of them. ``large``: it
+    took a large program, which is not solved often."""
 
     number: int
     program: Program
@@ -38,17 +39,19 @@ class Answer:
     large: bool = False
 
 
-def choose(programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: int = 3) -> Answer | None:
+def choose(
+    programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: int = 3, depth: int = DEPTH
+) -> Answer | None:
     """The best integers, with the bound in seconds; copy times of interval t are multiplied by ``factors[t]``. None: nothing fits.
 
-    ``goals``: how many of seconds, bytes moved and memory count.
+    ``goals``: how many of seconds, bytes moved and memory count; ``depth``: of rings.
     Sums are checked in integers: where rounding let a slot exceed a budget, that much is kept free, and the programs solved again.
     """
     programs = [programs] if isinstance(programs, Program) else programs
     spares = [Spare() for _ in programs]
     for trial in range(ROUNDS):
         matrices = [
-            Matrix(program, factors or (1.0,) * len(program.intervals), spare)
+            Matrix(program, factors or (1.0,) * len(program.intervals), spare, depth=depth)
             for program, spare in zip(programs, spares, strict=True)
         ]
         found = _least(matrices, _GOALS[:goals])

@@ -8,6 +8,7 @@ arrangements -> programs (exact, integers) -> HiGHS: seconds, bytes moved, memor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
@@ -25,10 +26,11 @@ from graphrun.planner.search import Answer, choose
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
-from graphrun.planner.variants import plainest, worthwhile
+from graphrun.planner.variants import over, plainest, worthwhile
 
 TOLERATED = 1.01  # simulated over promised seconds
 ROUNDS = 3  # one alone for large programs
+DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for two
 NEARLY = 1.001  # as above; beyond it plain ways to run the pipeline are tried too
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
@@ -114,12 +116,27 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
             break
         choice = answer.choice
     assert best is not None
+    if best[0].total_seconds > TOLERATED * program.seconds(best[1]):
+        for choice in _deeper(program, best[1]):
+            plan = plan_of(program, choice, problem, chosen.options, chosen.order)
+            if not check(problem, plan) and _rank(simulation := simulate(problem, plan)) < _rank(best[0]):
+                best = (simulation, choice, plan)
     if best[0].total_seconds > NEARLY * program.seconds(best[1]):
         for choice in _plain_choices(program):
             plan = plan_of(program, choice, problem, chosen.options, chosen.order)
             if not check(problem, plan) and _rank(simulation := simulate(problem, plan)) < _rank(best[0]):
                 best = (simulation, choice, plan)
     return program, best[1], best[2]
+
+
+def _deeper(program: Program, choice: Choice) -> Iterator[Choice]:
+    """Deeper rings: for ``choice`` in its headroom, and with what is then best."""
+    for depth in DEEPER:
+        depths = tuple(tuple(max(depth, each) for each in slot) for slot in choice.depths)
+        if choice.depths and not over(program, wider := replace(choice, depths=depths)):
+            yield wider
+        if (answer := choose(program, depth=depth)) is not None:
+            yield answer.choice
 
 
 def _plain_choices(program: Program) -> Iterator[Choice]:

@@ -127,7 +127,7 @@ class Run:
                 sat.add(nb * y - present - loaded <= nb * passes)
                 alone = self.yes(f"alone {c} {m} {k} {t}")
                 rings.setdefault((c, m), []).append((variant["block_bytes"][k], passes, alone))
-                turns[c, m, k] = nb * alone - present - loaded
+                turns[c, m, k] = alone
                 x = (n if part == "rest" else 1) * (nb * y - present)
             if c in of.used:
                 sat.add(x <= max(1, n) * nb * self.homes[c, m, t])
@@ -172,7 +172,7 @@ class Run:
         of.sat.add(longest >= sum(of.units(variant["load_seconds"][k]) * moved[c, m, k] for m, variant in ways))
         for m, variant in ways:
             if (c, m, k) in turns:
-                each = of.units(n * of.seconds(t, c, m, k))
+                each = of.units(n * nb * of.seconds(t, c, m, k))
                 of.sat.add(longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * turns[c, m, k])
         reads = [(m, variant["disk_seconds"][k]) for m, variant in ways if variant["home"] == "disk"]
         of.sat.add(longest >= sum(of.units(seconds) * moved[c, m, k] for m, seconds in reads))

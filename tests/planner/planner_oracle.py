@@ -134,7 +134,7 @@ class Choice:
                     asked[name][which] |= (there < nb) & (room == nbytes)
             read = copies * (variant.disk_seconds[k] if variant.home == "disk" else 0.0)
             if n:
-                in_turn = n * seconds * (nb - there) if may and up(rings[name][1]) < up(nbytes) else 0.0
+                in_turn = n * nb * seconds * (there < nb) if may and up(rings[name][1]) < up(nbytes) else 0.0
                 own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + in_turn, read))
             transfer, disk, moved = transfer + copies * variant.load_seconds[k], disk + read, moved + copies * nbytes
             held += up(nbytes) * there

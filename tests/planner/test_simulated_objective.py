@@ -73,14 +73,14 @@ def unet(seed: int) -> Problem:
 
 def test_unets_with_few_large_blocks() -> None:
     late, feasible = set(), 0
-    for seed in range(60):
+    for seed in (*range(40), 40, 61, 65, 67, 80, 102, 117, 190):  # of 200 those in which a ring of two stalls, or stalled
         try:
             late |= {seed} if excess(unet(seed)) > 0 else set()
         except Infeasible:
             continue
         feasible += 1
-    assert feasible >= 50
-    assert late <= {23, 40}, "in these two the ring of two blocks stalls whatever the copy times are raised to; no more than these"
+    assert feasible >= 40
+    assert late == set()
 
 
 def test_random_problems() -> None:
