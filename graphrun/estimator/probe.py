@@ -108,7 +108,7 @@ class Prober:
         for name, module in self.ghosts.items():
             calls = [call for call, _ in self._known.values() if call.component == name]
             classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
-            blocks, layers = self._cut(graph, name, classes), classify_layers(module, calls)
+            blocks, layers = self._cut(graph, name, classes), classify_layers(module, calls, self.choices[name])
             found[name] = Facts(
                 parameters=sum(p.numel() for p in module.parameters()),
                 classes=blocks.classes,

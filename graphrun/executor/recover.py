@@ -110,7 +110,9 @@ def run_to_the_end(
                 if lost := stages.lost:
                     raise BrokenPlan(f"{', '.join(lost)} could not be copied from the device")
                 problem = rest_of(problem, plan, [stage.name for stage in stages.todo], error)
-                plan = solve(problem).plan
+                solution = solve(problem)
+                problem, plan = solution.problem, solution.plan
+                host.settle_in(settle(problem, plan))
             except (Infeasible, BrokenPlan) as reason:
                 raise _given_up(error, reason, stages, keep) from None
             stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]

@@ -142,7 +142,8 @@ def decode(
         for name in ("image_processor", "video_processor"):
             if (processor := getattr(pipeline, name, None)) is not None:
                 processor.pt_to_numpy = _one_pixel
-    images = _call(pipeline, {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings})
+    given = {"guidance_scale": 1.0, **embeds, **settings}  # no step is left to be guided: nothing is copied together for it
+    images = _call(pipeline, {**given, "latents": latents, "output_type": output_type, "return_dict": False})
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 

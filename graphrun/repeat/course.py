@@ -102,7 +102,7 @@ def _part(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, so
         solution = solve(cut)
     except Infeasible as error:
         return error
-    return Part(stages, own, solution, simulate(cut, solution.plan))
+    return Part(stages, own, solution, simulate(solution.problem, solution.plan))
 
 
 def _course(problem: Problem, parts: tuple[Part, ...], runs: list[int], items: int) -> Course:
