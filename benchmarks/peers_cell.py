@@ -227,6 +227,7 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
     problem = _problem(of, graph, asked, books.on.name)
     solution = graphrun.plan(problem)
+    problem = solution.problem
     plan, planned = solution.plan, simulate(problem, solution.plan)
     given = of.modules if asked["folder"] is None else {}
     books.modules, device = given, books.on.executor()

@@ -117,7 +117,7 @@ class Prober:
         module = self.ghosts[name]
         calls = [call for call, _ in self._known.values() if call.component == name]
         classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
-        layers = classify_layers(module, calls)
+        layers = classify_layers(module, calls, self.choices[name])
         by_layer = Cut(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
         parameters = sum(p.numel() for p in module.parameters())
         facts = Facts(parameters, classes, laid_out_bytes(module, classes), by_layer=by_layer)

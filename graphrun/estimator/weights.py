@@ -113,18 +113,20 @@ def classify(
     return (BlockClass("rest", ("",), False), *(BlockClass(child, (child,), False) for child in apart), *streamed)
 
 
-def classify_layers(module: nn.Module, calls: Sequence[Call]) -> tuple[BlockClass, ...]:
+def classify_layers(module: nn.Module, calls: Sequence[Call], choices: Collection[str] = ()) -> tuple[BlockClass, ...]:
     """The classes of layers of ``module`` in the order of their first calls, the rest first; () where no layer may be a block.
 
     A layer may be one if nothing reads its tensors outside of its own calls in any of ``calls``.
     Of one class are layers of one child of the component with equal bytes that are called equally often in each of ``calls``, and
-    that either all fit beside what lives during their call without making its peak, or do not. Layers that are never called
-    are of classes that no call uses.
+    that either all fit beside what lives during their call without making its peak, or do not. Layers of a child of which nothing
+    is read are of classes that no call uses; what data chooses (``choices``) and what else was not called stays with the rest.
     """
     turns = [Counter(span.path for span in call.spans) for call in calls]
     outside = frozenset().union(*(call.outside for call in calls))
     called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
-    idle = [path for path in layer_paths(module) if path not in {*called, *outside} and not _shares(module, path)]
+    called = [path for path in called if not any(path.startswith(f"{of}.") for of in choices)]
+    read = {name.split(".")[0] for call in calls for name in call.touched}
+    idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and not _shares(module, path)]
     layouts = lay_out(module, [*called, *idle], by_layer=True)
     room = _rooms(calls)
     groups: dict[object, list[str]] = {}

@@ -13,9 +13,9 @@ from graphrun.components.build import build_part, draft, ghost
 from graphrun.components.forms import Forms
 from graphrun.components.origins import origin_of
 from graphrun.components.precisions import QUANTIZED
-from graphrun.errors import InputError
+from graphrun.errors import BrokenPlan, InputError
 from graphrun.executor.device import Device
-from graphrun.executor.homes import Blocks
+from graphrun.executor.homes import Blocks, Disk
 from graphrun.executor.movers import refuse_movers
 from graphrun.executor.residency import Residency
 from graphrun.executor.spool import Spool
@@ -49,6 +49,7 @@ class Host:
         self.sources: tuple[dict[str, Any], ...] = ()  # what weights are read from
         self._spool = spool or Spool()
         self._variants: dict[str, Variant] = {}
+        self._writers: dict[str, Blocks | None] = {}
         self._shape = _shape(problem)
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
@@ -123,12 +124,28 @@ class Host:
         if _shape(problem) != self._shape:
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
 
+    def settle_in(self, problem: Problem) -> None:
+        """Components that ``problem``, which is settled, cuts into other blocks are laid out anew. Between runs.
+
+        Raises BrokenPlan where what they are read from is written block by block.
+        """
+        for numbers in problem.components:
+            before = self.residencies.get(numbers.name)
+            if before is None or before.grain == numbers.grain:
+                continue
+            if isinstance(before.home, Disk):
+                raise BrokenPlan(f"{numbers.name} is read from disk in {before.grain}, and would have to pass in {numbers.grain}")
+            writer = None if before.given or before.held else self._writers[numbers.name]
+            self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
+        self._shape = _shape(problem)
+
     def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: Blocks | None) -> None:
         if writer is not None and numbers.variants[0].home == "disk":
             writer = self._spool.stored(module, numbers, writer)
         self.modules[numbers.name] = module
         self.residencies[numbers.name] = Residency(module, numbers, device, writer)
         self._variants[numbers.name] = numbers.variants[0]
+        self._writers[numbers.name] = writer
 
 
 def _shape(problem: Problem) -> tuple[Any, ...]:

@@ -121,7 +121,9 @@ def run_to_the_end(
                 begun = stage == stages.todo[0].name
                 problem = rest_of(problem, plan, [stage.name for stage in stages.todo], error)
                 problem, behind = _without_steps(problem, stages, behind)
-                plan, session = solve(problem).plan, None
+                solution = solve(problem)
+                problem, plan, session = solution.problem, solution.plan, None
+                host.settle_in(settle(problem, plan))
             except (Infeasible, BrokenPlan) as reason:
                 raise _given_up(error, reason, stages, keep) from None
             stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]

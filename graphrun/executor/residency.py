@@ -73,7 +73,8 @@ class Residency:
         self.name = numbers.name
         self.module = module
         self.given = writer is None
-        self._device, self._writer = device, writer
+        self.grain, self.device = numbers.grain, device
+        self._writer = writer
         settle_layers(module)
         order = blocks_of(numbers, None)
         layouts = lay_out(module, order, by_layer=numbers.grain == "layers")
@@ -111,7 +112,7 @@ class Residency:
 
     def held_bytes(self) -> int:
         """What the module's tensors take on the device now, every storage once: also what quantized layers hang on themselves."""
-        kind, sizes = self._device.torch_device.type, dict[int, int]()
+        kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
             state = child.__dict__.get("state")
             statistics = getattr(child._parameters.get("weight"), "quant_state", None)
@@ -119,7 +120,7 @@ class Residency:
             held: list[dict[str, Any]] = [child._parameters, child._buffers, *more]
             for tensor in (tensor for inner in held for tensor in inner.values()):
                 if isinstance(tensor, torch.Tensor) and tensor.device.type == kind:
-                    key, nbytes = self._device.storage_of(tensor)
+                    key, nbytes = self.device.storage_of(tensor)
                     sizes[key] = nbytes
         return sum(sizes.values())
 
@@ -190,7 +191,7 @@ class Residency:
         assert isinstance(self.home, Arena)
         for path in self._blocks:
             if (marks := self.home.filled(path)) is not None:
-                self._device.wait("compute", marks[1])
+                self.device.wait("compute", marks[1])
 
     def ready(self, path: str) -> bool:
         """Whether a copy of block ``path`` would wait for nothing but other copies."""

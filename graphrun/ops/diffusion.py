@@ -143,10 +143,9 @@ def decode(
             (vae.enable_tiling if tiling else vae.disable_tiling)()
     if context.planning:
         without_pictures(pipeline)
-    arguments = {**embeds, "latents": latents, "output_type": output_type, "return_dict": False, **settings}
-    if not any(name.startswith("negative") for name in embeds):  # else an empty one would be encoded here, for guidance by default
-        arguments |= {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
-    images = _call(pipeline, arguments)
+    unguided = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}  # no step is left to be guided: nothing is encoded or copied for it
+    given = {**unguided, **embeds, **settings, "latents": latents, "output_type": output_type, "return_dict": False}
+    images = _call(pipeline, given)
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 

@@ -101,7 +101,7 @@ def _leg(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, sol
         solution = solve(cut)
     except Infeasible as error:
         return error
-    return Leg(stages, own, solution, simulate(cut, solution.plan))
+    return Leg(stages, own, solution, simulate(solution.problem, solution.plan))
 
 
 def _course(problem: Problem, legs: tuple[Leg, ...], runs: list[int], items: int) -> Course:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,17 @@ class Whole:
         self.device = SimulatedDevice(Machine())
         self.host = Host.of_graph(self.graph, self.problem, self.device, self.modules)
 
-    def within(self, budget_bytes: int) -> Problem:
-        return problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
+    def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
+        """Its problem; only where ``by_layer`` it may be cut into layers."""
+        found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
+        return found if by_layer else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
 
     def smallest(self) -> Problem:
         """The problem with the least budget that can be planned."""
         return self.within(smallest_budget(self.problem))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
+        self.host.settle_in(problem)
         stages = stages_for(plan, self.graph, self.inputs, self.device, self.host)
         return follow(problem, plan, self.host, self.device, stages)
 
