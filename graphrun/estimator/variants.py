@@ -60,7 +60,8 @@ def _in_homes(
     block_bytes = facts.block_bytes if precision == dtype else facts.precisions[precision]
     whole = sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, block_bytes, strict=True))
     widened = _widened_bytes(facts, precision, ELEMENT_BYTES[dtype]) if quantized else ()
-    read = _fill_seconds(component, precision, facts.block_bytes, block_bytes, hardware)
+    read = _fill_seconds(component, precision, facts.block_bytes, hardware)
+    counted = hardware.device != "sim"  # whose clock charges floating point operations and copies, and no memory's bandwidth
     for home in (home for home in HOMES if home in homes):
         if home == "disk" and (quantized or component.source is None):
             continue  # nothing there can be read block by block
@@ -74,10 +75,11 @@ def _in_homes(
             host_bytes=2 * max(block_bytes) if home == "disk" else whole,
             fill_seconds=() if home == "disk" else read,
             disk_seconds=read if home == "disk" else (),
-            block_seconds=tuple(dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in widened),
-            slowdown=SLOWDOWNS.get(precision, 1.0),
+            block_seconds=tuple(dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in widened if counted),
+            slowdown=SLOWDOWNS.get(precision, 1.0) if counted else 1.0,
             scratch_bytes=_scratch_bytes(facts, calls, precision, dtype),
             transient_bytes=quantizing_bytes(facts.layers.values(), precision, ELEMENT_BYTES[dtype]) if quantized else 0,
+            read_bytes=() if component.source is None or facts.block_bytes == block_bytes else facts.block_bytes,
             needs="" if precision == component.precision[0] else precision,
         )
 
@@ -102,16 +104,14 @@ def _scratch_bytes(facts: Facts, calls: Sequence[Call], precision: str, dtype: s
     return round_up(max((0, *more)), ALLOCATION_BYTES) if precision in QUANTIZED else 0
 
 
-def _fill_seconds(
-    component: Component, precision: str, traced: tuple[int, ...], block_bytes: tuple[int, ...], hardware: Hardware
-) -> tuple[float, ...]:
-    """Per class, to read one block into its home: what the files hold is read, which for quantized weights is what was traced, and
-    these are then quantized. () without a source: weights are made before the run."""
+def _fill_seconds(component: Component, precision: str, traced: tuple[int, ...], hardware: Hardware) -> tuple[float, ...]:
+    """Per class, to read one block into its home: what the files hold is read, which is what was traced, and weights are then
+    quantized (on `sim` in no time: its clock is not the host's). () without a source: weights are made before the run."""
     if component.source is None:
         return ()
-    if precision not in QUANTIZED:
-        return tuple(nbytes / hardware.disk_bytes_per_second for nbytes in block_bytes)
-    each = 1 / hardware.disk_bytes_per_second + 1 / QUANTIZED_PER_SECOND[precision]
+    each = 1 / hardware.disk_bytes_per_second
+    if precision in QUANTIZED and hardware.device != "sim":
+        each += 1 / QUANTIZED_PER_SECOND[precision]
     return tuple(nbytes * each for nbytes in traced)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
 from graphrun.components.precisions import QUANTIZED
+from graphrun.components.quantize import ill_suited
 from graphrun.errors import InputError
 from graphrun.executor.device import Device
 from graphrun.executor.homes import Blocks
@@ -79,6 +81,8 @@ class Host:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
                 host._add(module, numbers, device, writer)
+                if device.torch_device.type != "cuda" and (why := ill_suited(module, numbers.name)):
+                    warnings.warn(why, RuntimeWarning, stacklevel=2)
                 if precision not in (component.dtype, *QUANTIZED):
                     host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
             else:
