@@ -14,7 +14,7 @@ from torch import nn
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """The caches of the methods of ``modules``, to be emptied with ``cache_clear()``."""
-    kinds = {type(inner) for module in modules for inner in module.modules()}
+    kinds: set[Any] = {type(inner) for module in modules for inner in module.modules()}
     return tuple({id(cache): cache for kind in kinds for cache in _caches_of(kind)}.values())
 
 
@@ -25,7 +25,7 @@ def forget(modules: Iterable[nn.Module]) -> None:
 
 
 @functools.cache
-def _caches_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+def _caches_of(kind: Any) -> tuple[Any, ...]:
     members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
     return tuple(cache for member in members for cache in _caches(member))
 
