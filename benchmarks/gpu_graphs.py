@@ -245,6 +245,7 @@ class Bench:
             except OutOfMemory as error:
                 told["ended"] = "OutOfMemory"
                 told["text"] = str(error)[:300]
+            self.lab.lift_cap(self.device)
             told["device_empty"] = self.device.allocated_bytes == baseline
             out[f"slot {target}"] = told
         _, found, _ = self.follow(problem, plan)

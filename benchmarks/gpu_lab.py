@@ -93,6 +93,11 @@ class Lab:
         else:
             torch.cuda.set_per_process_memory_fraction(1e-6)
 
+    def lift_cap(self, device: Any) -> None:
+        """It is given back. On a card the end of the session did that."""
+        if self.rehearse:
+            device.machine.capacity_bytes = None
+
     def settle(self, device: Any) -> None:
         """Streams drained, caches dropped, peaks reset: what is measured next begins here."""
         device.barrier()

@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
-    what it waited), ``run`` (one call), ``fill`` (one block of a home), ``read`` (one block, for its copy), ``free`` (a home),
+    what it waited), ``run`` (one call), ``fill`` (one block of a home) and ``read`` (one block, for its copy), both with the bytes
+    that files gave for it, ``free`` (a home),
     ``spill`` and ``restore`` (a value), ``size`` (what a quantized component holds on the device behind its first call)."""
 
     kind: str
@@ -86,6 +87,11 @@ class Trace:
     def moved_bytes(self) -> int:
         """Bytes copied to the device as weights."""
         return sum(slot.moved_bytes for slot in self.slots)
+
+    @property
+    def disk_bytes_read(self) -> int:
+        """Bytes that files gave for weights: those of the files' precision, whatever became of them."""
+        return sum(event.nbytes for event in self.events if event.kind in ("fill", "read"))
 
     @property
     def seconds(self) -> float:

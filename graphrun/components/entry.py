@@ -88,6 +88,7 @@ class Boundary:
                     self._places[id(child)] = name, path
                     self._classes.append((child, type(child)))
         placed = {type(module) for module in self.modules.values() if "device" not in vars(module)}
+        kind: Any
         for child, kind in self._classes:
             bounded = _bounded(kind, self._reads is not None, bool(self._dtypes), kind in placed)
             child.__dict__[bounded.graphrun_boundary] = self

@@ -19,7 +19,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """What ``modules`` memoize, to be emptied with ``cache_clear()``: caches of their methods, and what `WeightNorm` computed."""
     children = [inner for module in modules for inner in module.modules()]
-    caches = {id(cache): cache for kind in {type(child) for child in children} for cache in _caches_of(kind)}
+    kinds: set[Any] = {type(child) for child in children}
+    caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
     return *caches.values(), *(_Computed(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
 
@@ -45,7 +46,7 @@ class _Computed:
 
 
 @functools.cache
-def _caches_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+def _caches_of(kind: Any) -> tuple[Any, ...]:
     members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
     return tuple(cache for member in members for cache in _caches(member))
 

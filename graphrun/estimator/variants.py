@@ -61,7 +61,9 @@ def _in_homes(
     whole = sum(len(k.blocks) * nbytes for k, nbytes in zip(facts.classes, block_bytes, strict=True))
     stored = precision in facts.as_stored
     widened = _widened_bytes(facts, precision, ELEMENT_BYTES[dtype]) if quantized else ()
-    read = _fill_seconds(component, precision, facts.block_bytes, block_bytes, hardware, stored)
+    in_files = block_bytes if stored else facts.block_bytes
+    read = _fill_seconds(component, precision, in_files, hardware, stored)
+    counted = hardware.device != "sim"  # whose clock charges floating point operations and copies, and no memory's bandwidth
     for home in (home for home in HOMES if home in homes):
         if home == "disk" and not (stored or (not quantized and component.source is not None)):
             continue  # nothing there can be read block by block
@@ -75,12 +77,13 @@ def _in_homes(
             host_bytes=2 * max(block_bytes) if home == "disk" else whole,
             fill_seconds=() if home == "disk" else read,
             disk_seconds=read if home == "disk" else (),
-            block_seconds=tuple(dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in widened),
-            slowdown=SLOWDOWNS.get(precision, 1.0),
+            block_seconds=tuple(dequantization_seconds(nbytes, hardware.memory_bytes_per_second) for nbytes in widened if counted),
+            slowdown=SLOWDOWNS.get(precision, 1.0) if counted else 1.0,
             scratch_bytes=_scratch_bytes(facts, calls, precision, dtype),
             transient_bytes=quantizing_bytes(facts.layers.values(), precision, ELEMENT_BYTES[dtype])
             if quantized and not stored
             else 0,
+            read_bytes=() if component.source_in(precision) is None or in_files == block_bytes else in_files,
             needs="" if precision == component.precision[0] else precision,
         )
 
@@ -112,21 +115,17 @@ def _scratch_bytes(facts: Facts, calls: Sequence[Call], precision: str, dtype: s
 
 
 def _fill_seconds(
-    component: Component,
-    precision: str,
-    traced: tuple[int, ...],
-    block_bytes: tuple[int, ...],
-    hardware: Hardware,
-    stored: bool,
+    component: Component, precision: str, in_files: tuple[int, ...], hardware: Hardware, stored: bool
 ) -> tuple[float, ...]:
     """Per class, to read one block into its home: what the files hold is read, which for quantized weights is what was traced, and
-    these are then quantized, unless files hold them so (``stored``). () without a source: weights are made before the run."""
+    these are then quantized (on `sim` in no time: its clock is not the host's), unless files hold them so (``stored``). () without a
+    source: weights are made before the run."""
     if component.source_in(precision) is None:
         return ()
-    if precision not in QUANTIZED or stored:
-        return tuple(nbytes / hardware.disk_bytes_per_second for nbytes in block_bytes)
-    each = 1 / hardware.disk_bytes_per_second + 1 / QUANTIZED_PER_SECOND[precision]
-    return tuple(nbytes * each for nbytes in traced)
+    each = 1 / hardware.disk_bytes_per_second
+    if precision in QUANTIZED and not stored and hardware.device != "sim":
+        each += 1 / QUANTIZED_PER_SECOND[precision]
+    return tuple(nbytes * each for nbytes in in_files)
 
 
 def _on_cpu(variant: Variant, hardware: Hardware) -> Variant:

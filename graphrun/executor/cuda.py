@@ -17,6 +17,7 @@ as asynchronous as from memory that torch pinned: CUDA looks at the pages, not a
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,8 @@ class CudaDevice:
         that what other code of this process has reserved counts too.
         """
         before = torch.cuda.get_per_process_memory_fraction(self._index)
-        share = (cap_bytes + self._workspace_bytes) / torch.cuda.get_device_properties(self._index).total_memory
+        wanted = cap_bytes + self._workspace_bytes + 0.5  # the allocator multiplies and cuts off: no byte less than the cap
+        share = wanted / torch.cuda.get_device_properties(self._index).total_memory
         with torch.cuda.device(self._index):
             self._compute = torch.cuda.current_stream(self._index)
             torch.cuda.empty_cache()
@@ -107,12 +109,19 @@ class CudaDevice:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(arena.data_ptr(), round_up(arena.numel(), PAGESIZE), PORTABLE))
         if code:
+            self._take_last_error()
             raise InputError(
                 f"the system refused to pin {show_size(arena.numel())} (cudaError {code}): "
                 "raise the limit on locked memory (ulimit -l), or give a smaller --ram"
             )
         weakref.finalize(arena.untyped_storage(), runtime.cudaHostUnregister, arena.data_ptr())
         self.arenas.count("pinned", arena)
+
+    def _take_last_error(self) -> None:
+        """A refused call of the runtime's stays its last error (cudaGetLastError), and PyTorch, which asks for that behind every
+        launch, would blame the next kernel: this is that kernel. torch.cuda.cudart() has no cudaGetLastError."""
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._compute):
+            torch.empty(1, device=self.torch_device).fill_(1)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
         """``cudaMemcpyAsync`` on the copy stream; from pageable memory the driver makes the host wait."""
@@ -170,7 +179,8 @@ class CudaDevice:
         self._compute.synchronize()
 
     def seconds_at(self, mark: torch.cuda.Event | float) -> float:
-        """Seconds from the session's begin, to about half a microsecond (cudaEventElapsedTime)."""
+        """Seconds from the session's begin. cudaEventElapsedTime says milliseconds in 32 bits: to half a microsecond in the first
+        seconds, to 4 after a minute, to a quarter of a millisecond after an hour."""
         if isinstance(mark, float):
             return mark - self._begun_seconds
         return float(self._origin.elapsed_time(mark)) / 1e3

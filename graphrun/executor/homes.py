@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -39,6 +39,7 @@ class _Filling:
 
     join: Callable[[], None]
     marks: list[Mark]
+    read: list[int]  # bytes, once it is done
 
 
 class Arena:
@@ -75,9 +76,9 @@ class Arena:
     def fill(self, writer: Blocks) -> list[tuple[str, int]]:
         """Blocks that `begin` is to read from ``writer``, in order: paths and bytes."""
         for path, layout in self._layouts.items():
-            marks: list[Mark] = []
-            job = _job(self._device, writer, layout, self.block(path), marks, lambda: self._dropped)
-            self._jobs[path] = _Filling(job, marks)
+            marks, read = list[Mark](), list[int]()
+            job = _job(self._device, writer, layout, self.block(path), marks, read, lambda: self._dropped)
+            self._jobs[path] = _Filling(job, marks, read)
         self._writer = writer
         return [(path, layout.nbytes) for path, layout in self._layouts.items()]
 
@@ -85,7 +86,7 @@ class Arena:
         """Begins to read block ``path``, beside what else happens; one block after another."""
         if (filling := self._jobs.pop(path, None)) is None:
             return
-        self._fillings[path] = _Filling(self._device.background(filling.join), filling.marks)
+        self._fillings[path] = replace(filling, join=self._device.background(filling.join))
         if not self._jobs and self._writer is not None:
             self._device.background(self._writer.close)
 
@@ -105,11 +106,12 @@ class Arena:
             return False
         return path not in self._fillings or self._device.reached(self._fillings[path].marks)
 
-    def settle(self) -> list[tuple[str, Marks]]:
-        """Begins and awaits what is to be filled: blocks that were read since the last call, with their marks."""
+    def settle(self) -> list[tuple[str, int, Marks]]:
+        """Begins and awaits what is to be filled: blocks that were read since the last call, with the bytes that files gave for
+        them and their marks."""
         for path in list(self._jobs):
             self.begin(path)
-        found = [(path, marks) for path in self._fillings if (marks := self.filled(path)) is not None]
+        found = [(path, sum(self._fillings[path].read), marks) for path in self._fillings if (marks := self.filled(path))]
         self._fillings.clear()
         self.wanted = None
         return found
@@ -163,9 +165,9 @@ class Disk:
         for number in place.released:
             device.wait("disk", self._copied.pop(number))
         buffer = self.memory[place.offset : place.offset + layout.nbytes]
-        marks: list[Mark] = []
-        _job(device, self._writer, layout, buffer, marks)()
-        self.reads.append((path, layout.nbytes, (marks[0], marks[1])))
+        marks, read = list[Mark](), list[int]()
+        _job(device, self._writer, layout, buffer, marks, read)()
+        self.reads.append((path, sum(read), (marks[0], marks[1])))
         device.wait("copy", marks[1])
         start = device.mark("copy")
         device.copy_in(target, buffer, pageable=False)
@@ -173,9 +175,9 @@ class Disk:
         self._placements += 1
         return start, end
 
-    def settle(self) -> list[tuple[str, Marks]]:
-        """Blocks that were read since the last call, with their marks. Called when a slot ends: a barrier empties the buffer."""
-        found = [(path, marks) for path, _, marks in self.reads]
+    def settle(self) -> list[tuple[str, int, Marks]]:
+        """Blocks that were read since the last call, as of an `Arena`. Called when a slot ends: a barrier empties the buffer."""
+        found = list(self.reads)
         self.reads.clear()
         self._restart()
         return found
@@ -202,13 +204,15 @@ def _job(
     layout: BlockLayout,
     buffer: torch.Tensor,
     marks: list[Mark],
+    read_bytes: list[int],
     dropped: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
     def read() -> None:
         if dropped():
             return
         start = device.mark("disk")
-        device.read(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
+        read_bytes.append(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
+        device.read(read_bytes[0])
         marks.extend((start, device.mark("disk")))
 
     return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from graphrun.components.build import build_part, draft, ghost
 from graphrun.components.forms import Forms
 from graphrun.components.origins import origin_of
 from graphrun.components.precisions import QUANTIZED
+from graphrun.components.quantize import ill_suited
 from graphrun.errors import BrokenPlan, InputError
 from graphrun.executor.device import Device
 from graphrun.executor.homes import Blocks, Disk
@@ -86,6 +88,8 @@ class Host:
                 host._add(module, numbers, device, writer)
                 if (origin := origin_of(component, precision)) is not None:
                     host.sources = (*host.sources, origin)
+                if device.torch_device.type != "cuda" and (why := ill_suited(module, numbers.name)):
+                    warnings.warn(why, RuntimeWarning, stacklevel=2)
                 if precision not in (component.dtype, *QUANTIZED):
                     host.casts[numbers.name] = getattr(torch, component.dtype), getattr(torch, precision)
             else:

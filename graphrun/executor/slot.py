@@ -204,8 +204,8 @@ class OpenSlot:
         """Waits for what is being read from disk, and notes it."""
         for name, residency in self._residencies.items():
             kind = "fill" if isinstance(residency.home, Arena) else "read"
-            for path, marks in residency.home.settle():
-                self._recorder.note(kind, name, path, residency.nbytes(path), marks)
+            for path, nbytes, marks in residency.home.settle():
+                self._recorder.note(kind, name, path, nbytes, marks)
 
     def _evict(self, action: Evict) -> None:
         residency = self._residencies[action.component]

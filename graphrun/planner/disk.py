@@ -21,11 +21,13 @@ Key = tuple[str, int, int]  # component, class, block within the class
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One copy of a block to the device; ``disk_seconds`` to read it from disk, for its copy or for its home's fill."""
+    """One copy of a block to the device; ``disk_seconds`` to read it from disk, for its copy or for its home's fill, where files
+    hold ``read_bytes`` of it."""
 
     nbytes: int
     seconds: float
     disk_seconds: float = 0.0
+    read_bytes: int = 0
 
 
 class Disk:

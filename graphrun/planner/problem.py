@@ -49,6 +49,7 @@ LATER = {
     "scratch_bytes": 0,
     "transient_bytes": 0,
     "stored_bytes": 0,
+    "read_bytes": (),
     "needs": "",
     "cpu_flops_per_second": 3e11,
     "memory_bytes_per_second": 1e12,
@@ -124,6 +125,7 @@ class Variant:
     scratch_bytes: int = 0  # activation beyond the phase's while the component computes
     transient_bytes: int = 0  # in RAM beyond host_bytes while the home is filled
     stored_bytes: int = 0  # on disk, because of this variant
+    read_bytes: tuple[int, ...] = ()  # what files hold of one block, per class, where that is not block_bytes
     needs: str = ""  # what must be allowed, since the output changes: a precision, "cpu"; "": nothing changes
 
     @property

@@ -173,8 +173,10 @@ class _Walk:
         for component in problem.components:
             variant = component.variants[0]
             read = variant.disk_seconds or variant.fill_seconds or (0.0,) * len(variant.block_bytes)
+            held = variant.read_bytes or variant.block_bytes
             for key in self._keys(component.name, None):
-                self.sizes[key] = Size(variant.block_bytes[key[1]], variant.load_seconds[key[1]], read[key[1]])
+                k = key[1]
+                self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
         self.present: set[Key] = set()
         self.now = 0.0
         self.events: list[Event] = []
@@ -212,7 +214,7 @@ class _Walk:
             restored_bytes=sum(event.nbytes for event in crossings.values() if event.kind == "restore"),
             host_bytes=host,
             pinned_bytes=pinned,
-            disk_bytes_read=sum(self.sizes[key].nbytes for _, key, _, _ in disk.spans),
+            disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
         )
         self.events += [self._event(index, Span("evict", key, 0, start, start)) for key in evicted]
         spans = (*(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans), *line.copies, *line.calls.values())

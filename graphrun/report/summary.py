@@ -54,6 +54,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
             "peak_bytes": trace.peak_bytes,
             "host_peak_bytes": trace.host_bytes,
             "moved_bytes": trace.moved_bytes,
+            "disk_bytes_read": trace.disk_bytes_read,
             "seconds": trace.seconds,
             "left_bytes": trace.left_bytes,
             "kept_plan": not broken_caps(solution, trace),

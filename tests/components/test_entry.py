@@ -94,3 +94,39 @@ def test_around_answers_in_the_components_place() -> None:
 
     with Boundary({"codec": codec}, HERE, around=around):
         assert codec.encode(torch.ones(3, 2)) == ("codec", "encode", (3, 2))
+
+
+def test_a_class_is_made_once_and_boundaries_inside_one_another_each_hear_their_entries(seen: list[tuple[str, ...]]) -> None:
+    codec, kinds = Codec(), []
+    for _ in range(2):
+        with bounded(codec, seen):
+            kinds.append(type(codec))
+            with bounded(codec, seen):
+                assert type(codec) is not kinds[0]
+                codec.encode(torch.ones(1, 2))
+            assert type(codec) is kinds[0]
+        assert type(codec) is Codec
+        assert not [name for name in vars(codec) if "boundary" in name]
+    assert kinds[0] is kinds[1]
+    assert seen == [(what, "codec", "encode") for what in ("enter", "enter", "exit", "exit")] * 2
+
+
+def test_a_slice_of_a_list_made_inside_is_no_part_of_it(seen: list[tuple[str, ...]]) -> None:
+    """diffusers' blocks take ``self.resnets[1:]``, which makes a ModuleList of the same class."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts[1:]:
+                x = part(x)
+            return x
+
+    chain = Chain()
+    with Boundary({"chain": chain}, HERE, lambda *at: seen.append(("enter", *at))):
+        rest = chain.parts[1:]
+        chain(torch.ones(1, 2))
+    assert seen == [("enter", "chain", "forward")]
+    assert type(rest[0]) is nn.Linear

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from graphrun.components.blocks import lay_out
-from graphrun.components.quantize import convert, quantizable_layers, settle_layers
+from graphrun.components.quantize import convert, ill_suited, quantizable_layers, quantized, settle_layers
 from graphrun.components.source import Composed, RandomSource, Writer
 
 bnb = pytest.importorskip("bitsandbytes")
+functional = bnb.functional
 
 
 class Two(nn.Module):
@@ -77,6 +78,22 @@ def test_a_layer_is_bitsandbytes_own_bit_for_bit(precision: str) -> None:
         found, expected, exact = module.first(x), other(x), plain.first(x)
     assert torch.equal(found, expected)
     assert 0 < (found - exact).float().norm() / exact.float().norm() < 0.15
+
+
+@pytest.mark.parametrize(("inputs", "told"), [(96, True), (64, False), (160, True), (128, False)])
+def test_rows_that_the_cpu_dequantizes_wrongly_are_named(inputs: int, told: bool) -> None:
+    weight = torch.randn(64, inputs, generator=torch.Generator().manual_seed(1))
+    held = quantized(weight.bfloat16(), "nf4")
+    values = held["code"][torch.stack([held["data"].view(-1) >> 4, held["data"].view(-1) & 15], -1).view(-1).long()]
+    right = (values.view(-1, 64) * held["absmax"].view(-1, 1)).view(64, inputs)
+    state = functional.QuantState(held["absmax"], right.shape, held["code"], 64, "nf4", torch.float32)
+    found = functional.dequantize_4bit(held["data"], state)
+    assert torch.allclose(found, right) is not told, "bitsandbytes was mended: the warning may go"
+    module = nn.Sequential(nn.Linear(inputs, 64, dtype=torch.bfloat16))
+    convert(module, "nf4", torch.bfloat16)
+    why = ill_suited(module, "transformer")
+    assert bool(why) is told
+    assert not told or why.startswith(f"transformer.0 has rows of {inputs} elements in nf4")
 
 
 def test_fp8_is_stored_in_a_byte_and_computes_in_the_inputs_dtype() -> None:

@@ -115,6 +115,23 @@ def test_a_component_may_compute_on_the_cpu(flux: Case, image: Any) -> None:
     assert trace.seconds == pytest.approx(simulate(problem, plan).seconds, rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:.*has rows of.*in nf4:RuntimeWarning")
+@pytest.mark.parametrize("precision", ["nf4", "int8", "fp8"])
+def test_a_quantized_component_is_read_and_computes_as_planned(flux: Case, stored: Graph, precision: str) -> None:
+    transformer = replace(stored.components["transformer"], precision=(precision,))
+    graph = replace(stored, components={**stored.components, "transformer": transformer})
+    problem = choosing(flux.tight(graph, pinned_bytes=AMPLE), "pinned")
+    plan = solve(problem).plan
+    trace = execute(problem, plan, graph, flux.inputs, open_device(problem))
+    planned = simulate(problem, plan)
+    for slot, measured in trace.beside(planned.slots):
+        assert measured.end_seconds - measured.start_seconds == pytest.approx(slot.seconds, rel=0.05, abs=1e-4)
+    folders = [Path(str(component.source)) for component in stored.components.values()]
+    files_bytes = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    assert sum(slot.disk_bytes_read for slot in planned.slots) == pytest.approx(files_bytes, rel=0.05)
+    assert trace.disk_bytes_read == pytest.approx(files_bytes, rel=0.02), "the files hold 16 bits, whatever is made of them"
+
+
 @pytest.mark.parametrize("precision", ["nf4", "int8", "fp8", "float16", "float32"])
 def test_a_precision_streamed_is_that_precision_resident(flux: Case, precision: str) -> None:
     pictures, streams = [], []
