@@ -40,7 +40,7 @@ def bench(part: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 def bench_of(peers: Any, out: Path, *more: str) -> Any:
     made = peers.Bench(peers.options(["--models", "hidream", "--jobs", "2", "--out", str(out), *more]), str(out.parent))
     made.tools = TOOLS
-    made.caps = lambda facts, peaks: [1 << 19, facts["graphrun_smallest_bytes"], 3 << 20]
+    made.caps = lambda facts: [1 << 19, facts["graphrun_smallest_bytes"], 3 << 20]
     return made
 
 
