@@ -64,6 +64,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; on cuda always one")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one cell")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the results have, run the others")
+    parser.add_argument("--forget", default="", help="of the cells that are kept, not those of tools with this in their name")
     parser.add_argument("--out", type=Path, help="the results; default benchmarks/results/peers-<device>.json")
     return parser.parse_args(arguments)
 
@@ -81,7 +82,8 @@ class Bench:
         self.results: dict[str, Any] = {"about": about(asked), "models": {}, "cells": []}
         if asked.resume and self.path.exists():
             before = json.loads(self.path.read_text())
-            self.results |= {"models": before["models"], "cells": before["cells"]}
+            kept = [c for c in before["cells"] if not asked.forget or asked.forget not in c["tool"]]
+            self.results |= {"models": before["models"], "cells": kept}
         self.folder: Path | None = None
         self._context: Any = multiprocessing.get_context("fork" if asked.device == "sim" else "spawn")
 
