@@ -64,6 +64,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; on cuda always one")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one cell")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the results have, run the others")
+    parser.add_argument("--forget", default="", help="of the cells that are kept, not those of tools with this in their name")
     parser.add_argument("--out", type=Path, help="the results; default benchmarks/results/peers-<device>.json")
     return parser.parse_args(arguments)
 
@@ -81,7 +82,8 @@ class Bench:
         self.results: dict[str, Any] = {"about": about(asked), "models": {}, "cells": []}
         if asked.resume and self.path.exists():
             before = json.loads(self.path.read_text())
-            self.results |= {"models": before["models"], "cells": before["cells"]}
+            kept = [c for c in before["cells"] if not asked.forget or asked.forget not in c["tool"]]
+            self.results |= {"models": before["models"], "cells": kept}
         self.folder: Path | None = None
         self._context: Any = multiprocessing.get_context("fork" if asked.device == "sim" else "spawn")
 
@@ -165,7 +167,8 @@ class Bench:
         tools = [tool for tool in self.tools if tool in OWN or not TOOLS[tool].for_ram]
         uncapped = self.many([(name, tool, "run", {}) for tool in tools])
         peaks = [_peak(c) for c in uncapped if c["status"] == "finished" and c["tool"] not in OWN]
-        facts["caps"] = caps = self.caps(facts, peaks)
+        facts.setdefault("peers_least_bytes", min(peaks, default=facts["graphrun_smallest_bytes"]))
+        facts["caps"] = caps = self.caps(facts)
         runnable = [c for c in uncapped if c["status"] not in ("unavailable", "failed")]
         self.many([(name, c["tool"], "run", {"cap_bytes": cap}) for c in runnable for cap in self.caps_of(c, caps)])
         if not of.encodes_only:
@@ -177,15 +180,14 @@ class Bench:
         self.many([(name, tool, "run", {"cap_bytes": cap, "ram_bytes": ram}) for cap in at for tool in tight])
         gc.unfreeze()
 
-    def caps(self, facts: dict[str, Any], peaks: list[int]) -> list[int]:
+    def caps(self, facts: dict[str, Any]) -> list[int]:
         """From the least that a peer needs to what all resident needs, in multiples of 512 bytes, and graphrun's smallest."""
         if self.asked.caps:
             from graphrun.units import parse_size
 
             return [parse_size(text, name="cap") for text in self.asked.caps.split(",")]
-        low = facts.setdefault("peers_least_bytes", min(peaks, default=facts["graphrun_smallest_bytes"]))
         own = {facts["graphrun_smallest_bytes"]} if set(OWN) & set(self.tools) else set[int]()
-        high = facts["resident_peak_bytes"]
+        low, high = facts["peers_least_bytes"], facts["resident_peak_bytes"]
         return sorted({between(low, high, share) for share in SHARES} | {high} | own)
 
     def caps_of(self, uncapped: dict[str, Any], caps: list[int]) -> list[int]:

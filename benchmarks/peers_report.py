@@ -98,6 +98,11 @@ def second(cell: Cell) -> float:
     return float(cell["runs"][1]["seconds"])
 
 
+ALIKE = ((GRAPHRUN, "run 1", first), (SESSION, "run 2", second))
+"""One run, planned as one, beside a peer's first; of many, one that finds what the last left, as a peer's second does."""
+UNLIKE = ((GRAPHRUN, "run 2", second), (SESSION, "run 1", first))
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Markdown, the first row being the head."""
     head, *rest = rows
@@ -164,24 +169,22 @@ def _ratios(of: Results, model: str, tool: str, seconds: Callable[[Cell], float]
     return row
 
 
-def behind(of: Results) -> list[str]:
-    """Every cell in which graphrun is behind, by model, cap, run and regime."""
+def behind(of: Results, pairs: Sequence[tuple[str, str, Callable[[Cell], float]]]) -> list[str]:
+    """Every cell in which graphrun is behind the fastest peer, by model and cap; ``pairs``: its regime and the run to compare."""
     lines = []
     for model in of.models:
         for cap in of.facts(model)["caps"]:
-            for tool in (tool for tool in OWN if tool in of.tools()):
+            for tool, name, seconds in (pair for pair in pairs if pair[0] in of.tools()):
                 own, place = of.at(model, tool, cap), f"{model} within {mib(cap)} MiB"
                 if own is None:
                     lines.append(f"{place}: {tool} was not run")
                     continue
-                for name, seconds in (("run 1", first), ("run 2", second)):
-                    other = best(of, model, cap, seconds)
-                    if other is not None and not good(own):
-                        lines.append(f"{place}: {tool} {_shown(own, seconds)}; the fastest that finishes is {other[1]}")
-                        break
-                    if other is not None and seconds(own) > SLACK * other[0]:
-                        mine, ratio = 1e3 * seconds(own), seconds(own) / other[0]
-                        lines.append(f"{place}, {tool}, {name}: {mine:.2f} ms, {other[1]} {1e3 * other[0]:.2f} ms ({ratio:.3f})")
+                other = best(of, model, cap, seconds)
+                if other is not None and not good(own):
+                    lines.append(f"{place}: {tool} {_shown(own, seconds)}; the fastest that finishes is {other[1]}")
+                elif other is not None and seconds(own) > SLACK * other[0]:
+                    mine, ratio = 1e3 * seconds(own), seconds(own) / other[0]
+                    lines.append(f"{place}, {tool}, {name}: {mine:.2f} ms, {other[1]} {1e3 * other[0]:.2f} ms ({ratio:.3f})")
     return lines
 
 
@@ -236,7 +239,8 @@ def markdown(of: Results, name: str) -> str:
     """The whole page."""
     about = of.data["about"]
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    worse, alone = behind(of), _alone(of)
+    worse, mixed, alone = behind(of, ALIKE), behind(of, UNLIKE), _alone(of)
+    mixed = [line for line in mixed if "run 1" in line or "run 2" in line]  # where it does not finish is said above
     parts = [
         f"# Side by side on {about['device']}",
         f"`{about['command']}`, {about['date']}, {about['machine']}; {about['steps']} steps; {versions}. "
@@ -245,7 +249,11 @@ def markdown(of: Results, name: str) -> str:
         smallest_table(of),
         "≤: the tool adapts to the cap; the least cap of the grid with which it finished.",
         "## Where graphrun is behind",
+        "A peer's run 1 beside graphrun's cold run, a peer's run 2 beside a session's second: each finds what the other does.",
         "\n".join(f"- {line}" for line in worse) if worse else "Nowhere.",
+        "The other way round: a peer's run 2 beside a cold run, which begins and ends with an empty device; a peer's run 1 "
+        "beside the first run of a session, which is planned for those behind it.",
+        "\n".join(f"- {line}" for line in mixed) if mixed else "Nowhere.",
         "## Cells that graphrun alone finishes",
         "\n".join(f"- {line}" for line in alone) if alone else "None.",
     ]

@@ -175,8 +175,11 @@ def repeated_prompts(times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         first = graphrun.run_many(graph(), items, common=SMALL, cache=Path(cache), **BUDGET)
         second = graphrun.run_many(graph(), items, common=SMALL, cache=Path(cache), **BUDGET)
+    with tempfile.TemporaryDirectory() as cache, graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as held:
+        traces = held.map(items)
     return {
         "items": len(items),
+        "runs of a session that loaded encoders": sum(bool(encoders_in(trace)) for trace in traces),
         "runs of encode": sum("encode" in stages for stages, _, _ in first.traces),
         "bytes of encoders": encoder_bytes(first),
         "encoders are": sum(
@@ -192,12 +195,12 @@ def repeated_prompts(times: int) -> dict[str, Any]:
 
 def encoder_bytes(batch: Any) -> int:
     """Weights of text encoders that were copied to the device."""
-    return sum(
-        event.nbytes
-        for _, _, trace in batch.traces
-        for event in trace.events
-        if event.kind in ("load", "stream") and "text_encoder" in event.component
-    )
+    return sum(encoders_in(trace) for _, _, trace in batch.traces)
+
+
+def encoders_in(trace: Any) -> int:
+    """The same of one run."""
+    return sum(e.nbytes for e in trace.events if e.kind in ("load", "stream") and "text_encoder" in e.component)
 
 
 def apart(work: Callable[[], Any]) -> int:

@@ -40,7 +40,7 @@ def bench(part: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 def bench_of(peers: Any, out: Path, *more: str) -> Any:
     made = peers.Bench(peers.options(["--models", "hidream", "--jobs", "2", "--out", str(out), *more]), str(out.parent))
     made.tools = TOOLS
-    made.caps = lambda facts, peaks: [1 << 19, facts["graphrun_smallest_bytes"], 3 << 20]
+    made.caps = lambda facts: [1 << 19, facts["graphrun_smallest_bytes"], 3 << 20]
     return made
 
 
@@ -97,6 +97,17 @@ def test_measured_is_planned(bench: dict[str, Any]) -> None:
             assert cell["runs"][0]["seconds"] == pytest.approx(cell["planned"]["seconds"], rel=0.06)
 
 
+def test_where_ram_is_tight_graphrun_reads_the_files_and_says_how_much(bench: dict[str, Any]) -> None:
+    facts = bench["models"]["hidream"]
+    tight = [c for c in bench["cells"] if c["ram_bytes"] is not None and c["tool"] == "graphrun"]
+    assert [(c["status"], c["equal"]) for c in tight] == [("finished", True)] * 2
+    for cell in tight:
+        assert cell["ram_bytes"] == facts["tight_ram_bytes"] < facts["weight_bytes"]
+        assert cell["runs"][0]["read_bytes"] >= 0.99 * facts["weight_bytes"], "from a file, once at least"
+    plain = cells(bench, "graphrun")[0]
+    assert plain["runs"][0]["read_bytes"] == 0, "elsewhere weights are in host memory, as the peers' are"
+
+
 def test_a_tool_that_cannot_run_is_reported_with_its_message(bench: dict[str, Any]) -> None:
     told = cells(bench, "mmgp")
     assert [c["status"] for c in told] == ["unavailable"]
@@ -127,7 +138,11 @@ def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind
         if cell["tool"] == "graphrun":
             for run in cell["runs"]:
                 run["seconds"] *= 100
-    assert len(report.behind(report.Results(slower))) > len(report.behind(of))
+    for pairs, run in ((report.ALIKE, "run 1"), (report.UNLIKE, "run 2")):
+        told = set(report.behind(report.Results(slower), pairs)) - set(report.behind(of, pairs))
+        assert told
+        assert all(f", graphrun, {run}: " in line for line in told), "a cold run is like a peer's first, unlike its second"
+    assert page.index("beside graphrun's cold run") < page.index("The other way round") < page.index("Cells that graphrun alone")
     assert page.count("| graphrun |") >= 4
 
 

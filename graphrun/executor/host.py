@@ -123,9 +123,13 @@ class Host:
                 residency.free()
         self._spool.close()
 
+    def fits(self, problem: Problem) -> bool:
+        """Whether ``problem``, settled, has the graph and the blocks that this was built for."""
+        return _shape(problem) == self._shape
+
     def refuse_other(self, problem: Problem) -> None:
-        """Raises InputError unless ``problem`` has the graph and the blocks that this was built for."""
-        if _shape(problem) != self._shape:
+        """Raises InputError unless it `fits`."""
+        if not self.fits(problem):
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
 
     def settle_in(self, problem: Problem) -> None:

@@ -96,7 +96,7 @@ def _memory(levels: Sequence[Level], budget_bytes: int, x: object, top: int) -> 
     def y(nbytes: int) -> float:
         return top + MEMORY - MEMORY * nbytes / most
 
-    parts = [f'<text x="0" y="{top + 12}">memory</text>', f'<text class="tick" x="0" y="{top + 28}">{show_size(most)}</text>']
+    parts = [f'<text x="0" y="{top + 18}">memory</text>', f'<text class="tick" x="0" y="{top + 38}">{show_size(most)}</text>']
     for level in levels:
         left, right = x(level.start_seconds), x(level.end_seconds)  # type: ignore[operator]
         parts.append(

@@ -9,7 +9,7 @@ from graphrun.planner.frontier import Point
 from graphrun.planner.problem import Problem
 from graphrun.report.infeasible import demands_of
 from graphrun.report.table import scale_of, size, table
-from graphrun.units import GIB, show_seconds, show_size
+from graphrun.units import show_seconds, show_size
 
 Swept = Sequence[tuple[str, Sequence[Point]]]  # a value of the swept input with its points; ("", points) where none is swept
 
@@ -115,8 +115,11 @@ def _entry(point: Point, more: Mapping[str, Any]) -> dict[str, Any]:
 WIDTH, HEIGHT, MARGIN = 720, 420, 60
 
 
-def frontier_svg(problem: Problem, swept: Swept, name: str = "") -> str:
-    """Predicted seconds (up, from 0) against budget (to the right, from 0) as an SVG picture, one line per value of ``name``."""
+def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes: int | None = None) -> str:
+    """Predicted seconds (up, from 0) against budget (to the right, from 0) as an SVG picture, one line per value of ``name``.
+
+    ``marked_bytes``: a budget that is marked, such as that of the plan which stands beside the picture.
+    """
     points = [point for _, of in swept for point in of if point.fits]
     most_bytes = max((point.budget_bytes for _, of in swept for point in of), default=1)
     most_seconds = 1.05 * max((point.seconds for point in points), default=1.0)
@@ -131,11 +134,16 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "") -> str:
         _text(MARGIN, 30, f"{problem.graph} on {problem.hardware.name}: predicted time against VRAM budget", "start"),
         f'<path d="M{MARGIN} {MARGIN}V{HEIGHT - MARGIN}H{WIDTH - MARGIN}" fill="none" stroke="black"/>',
     ]
+    unit, scale = scale_of(most_bytes)
+    if marked_bytes is not None:
+        x = MARGIN + (WIDTH - 2 * MARGIN) * marked_bytes / most_bytes
+        lines.append(f'<path class="budget" d="M{x:.1f} {MARGIN}V{HEIGHT - MARGIN}" stroke="#c0392b" stroke-dasharray="6 4"/>')
+        lines.append(_text(x + 6, HEIGHT - MARGIN - 8, "this budget", "start", "#c0392b"))
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = MARGIN + (WIDTH - 2 * MARGIN) * share, HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * share
         lines += [
             f'<path d="M{MARGIN} {y:.1f}H{WIDTH - MARGIN}" stroke="#ddd"/>',
-            _text(x, HEIGHT - MARGIN + 18, f"{share * most_bytes / GIB:.3g} GiB", "middle"),
+            _text(x, HEIGHT - MARGIN + 18, f"{share * most_bytes / scale:.3g} {unit}", "middle"),
             _text(MARGIN - 6, y + 4, show_seconds(share * most_seconds), "end"),
         ]
     for number, (value, of) in enumerate(swept):

@@ -70,7 +70,7 @@ def report_page(solution: Solution, measured: Measured | None, points: Sequence[
     if measured:
         sections.append(_against(solution, simulation, measured))
     if points:
-        drawn = frontier_svg(problem, [("", points)])
+        drawn = frontier_svg(problem, [("", points)], marked_bytes=problem.budget_bytes)
         sections.append(f'<h2>Time against budget</h2><div class="wide frontier">{drawn}</div>')
     sections += [_folded("The plan as text", str(solution.plan)), _folded("The plan's screen", plan_screen(solution))]
     style = files("graphrun.report").joinpath("page.css").read_text()

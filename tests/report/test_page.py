@@ -59,7 +59,8 @@ def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(pages: tuple[
         assert f"<td>{phase}</td>" in page
         assert f"<td>{phase} first</td>" in page
     assert "left on the device: 0 B" in text_of(page)
-    assert page.count('class="budget"') == 2
+    assert page.count('class="budget"') == 3, "over both timelines' memory, and where this budget is among others"
+    assert " MiB</text>" in page.rpartition("<svg")[2], "sizes are in a unit that suits them"
     assert "slot denoise/0:transformer rest x3" in text_of(page)
 
 
@@ -77,7 +78,7 @@ def test_the_page_needs_no_network(pages: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-@pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (390, False)])
+@pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (390, False), (390, True)])
 def test_a_browser_shows_it(pages: tuple[Path, Path], tmp_path: Path, width: int, dark: bool) -> None:
     page = pages[0].read_text()
     probed = tmp_path / "page.html"
