@@ -39,6 +39,7 @@ from graphrun.planner.plan import Plan, Slot
 from graphrun.planner.problem import Hardware, Problem
 from graphrun.planner.solution import Solution
 from graphrun.planner.solve import solve
+from graphrun.report.call import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
 from graphrun.trace import Trace
@@ -46,9 +47,8 @@ from graphrun.trace import Trace
 
 @dataclass(slots=True)
 class Planned:
-    """One kind of call: its tape, the entries it is made of, and the solution for the facts of trace number ``traces``."""
+    """One kind of call: the entries it is made of, and the solution for the facts of trace number ``traces``."""
 
-    tape: Tape
     expected: frozenset[Any]
     solution: Solution
     traces: int
@@ -57,8 +57,9 @@ class Planned:
 class Attachment:
     """What `graphrun.attach` returns. A context manager: leaving it detaches.
 
-    ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was measured (bytes beyond those that the caller had
-    on the device), and the entries that the plan did not have (each was planned for when it came).
+    The pipeline has it as ``pipe.graphrun``. ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was measured
+    (bytes beyond those that the caller had on the device), and the entries that the plan did not have (each was planned for when it
+    came).
     """
 
     def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:
@@ -72,7 +73,9 @@ class Attachment:
         self._resting = self._detached = False
         self._state = ""
         self._rehearsal: Rehearsal | None = None
-        self._plans: dict[Any, Planned] = {}
+        self._tapes: dict[Any, tuple[Tape, frozenset[Any]]] = {}  # by kind of call
+        self._plans: dict[Any, Planned] = {}  # by kind of call and what the caller had on the device
+        self._solved: dict[str, Solution] = {}  # by digest of the problem
         self._by_text: set[Any] = set()
         self._modules = components_of(pipe)
         graph_of(pipe, self._modules).directed(*demands)
@@ -94,7 +97,7 @@ class Attachment:
         self._stand.leave()
         self._host.restore()
         _stand_again(others)
-        self._plans.clear()
+        self._forget()
         self._rehearsal = None
 
     def __enter__(self) -> Attachment:
@@ -103,14 +106,17 @@ class Attachment:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def report(self) -> str:
-        """The last call: its plan, and planned beside measured. Raises InputError before the first one."""
+    def report(self, *, full: bool = False) -> str:
+        """The last call, planned beside measured: a row per phase; with ``full`` its plan, and a row per slot.
+
+        Raises InputError before the first one.
+        """
         solution, trace = self._last()
         if not solution.problem.phases:
             return f"{solution.problem.graph}: the call entered no component"
         if self.detours:
             return f"{plan_screen(solution)}\n\nthe call left this plan, and was planned again at {', '.join(self.detours)}"
-        return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}"
+        return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}" if full else call_screen(solution, trace)
 
     def summary(self) -> dict[str, Any]:
         """The same as JSON-ready data; ``detours`` names the entries for which it was planned again."""
@@ -129,7 +135,7 @@ class Attachment:
         """Every way into the pipeline and its components leads here."""
         self._boundary = Boundary(self._modules, self._device.torch_device, around=self._directly, casts=AtRest())
         self._boundary.__enter__()
-        self._stand = Stand(self.pipe, self._place, self._called, self._rested)
+        self._stand = Stand(self.pipe, self._place, self._called, self._rested, graphrun=property(lambda _: self))
 
     def _place(self) -> torch.device:
         return self._device.torch_device if not self._resting else torch.device("cpu")
@@ -212,7 +218,7 @@ class Attachment:
         self.trace = _beyond(trace, reserve_bytes, handed_out(trace.outputs))
         if detour.taken and key[:2] not in self._by_text:
             self._by_text.add(key[:2])
-            del self._plans[key]
+            del self._tapes[key[:3]]
         return trace.outputs["result"]
 
     def _take_up(self) -> None:
@@ -238,8 +244,13 @@ class Attachment:
         changed = state != self._state
         if changed:
             self._state, self._rehearsal = state, None
-            self._plans.clear()
+            self._forget()
         return changed
+
+    def _forget(self) -> None:
+        self._tapes.clear()
+        self._plans.clear()
+        self._solved.clear()
 
     def _known_forms(self) -> Mapping[str, Form]:
         assert self._rehearsal is not None
@@ -254,12 +265,18 @@ class Attachment:
         if self._rehearsal is None:
             self._rehearsal = Rehearsal(self.pipe, self._modules)
         rehearsal = self._rehearsal
+        kind = key[:3]
+        if kind not in self._tapes:
+            tape = rehearsal.probe(call)
+            self._tapes[kind] = tape, frozenset(rehearsal.prober.answered)
+            self._plans.pop(key, None)
         found = self._plans.get(key)
         if found is None or found.traces != rehearsal.prober.traces:
-            tape = found.tape if found is not None else rehearsal.probe(call)
-            expected = found.expected if found is not None else frozenset(rehearsal.prober.answered)
-            solution = self.solve(self.problem(tape, reserve_bytes))
-            found = self._plans[key] = Planned(tape, expected, solution, rehearsal.prober.traces)
+            tape, expected = self._tapes[kind]
+            problem = self.problem(tape, reserve_bytes)
+            solution = self._solved.get(problem.digest) or self.solve(problem)
+            self._solved[problem.digest] = solution
+            found = self._plans[key] = Planned(expected, solution, rehearsal.prober.traces)
         return found
 
     def problem(self, tape: Tape, reserve_bytes: int) -> Problem:

@@ -40,10 +40,10 @@ Called = Callable[[str, str, Callable[..., Any], Any, tuple[Any, ...], dict[str,
 class Stand:
     """A class around that of each pipeline in ``pipe``: ``call`` gets its calls, ``at_rest`` what changes or saves it.
 
-    ``place()`` is the device on which the pipeline says it is.
+    ``place()`` is the device on which the pipeline says it is, ``more``: what else it has meanwhile.
     """
 
-    def __init__(self, pipe: Any, place: Callable[[], torch.device], call: Called, at_rest: Called) -> None:
+    def __init__(self, pipe: Any, place: Callable[[], torch.device], call: Called, at_rest: Called, **more: Any) -> None:
         self.pipelines = pipelines_in(pipe)
         self._classes: list[tuple[Any, type[Any]]] = []
         for path, owner in self.pipelines.items():
@@ -51,7 +51,7 @@ class Stand:
             members: dict[str, Any] = {name: _handing(call, path, name, method) for name, method in _own_methods(kind)}
             members |= {name: _handing(at_rest, path, name, method) for name, method in _loaders(kind)}
             members |= {name: _handing(at_rest, path, name, getattr(kind, name)) for name in ("save_pretrained", "to")}
-            members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)}
+            members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)} | more
             self._classes.append((owner, kind))
             owner.__class__ = placed(kind, place, **members)
 
