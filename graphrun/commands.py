@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import graphrun
+import graphrun.interop  # noqa: F401  (a further command)
 from graphrun import cli
 from graphrun.cli import AsJson
 from graphrun.errors import InputError, PlanError

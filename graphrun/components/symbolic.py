@@ -75,7 +75,7 @@ class Symbols(TorchFunctionMode):
         """Where the values of ``tensor``, which came out of the conversion as ``name``, come from."""
         leaf = self._by_storage.get(tensor.untyped_storage()._cdata)
         if leaf is not None and tensor.is_contiguous() and str(tensor.dtype).removeprefix("torch.") == leaf.dtype:
-            begin = leaf.begin + tensor.storage_offset() * tensor.element_size()
+            begin = leaf.begin + int(tensor.storage_offset()) * tensor.element_size()
             return replace(leaf, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size(), begin=begin)
         leaves: dict[int, Stored] = {}
         self._gather(tensor, leaves)

@@ -83,7 +83,7 @@ def _encoded(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             found = pipeline.encode_prompt(**{**required, **given})
         found = found if isinstance(found, tuple) else (found,)
-        names = _returned_names(inspect.unwrap(type(pipeline).encode_prompt), len(found))
+        names = returned_names(inspect.unwrap(type(pipeline).encode_prompt), len(found))
         embeds |= {f"{name}{suffix}": value for name, value in zip(names, found, strict=True)}
     return embeds
 
@@ -168,12 +168,13 @@ def _call(pipeline: Any, arguments: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _returned_names(function: Any, count: int) -> tuple[str, ...]:
-    """The names in the last ``return a, b, c`` of ``function``'s source: there pipelines name embeddings as `__call__` does."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+def returned_names(function: Any, count: int | None = None) -> tuple[str, ...]:
+    """The names in the last ``return a, b, c`` of ``function``'s source: there pipelines name embeddings as `__call__` does.
+    ``count``: of how many, if not of any number. Raises GraphError."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.Return)]):
         values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         names = tuple(value.id for value in values if isinstance(value, ast.Name))
-        if len(names) == count == len(values):
+        if len(names) == len(values) and count in (None, len(names)):
             return names
-    raise GraphError(f"{function.__qualname__} returns {count} values whose names cannot be read from its source")
+    raise GraphError(f"{function.__qualname__} returns {count or 'some'} values whose names cannot be read from its source")

@@ -43,7 +43,6 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "graph": problem.graph,
         "hardware": problem.hardware.name,
         "until": problem.until,
-        "commits": dict(problem.commits),
         "given": list(problem.given),
         "settings": dict(problem.settings),
         "stages": stages(solution, simulation, trace),

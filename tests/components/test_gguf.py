@@ -273,3 +273,35 @@ def test_a_lora_is_not_added_to_bytes(graph: Graph) -> None:
 
     with pytest.raises(GraphError, match="a LoRA cannot be fused into weights in gguf"):
         draft(replace(graph.component("transformer"), loras=(Lora("a.safetensors"),)), graph, "gguf")
+
+
+def test_flux_at_true_size_needs_the_header_alone(tmp_path: Path) -> None:
+    """FLUX in Q4_0 in its authors' layout, 6.7 GiB that are a hole on disk: fused weights are cut, swapped ones made."""
+    import original_layouts as layouts
+
+    graph = graphrun.load(GRAPHS / "flux-dev.yaml")
+    path = tmp_path / "flux1-dev-Q4_0.gguf"
+    total, writer = 0, gguf.GGUFWriter(path, "flux")
+    for name, shape in layouts.flux_shapes(graph.component("transformer").config | {"in_channels": 64}).items():
+        kind = TYPES.Q4_0 if len(shape) == 2 else TYPES.F32
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        nbytes = int(numpy.prod(shape)) // block * size
+        of = numpy.dtype(numpy.uint8 if len(shape) == 2 else numpy.float32)
+        writer.add_tensor_info(name, gguf.quant_shape_to_byte_shape(shape, kind) if len(shape) == 2 else shape, of, nbytes, kind)
+        total += -(-nbytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("ab") as opened:
+        opened.truncate(-(-opened.tell() // 32) * 32 + total)
+    component = replace(graph.component("transformer"), precision=("gguf",), gguf=str(path))
+    module, content = held_ghost(component, graph.allow, "gguf")
+    assert content is not None
+    assert module.state_dict().keys() == content.pieces.keys()
+    held = sum(p.numel() * p.element_size() for p in module.parameters())
+    assert 6.2e9 < held < total
+    assert content.kind("norm_out.linear.weight") == "Q4_0"
+    assert module.get_parameter("transformer_blocks.0.attn.to_q.weight").shape == (3072, 3072 // 32 * 18)
+    _, draft_writer = draft(component, graph, "gguf")
+    assert draft_writer.plain

@@ -15,7 +15,7 @@ import graphrun
 from graphrun.components.build import build, build_part
 from graphrun.errors import GraphError
 from graphrun.ops import run_stages
-from graphrun.ops.diffusion import _returned_names
+from graphrun.ops.diffusion import returned_names
 from graphrun.ops.pipeline import finished
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -112,8 +112,8 @@ def test_a_finished_scheduler_has_no_steps_and_leaves_the_first_alone() -> None:
 def test_embeddings_are_named_as_the_pipeline_returns_them() -> None:
     from diffusers import FluxPipeline, StableDiffusionXLPipeline
 
-    assert _returned_names(FluxPipeline.encode_prompt, 3) == ("prompt_embeds", "pooled_prompt_embeds", "text_ids")
-    assert _returned_names(StableDiffusionXLPipeline.encode_prompt, 4) == (
+    assert returned_names(FluxPipeline.encode_prompt, 3) == ("prompt_embeds", "pooled_prompt_embeds", "text_ids")
+    assert returned_names(StableDiffusionXLPipeline.encode_prompt, 4) == (
         "prompt_embeds",
         "negative_prompt_embeds",
         "pooled_prompt_embeds",

@@ -1,0 +1,44 @@
+"""More of the command line: plans in the words of other programs. Joins `cli`'s app and prints as it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import graphrun
+from graphrun import cli
+from graphrun.errors import InputError, PlanError
+from graphrun.report import planfile
+
+
+@cli.app.command()
+def export(
+    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
+    out: Annotated[Path | None, typer.Option("-o", help="Where it goes; default: the screen.", show_default=False)] = None,
+) -> None:
+    """Write what comes nearest to a plan in another program's words, with what is lost said in comments."""
+    problem, candidate, saved = planfile.read(plan)
+    planfile.refuse_violations(plan, problem, candidate)
+    graph = graphrun.load(planfile.graph_path(plan, saved))
+    graph = graph.until(problem.until) if problem.until else graph
+    if graph.digest != problem.graph_digest:
+        raise PlanError(f"is for another state of {planfile.graph_path(plan, saved)}: plan again", str(plan))
+    if kind == "diffusers":
+        from graphrun.integrations.diffusers_script import diffusers_script
+
+        text = diffusers_script(graph, problem, candidate)
+    elif kind == "accelerate":
+        from graphrun.integrations.device_map import device_maps
+
+        text = json.dumps(device_maps(graph, problem, candidate), indent=1) + "\n"
+    else:
+        raise InputError(f"--as {kind!r} is not known; it is diffusers or accelerate")
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        planfile.write_text(out, text)
+        typer.echo(f"wrote {out}")
