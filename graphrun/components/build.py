@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.components.adapters import AdapterSource, adapt, adapter_tensors, fill_adapters
 from graphrun.components.classes import resolve_class
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
@@ -53,7 +54,7 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     """
     kind = _module_class(component, allow)
     with torch.device("meta"):
-        module = _construct(kind, component)
+        module = adapt(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         module.to("meta")  # `torch.Tensor([alpha])` asks no device, as in SVD's mixers
     return _freeze(module, component)
@@ -73,13 +74,13 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
         fuse(component, module)
         return module
     with _empty_parameters():
-        module = _construct(kind, component)
+        module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
     random(module, f"{component.seed}/{component.name}")
     fuse(component, module)
-    return module
+    return fill_adapters(component, module)
 
 
 def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module, Writer]:
@@ -93,7 +94,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         component = replace(component, dtype=precision)
     kind, own = _module_class(component, graph.allow), getattr(torch, component.dtype)
     with _empty_parameters():
-        module = _construct(kind, component)
+        module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
@@ -106,10 +107,12 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         folder = find_folder(component.source, ("*.json", "*.safetensors"), component.where)
         stored = _by_module_names(module, stored_tensors(folder, component.where), component)
         names = list(dict.fromkeys((*parameters, *saved)))
-        whole = set(saved) <= stored.keys()
+        whole = set(saved) - adapter_tensors(component, module).keys() <= stored.keys()
         source = FileSource(stored) if whole else LoadedSource(partial(_from_source, kind, component, graph.allow))
     if component.loras:
         source = LoraSource(source, deltas_of(component, module))
+    if adapters := adapter_tensors(component, module):
+        source = AdapterSource(source, adapters)
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
         weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}
@@ -214,8 +217,10 @@ def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) ->
             module, found = _load(kind, component, files)
     if missing := sorted(found["missing_keys"]):
         raise GraphError(f"{place}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
+    if component.ip_adapters:
+        module = _freeze(adapt(component, module), component)
     _compare(module, ghost(component, allow), component)
-    return _freeze(module, component)
+    return fill_adapters(component, _freeze(module, component))
 
 
 _READING = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}

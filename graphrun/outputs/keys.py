@@ -137,6 +137,10 @@ class Keys:
             content: Any = ["random", component.name, component.seed]
             if component.source is not None:
                 content = self._folder(component.source, ("*.json", "*.safetensors"), component.where)
+            added = [(each.file, each.scale) for each in component.loras]
+            added += [(each.file, each.scale) for each in component.ip_adapters]
+            if added:
+                content = [content, [[self._digest_of(Path(file)), scale] for file, scale in added]]
             self._contents[component.name] = content
         return self._contents[component.name]
 
