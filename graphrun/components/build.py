@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.components.adapters import AdapterSource, adapt, adapter_tensors, fill_adapters
 from graphrun.components.classes import resolve_class
 from graphrun.components.content import (
     Content,
@@ -62,7 +63,7 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     """
     kind = _module_class(component, allow)
     with torch.device("meta"):
-        module = _construct(kind, component)
+        module = adapt(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         module.to("meta")  # `torch.Tensor([alpha])` asks no device, as in SVD's mixers
     return _freeze(module, component)
@@ -94,13 +95,13 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
         fuse(component, module)
         return module
     with _empty_parameters():
-        module = _construct(kind, component)
+        module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
     random(module, f"{component.seed}/{component.name}")
     fuse(component, module)
-    return module
+    return fill_adapters(component, module)
 
 
 def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module, Writer]:
@@ -115,7 +116,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         component = replace(component, dtype=precision)
     kind, own = _module_class(component, graph.allow), getattr(torch, component.dtype)
     with _empty_parameters():
-        module = _construct(kind, component)
+        module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
@@ -123,15 +124,15 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
-    names, content = list(parameters), None
+    names, content, adapters = list(parameters), None, adapter_tensors(component, module)
     if (given := component.source_in(precision)) is not None:
         place = find_folder(given, ("*.json", "*.safetensors"), component.where, component.variant)
         content = content_of(component, module, place, precision)
         names = list(dict.fromkeys((*parameters, *saved, *(scale_name(name) for name in content.scales))))
-        if place.is_dir() and not set(saved) <= content.pieces.keys():
+        if place.is_dir() and not saved.keys() - adapters.keys() <= content.pieces.keys():
             content, source = None, LoadedSource(partial(_from_source, kind, component, graph.allow))
         else:
-            refuse_missing(content, module, component)
+            refuse_missing(content, saved.keys() - adapters.keys(), component)
             source = FileSource(read_as(content, module, precision, own))
     elif precision == "gguf":
         raise GraphError(
@@ -142,6 +143,8 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
             text = f"a LoRA cannot be fused into weights in {precision}: take another precision, or leave loras: out"
             raise GraphError(f"components.{component.name}: {text}", component.where)
         source = LoraSource(source, deltas_of(component, module))
+    if adapters:
+        source = AdapterSource(source, adapters)
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
         weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}
@@ -267,8 +270,10 @@ def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) ->
             module, found = _load(kind, component, files)
     if missing := sorted(found["missing_keys"]):
         raise GraphError(f"{place}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
+    if component.ip_adapters:
+        module = _freeze(adapt(component, module), component)
     _compare(module, ghost(component, allow), component)
-    return _freeze(module, component)
+    return fill_adapters(component, _freeze(module, component))
 
 
 _READING = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}

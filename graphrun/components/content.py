@@ -141,9 +141,9 @@ def scale_name(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.scale"
 
 
-def refuse_missing(content: Content, module: nn.Module, component: Component) -> None:
-    """Raises GraphError naming what ``module`` needs and the file lacks."""
-    if missing := sorted(module.state_dict().keys() - content.pieces.keys()):
+def refuse_missing(content: Content, needed: Collection[str], component: Component) -> None:
+    """Raises GraphError naming which of the tensors ``needed`` the file lacks."""
+    if missing := sorted(set(needed) - content.pieces.keys()):
         if not content.pieces:
             text = f"{content.place} has nothing for it: give it a source: of its own"
         else:

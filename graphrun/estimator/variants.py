@@ -118,8 +118,8 @@ def _fill_seconds(
     component: Component, precision: str, in_files: tuple[int, ...], hardware: Hardware, stored: bool
 ) -> tuple[float, ...]:
     """Per class, to read one block into its home: what the files hold is read, which for quantized weights is what was traced, and
-    these are then quantized (on `sim` in no time: its clock is not the host's), unless files hold them so (``stored``). () without a
-    source: weights are made before the run."""
+    these are then quantized (on `sim` in no time: its clock is not the host's), unless files hold them so (``stored``). () without
+    a source: weights are made before the run."""
     if component.source_in(precision) is None:
         return ()
     each = 1 / hardware.disk_bytes_per_second

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
+from graphrun.graph.content import file_digest, header_digest
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import did_you_mean, fit
 
@@ -73,6 +74,14 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class IpAdapter:
+    """An IP-Adapter's file, as an absolute path, and how much its pictures weigh."""
+
+    file: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Component:
     """A module with weights.
 
@@ -95,6 +104,7 @@ class Component:
     loras: tuple[Lora, ...] = ()
     variant: str = ""
     gguf: str = ""
+    ip_adapters: tuple[IpAdapter, ...] = ()
     where: str = field(default="", compare=False)
 
     def source_in(self, precision: str) -> str | None:
@@ -360,10 +370,17 @@ class Graph:
                 for i in self.inputs.values()
             },
             "components": {
-                c.name: [c.class_path, c.config if c.has_config else c.source, c.dtype, *c.precision, *([c.home] if c.home else [])]
+                c.name: [
+                    c.class_path,
+                    c.config if c.has_config else c.source,
+                    c.dtype,
+                    *c.precision,
+                    *([c.home] if c.home else []),
+                    *map(header_digest, c.ip_adapters),
+                ]
                 for c in self.components.values()
             },
-            "parts": {p.name: [p.class_path, p.config, _content(p.file)] for p in self.parts.values()},
+            "parts": {p.name: [p.class_path, p.config, p.file and file_digest(p.file)] for p in self.parts.values()},
             "stages": {
                 s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}, *([s.options] if s.options else [])]
                 for s in self.stages
@@ -387,7 +404,3 @@ def _references(value: Any) -> Iterator[Reference]:
             yield from _references(item)
     elif isinstance(value, Reference):
         yield value
-
-
-def _content(file: Path | None) -> str | None:
-    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, Problems, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, Lora, Part, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, IpAdapter, Lora, Part, Stage
 from graphrun.graph.media import AN
 from graphrun.graph.order import find_cycle, order_stages
 from graphrun.graph.shape import note_shape
 from graphrun.graph.sizes import read_sizes
-from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, LoraSpec, PartSpec
+from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, IpAdapterSpec, LoraSpec, PartSpec
 from graphrun.graph.stages import check_uses, read_outputs, read_stages
 from graphrun.graph.values import did_you_mean, fit
 from graphrun.units import parse_size
@@ -169,7 +169,10 @@ class _Reader:
             precision=tuple(spec.precision or (spec.dtype,)),
             seed=spec.seed,
             home=tuple(spec.home or ()),
-            loras=tuple(self._lora((*at, "loras", index), item) for index, item in enumerate(spec.loras)),
+            loras=tuple(Lora(self._file((*at, "loras", i), item), item.scale) for i, item in enumerate(spec.loras)),
+            ip_adapters=tuple(
+                IpAdapter(self._file((*at, "ip_adapters", i), item), item.scale) for i, item in enumerate(spec.ip_adapters)
+            ),
             variant=spec.variant or (self.spec.variant or "" if spec.source is None else ""),
             gguf=self._gguf(at, spec),
             where=self.document.where(at),
@@ -190,11 +193,11 @@ class _Reader:
             self.problems.add((*at, "gguf"), what)
         return file
 
-    def _lora(self, at: Location, spec: LoraSpec) -> Lora:
+    def _file(self, at: Location, spec: LoraSpec | IpAdapterSpec) -> str:
         file = self.folder / spec.file
         if not file.is_file():
             self.problems.add((*at, "file"), f"no such file: {file}")
-        return Lora(str(file.resolve()), spec.scale)
+        return str(file.resolve())
 
     def _part(self, name: str, spec: PartSpec) -> Part:
         at = ("parts", name)

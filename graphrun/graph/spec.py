@@ -87,6 +87,13 @@ class LoraSpec(Spec):
     scale: float = Field(default=1.0, description="What the LoRA's difference is multiplied by.")
 
 
+class IpAdapterSpec(Spec):
+    """An IP-Adapter: what lets a UNet or a transformer follow pictures (ip_adapter_image of its pipeline)."""
+
+    file: Text = Field(description="A safetensors file as its authors publish it, relative to the graph file.")
+    scale: float = Field(default=1.0, description="How much the pictures weigh.")
+
+
 class ComponentSpec(Spec):
     """A module with weights. ``source`` here is the component's own folder; the graph's source is a pipeline's."""
 
@@ -106,6 +113,7 @@ class ComponentSpec(Spec):
         default=None, min_length=1, description="Where the master copy may lie; left out: wherever it can."
     )
     loras: list[LoraSpec] = Field(default_factory=list, description="Fused into the weights, in this order.")
+    ip_adapters: list[IpAdapterSpec] = Field(default_factory=list, description="Added to the component, in this order.")
     seed: int = Field(default=0, ge=0, description="Of the random weights a component without a source gets.")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from graphrun.components.origins import blob
 from graphrun.components.weights import find_folder
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph, Lora, Part, Reference, Stage
+from graphrun.graph.graph import Component, Graph, IpAdapter, Lora, Part, Reference, Stage
 from graphrun.graph.media import is_media, named, told
 from graphrun.graph.ops import OPERATIONS
 from graphrun.planner.plan import Plan
@@ -140,13 +140,14 @@ class Keys:
                 content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
             if component.gguf:
                 content = [content, *self._folder(component.gguf, (), component.where)]
-            self._contents[component.name] = [content, *(self._lora(lora, component) for lora in component.loras)]
+            added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
+            self._contents[component.name] = [content, *(self._added(kind, each, component) for kind, each in added)]
         return self._contents[component.name]
 
-    def _lora(self, lora: Lora, component: Component) -> list[Any]:
-        if not (file := Path(lora.file)).is_file():
-            raise GraphError(f"components.{component.name}.loras: no such file: {file}", component.where)
-        return [blob(file) or self._digest_of(file), lora.scale]
+    def _added(self, kind: str, added: Lora | IpAdapter, component: Component) -> list[Any]:
+        if not (file := Path(added.file)).is_file():
+            raise GraphError(f"components.{component.name}.{kind}: no such file: {file}", component.where)
+        return [kind, blob(file) or self._digest_of(file), added.scale]
 
     def _part(self, part: Part) -> Any:
         content: list[Any] = [part.class_path, part.config]
@@ -179,7 +180,7 @@ def code_digest() -> str:
 
 def _declared(component: Component) -> dict[str, Any]:
     """All that the graph says of a component, but where it lies and lay."""
-    left_out = ("source", "where", "home", "precision", "loras", "gguf")
+    left_out = ("source", "where", "home", "precision", "loras", "ip_adapters", "gguf")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
 
 

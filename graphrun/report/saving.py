@@ -175,8 +175,9 @@ def _film(path: Path, frames: Sequence[Any], fps: float) -> None:
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "17"})
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p" if width % 2 == height % 2 == 0 else "yuv444p"
+        of_picture: Any = av.VideoFrame.from_image
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            container.mux(stream.encode(of_picture(frame)))
         container.mux(stream.encode())
 
 

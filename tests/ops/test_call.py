@@ -17,6 +17,7 @@ from graphrun.components.build import build
 from graphrun.errors import GraphError, InputError
 from graphrun.estimator.probe import probe
 from graphrun.ops import run_stages
+from graphrun.ops.pipeline import frames_per_second
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
@@ -55,7 +56,7 @@ def test_latents_are_asked_for_by_reading_them(edited: Callable[..., Any]) -> No
 def test_several_prompts_and_images_make_several_pictures(edited: Callable[..., Any]) -> None:
     graph = edited(
         ("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str, many: true}"),
-        ("image: {type: image,", "image: {type: image, many: true,"),
+        ("image: {type: image}", "image: {type: image, many: true}"),
     )
     one, other = (run(graph, prompt=["a", "b"], image=[PICTURE, second])["image"] for second in (PICTURE, PICTURE.rotate(90)))
     assert [len(one), len(other)] == [2, 2]
@@ -89,7 +90,7 @@ outputs: {image: $again.image}"""
         ("$make.image}", "$make.images_embeds}", r"returns no images_embeds; known are 'image'"),
         ("$make.image}", "$make.image, l: $make.latents}", r"returns latents or image: read one of them"),
         ("$make.image}", "$make.audio}", r"returns no audio"),
-        ("strength: $strength", "guidance_scale: $strength, strength: 7.0", r"fails: ValueError: The value of strength should in"),
+        ("strength: $strength", "strength: 7.0\n      eta: $strength", r"fails: ValueError: The value of strength should in"),
         ("[text_encoder, text_encoder_2, unet, vae]", "[text_encoder, text_encoder_2, unet]", r"add vae to stages.make.uses"),
     ],
 )
@@ -113,11 +114,20 @@ OTHER = """  other:
 outputs:"""
 
 
+def test_a_video_is_as_fast_as_the_graph_or_its_stage_or_its_pipeline_says(edited: Callable[..., Any]) -> None:
+    ltx, wan = (graphrun.load(GRAPHS / f"{name}.yaml") for name in ("ltx-tiny", "wan-tiny"))
+    assert (frames_per_second(ltx, {}), frames_per_second(wan, {})) == (25.0, None)
+    assert frames_per_second(graphrun.load(GRAPHS / "cogvideox-5b.yaml"), {}) == 8.0
+    speed = ("inputs:\n", "inputs:\n  speed: {type: int, default: 12}\n")
+    graph = edited(speed, ("      seed: $seed\n", "      seed: $seed\n      fps: $speed\n"))
+    assert (frames_per_second(graph, {}), frames_per_second(graph, {"speed": 30})) == (12.0, 30.0)
+
+
 def test_a_mask_of_another_size_than_its_image_is_refused(edited: Callable[..., Any]) -> None:
     graph = edited(
         ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),
-        ("  strength: {", "  mask: {type: mask, height: 128, width: 128}\n  strength: {"),
-        ("image: $image,", "image: $image, mask_image: $mask, height: 64, width: 64,"),
+        ("  strength: {", "  mask: {type: mask}\n  strength: {"),
+        ("      image: $image\n", "      image: $image\n      mask_image: $mask\n      height: 64\n      width: 64\n"),
     )
     assert run(graph, mask=Image.new("L", (64, 64), 255))["image"].size == (64, 64)
     with pytest.raises(InputError, match="the mask is 32x64, and the image 64x64: make them the same size"):
