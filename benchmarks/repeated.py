@@ -216,7 +216,7 @@ def apart(work: Callable[[], Any]) -> int:
 def kills(count: int, seed: int) -> dict[str, Any]:
     """A batch killed ``count`` times at random moments, each time gone on with; then what is there beside an unbroken one."""
     import graphrun
-    from graphrun.report.planfile import save_outputs
+    from graphrun.report.saving import save_outputs
 
     of, random_moments = graph(), random.Random(seed)
     root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))

@@ -24,6 +24,7 @@ from graphrun.errors import InputError
 from graphrun.options import Asked
 from graphrun.repeat.watch import Watcher
 from graphrun.report import planfile
+from graphrun.report.saving import FILMS, FPS, Place, place_of, save_outputs
 from graphrun.units import show_seconds, show_size
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Order:
     resume: bool
     strict: bool
     reuse: str
-    output: Path | None
+    output: Sequence[str] | None
     as_json: bool
 
 
@@ -115,6 +116,23 @@ def kind_of(graph: Graph, given: Sequence[str]) -> str:
     return "none" if not given else "encoded" if encoded else "all"
 
 
+def place_for(source: Path, until: str | None, asked: Sequence[str] | None) -> Place:
+    """Where the outputs of the graph, or of the plan, at ``source`` go. Raises InputError where that cannot be."""
+    if source.suffix == ".json":
+        problem, _, saved_plan = planfile.read(source)
+        source, until = planfile.graph_path(source, saved_plan), problem.until or None
+    graph = cli._load(source, until)
+    return place_of(asked or (), graph.kinds(), Path("out") / graph.name)
+
+
+def saved(outputs: Mapping[str, Any], place: Place, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
+    """``outputs`` as files; a video is as fast as ``graph`` or its pipeline says."""
+    from graphrun.ops.pipeline import frames_per_second
+
+    fast = any(path.suffix.lower() in FILMS for path in (place.base, *place.named.values()))
+    return save_outputs(outputs, place, (frames_per_second(graph, inputs) if fast else None) or FPS)
+
+
 def run_order(order: Order, asked: Asked) -> None:
     """A list of inputs, or one set of them that can be gone on with: runs, shows, and leaves with 2 where lines were left out."""
     from graphrun.repeat.items import Item as OneItem
@@ -128,8 +146,7 @@ def run_order(order: Order, asked: Asked) -> None:
     graph, what = graphrun.load(order.source), reused(order.reuse)
     cache = cli._cache(asked.no_cache)
     place = cli._hardware(asked.hardware, asked.device, True, cache)
-    output = order.output or Path("out") / f"{graph.name}.png"
-    planfile.require_writable(output)
+    where = place_for(order.source, asked.until, order.output)
     many = order.inputs is not None
     items = read_items(order.inputs) if order.inputs is not None else [OneItem(1, {}, where="the inputs")]
     say = None if order.as_json else functools.partial(typer.echo, err=True)
@@ -138,8 +155,7 @@ def run_order(order: Order, asked: Asked) -> None:
         files: dict[int, list[str]] = {}
 
         def sink(item: Item, outputs: Mapping[str, Any]) -> list[Path]:
-            path = output.with_stem(f"{output.stem}-{item.number:04d}") if many else output
-            written = planfile.save_outputs(outputs, path)
+            written = saved(outputs, where.numbered(item.number) if many else where, graph, item.inputs)
             files[item.number] = [str(each) for each in written]
             return written
 
@@ -152,7 +168,7 @@ def run_order(order: Order, asked: Asked) -> None:
             random_weights=order.random_weights,
             cache=cache,
             reuse=what,
-            resume=output.parent / f".{output.stem}.resume" if order.resume else None,
+            resume=where.first.parent / f".{where.first.stem}.resume" if order.resume else None,
             strict=order.strict or not many,
             sink=sink,
             watcher=watcher,

@@ -21,7 +21,7 @@ import typer
 
 import graphrun
 from graphrun.errors import GraphrunError, InputError
-from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Reuse, Sets, shared
+from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Outputs, Reuse, Sets, shared
 from graphrun.report import planfile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -80,9 +80,7 @@ def run(
     asked: Asked,
     prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Where the picture goes; default out/<graph>.png.", show_default=False)
-    ] = None,
+    output: Outputs = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Save the trace here; for a viewer: *.perfetto.json.", show_default=False)
@@ -107,9 +105,10 @@ def run(
             raise InputError("--plan and --trace are of one run; leave them out with --inputs and --resume")
         batches.run_order(batches.Order(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
         return
-    planfile.require_writable(output, plan_file, trace_file)
+    planfile.require_writable(plan_file, trace_file)
+    place = batches.place_for(graph, asked.until, output)
     made = _planned(graph, asked, to_run=True, reuse=reuse, random_weights=random_weights)
-    _run_once(made, asked, random_weights, reuse, (output, plan_file, trace_file), as_json)
+    _run_once(made, asked, random_weights, reuse, (place, plan_file, trace_file), as_json)
 
 
 def _run_once(
@@ -117,7 +116,7 @@ def _run_once(
     asked: Asked,
     random_weights: bool,
     reuse: str,
-    files: tuple[Path | None, Path | None, Path | None],
+    files: tuple[Any, Path | None, Path | None],
     as_json: bool,
 ) -> None:
     from graphrun import batches
@@ -127,7 +126,7 @@ def _run_once(
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import broken_caps
 
-    output, plan_file, trace_file = files
+    place, plan_file, trace_file = files
     if not as_json:
         typer.echo(_plan_screen(made))
     solution, say = made.solution, None if as_json else functools.partial(typer.echo, err=True)
@@ -151,7 +150,7 @@ def _run_once(
     if trace_file is not None:
         whole = planfile.content(trace_file, made.source, made.solution, summary)
         planfile.write_json(trace_file, trace_json(trace_file.name, trace, whole))
-    written = planfile.save_outputs(trace.outputs, output or Path("out") / f"{made.graph.name}.png")
+    written = batches.saved(trace.outputs, place, made.graph, made.inputs)
     _show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
     if broken_caps(made.solution, trace):
         raise typer.Exit(4)

@@ -20,6 +20,12 @@ Names = list[str] | None
 HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
+Outputs = Annotated[
+    Names,
+    typer.Option(
+        "--output", "-o", help="A file for what is made; or name=file, for one output. Default out/<graph>.png.", show_default=False
+    ),
+]
 Reuse = Annotated[
     str, typer.Option("--reuse", help="Outputs kept from earlier runs: encoded (of encode_prompt), all (latents too), none.")
 ]

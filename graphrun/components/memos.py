@@ -29,9 +29,9 @@ def forget(modules: Iterable[nn.Module]) -> None:
 
 def _forget_computed(module: nn.Module) -> None:
     for hook in module._forward_pre_hooks.values():
-        value = vars(module).get(hook.name) if isinstance(hook, WeightNorm) else None
+        value = vars(module).get(name := str(getattr(hook, "name", ""))) if isinstance(hook, WeightNorm) else None
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            vars(module)[hook.name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            vars(module)[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _caches(member: Any) -> Iterator[Any]:

@@ -155,6 +155,7 @@ class Graph:
     outputs: Mapping[str, Reference]
     directives: Directives = Directives()
     given: tuple[Reference, ...] = ()  # outputs of stages that are handed in, in place of these stages
+    fps: float | None = None  # of videos as files; None: as the pipeline's own arguments say
 
     def component(self, name: str) -> Component:
         """The component called ``name``; KeyError if there is none."""
@@ -163,6 +164,10 @@ class Graph:
     def stage(self, name: str) -> Stage:
         """The stage called ``name``; KeyError if there is none."""
         return {s.name: s for s in self.stages}[name]
+
+    def kinds(self) -> dict[str, str]:
+        """What each of the outputs is: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``."""
+        return {name: OPERATIONS[self.stage(of.name).op].output(of.output) or "any" for name, of in self.outputs.items()}
 
     def producers(self, name: str) -> tuple[str, ...]:
         """Names of the stages whose outputs the stage ``name`` reads, each once."""

@@ -82,6 +82,7 @@ class _Reader:
             stages=self._ordered(stages),
             outputs=outputs,
             directives=self._directives(),
+            fps=spec.fps,
         )
 
     def _pipeline_config(self) -> dict[str, Any]:

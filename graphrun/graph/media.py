@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +245,7 @@ def _sound(path: Path) -> tuple[int, Any]:
 
     try:
         rate, samples = wavfile.read(path)
-    except (OSError, ValueError, EOFError, TypeError) as error:
+    except (OSError, ValueError, EOFError, TypeError, struct.error) as error:
         raise InputError(f"{path}: is no wav file that can be read: {error}") from None
     samples = samples.T if samples.ndim == 2 else samples[None]
     if samples.dtype.kind == "u":

@@ -27,7 +27,7 @@ def read_sizes(name: str, item: InputSpec, spec: GraphSpec, problems: Problems) 
         at, value = ("inputs", name, key), getattr(item, key)
         if key not in wanted:
             if value is not None:
-                problems.add(at, f"{name!r} is {AN.get(item.type, f'a {item.type}')}, which has no {key}")
+                problems.add(at, f"{name!r} is {AN.get(item.type, f'of type {item.type}')}, which has no {key}")
             continue
         if isinstance(value, str):
             of = value.removeprefix("$")

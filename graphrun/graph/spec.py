@@ -129,6 +129,7 @@ class GraphSpec(Spec):
         default={}, description="More constructor arguments of the pipeline; a list of components such as [$canny, $depth] too."
     )
     source: Source | None = None
+    fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of its videos, as files.")
     allow: list[Name] | None = Field(default=None, description="Packages that classes may come from, in place of the usual two.")
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)
     components: dict[Name, ComponentSpec] = Field(min_length=1)

@@ -15,7 +15,7 @@ import torch
 
 from graphrun.components.build import resolve_class
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Graph, Reference
 
 
 def assemble(
@@ -84,6 +84,19 @@ def finished(scheduler: Any) -> Any:
     members = {"__module__": kind.__module__, "set_timesteps": set_timesteps, "init_noise_sigma": 1.0}
     ended: Any = type(kind.__name__, (kind,), members)
     return ended.from_config(scheduler.config)
+
+
+def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
+    """How fast videos of ``graph`` are: as it says itself, else as a stage passes it to its pipeline, else that one's default."""
+    if graph.fps is not None:
+        return graph.fps
+    names = ("fps", "frame_rate")
+    for value in (stage.arguments[name] for stage in graph.stages for name in names if name in stage.arguments):
+        found = inputs.get(value.name, graph.inputs[value.name].default) if isinstance(value, Reference) else value
+        return float(found) if found else None
+    known = inspect.signature(resolve_class(graph.pipeline, graph.allow).__call__).parameters
+    defaults = (known[name].default for name in names if name in known)
+    return next((float(default) for default in defaults if isinstance(default, (int, float)) and default > 0), None)
 
 
 def _fresh(part: Any) -> Any:

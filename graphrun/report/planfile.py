@@ -1,4 +1,4 @@
-"""Plans, traces and pictures as files. A plan file is the JSON summary with the whole problem beside it: it replays anywhere.
+"""Plans and traces as files. A plan file is the JSON summary with the whole problem beside it: it replays anywhere.
 
 Nothing is half-written: a file appears under its name when it is complete.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution
 
 VERSION = 1
-FRAME_MILLISECONDS = 60  # of a moving picture: some 16 frames a second, as Wan's videos are made for
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
@@ -114,59 +113,6 @@ def write_json(path: Path, data: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """``text`` in ``path``, whole or not at all."""
     _whole(path, lambda target: target.write_text(text))
-
-
-def save_outputs(outputs: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write every picture among ``outputs``: the first to ``path``, others beside it with a number, so that frames sort as they
-    follow. With the suffix ``.gif`` each video becomes one moving picture instead. Returns the paths.
-
-    Tensors (embeddings, latents) go together into ``path`` with the suffix ``.safetensors``, under names such as
-    ``embeds.prompt_embeds``.
-    """
-    kind = path.suffix.lstrip(".") or "png"
-    pictures = list(_pictures(list(outputs.values()), videos=kind == "gif"))
-    digits = len(str(len(pictures) - 1))
-    written = []
-    for number, picture in enumerate(pictures):
-        target = path if number == 0 else path.with_stem(f"{path.stem}-{number:0{digits}}")
-
-        def write(temporary: Path, picture: Any = picture, kind: str = kind) -> None:
-            if isinstance(picture, list):
-                picture[0].save(temporary, kind, save_all=True, append_images=picture[1:], duration=FRAME_MILLISECONDS, loop=0)
-            else:
-                picture.save(temporary, format=kind)
-
-        _whole(target, write)
-        written.append(target)
-    if tensors := dict(_tensors("", dict(outputs))):
-        from safetensors.torch import save as packed
-
-        target, data = (
-            path.with_suffix(".safetensors"),
-            packed({name: tensor.clone().contiguous() for name, tensor in tensors.items()}),
-        )
-        _whole(target, lambda temporary: temporary.write_bytes(data))
-        written.append(target)
-    return written
-
-
-def _pictures(values: list[Any], *, videos: bool) -> Iterator[Any]:
-    """Every picture in ``values`` and the lists in it; for ``videos`` a list of pictures is one thing."""
-    for value in values:
-        if hasattr(value, "save") or (videos and isinstance(value, list) and value and hasattr(value[0], "save")):
-            yield value
-        elif isinstance(value, list):
-            yield from _pictures(value, videos=videos)
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor in ``value`` with its path in it."""
-    if hasattr(value, "untyped_storage"):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _tensors(f"{name}.{key}" if name else str(key), item)
 
 
 def require_writable(*paths: Path | None) -> None:

@@ -25,7 +25,7 @@ from graphrun.executor.spool import PREFIX, Spool, remove_stale
 from graphrun.planner.problem import Problem
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import simulate
-from graphrun.report.planfile import save_outputs
+from graphrun.report.saving import save_outputs
 
 
 class OnDisk:

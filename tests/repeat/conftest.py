@@ -13,7 +13,7 @@ import pytest
 
 import graphrun
 from graphrun.planner.problem import Problem
-from graphrun.report.planfile import save_outputs
+from graphrun.report.saving import save_outputs
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}

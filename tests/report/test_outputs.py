@@ -1,23 +1,43 @@
-"""Pictures and videos as files: numbered so that frames sort, or one moving picture."""
+"""What a run makes as files: which output goes where in which format, and what is refused before anything is loaded."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from PIL import Image
 
-from graphrun.report.planfile import save_outputs
+from graphrun.errors import InputError
+from graphrun.graph import media
+from graphrun.report.saving import Place, place_of, save_outputs
+
+KINDS = {"image": "image", "film": "video", "sound": "audio", "latents": "latents"}
 
 
-def frames(count: int) -> list[Image.Image]:
-    return [Image.new("RGB", (8, 8), (20 * n, 0, 0)) for n in range(count)]
+@dataclass(frozen=True)
+class Sound:
+    samples: Any
+    rate: int
 
 
-def test_the_frames_of_a_video_sort_as_they_follow(tmp_path: Path) -> None:
+def frames(count: int, size: tuple[int, int] = (8, 8)) -> list[Image.Image]:
+    return [Image.new("RGB", size, (20 * n, 0, 0)) for n in range(count)]
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_several_pictures_sort_as_they_follow(tmp_path: Path) -> None:
     written = save_outputs({"image": frames(12)}, tmp_path / "a.png")
-    assert [path.name for path in written[:3]] == ["a.png", "a-01.png", "a-02.png"]
-    assert [path.name for path in written[1:]] == sorted(path.name for path in written[1:])
+    assert names(written)[:3] == ["a-00.png", "a-01.png", "a-02.png"]
+    assert names(written) == sorted(names(written))
     assert Image.open(written[11]).getpixel((0, 0)) == (220, 0, 0)
+    assert names(save_outputs({"image": frames(1)}, tmp_path / "b.png")) == ["b.png"]
 
 
 def test_several_videos_are_all_written(tmp_path: Path) -> None:
@@ -25,9 +45,101 @@ def test_several_videos_are_all_written(tmp_path: Path) -> None:
 
 
 def test_a_gif_holds_a_whole_video(tmp_path: Path) -> None:
-    (written,) = save_outputs({"image": frames(5)}, tmp_path / "a.gif")
+    (written,) = save_outputs({"image": frames(5)}, tmp_path / "a.gif", fps=8)
     with Image.open(written) as moving:
-        assert moving.n_frames == 5
-    assert [path.name for path in save_outputs({"image": [frames(2), frames(3)]}, tmp_path / "b.gif")] == ["b.gif", "b-1.gif"]
+        assert (moving.n_frames, moving.info["duration"]) == (5, 120)
+    assert names(save_outputs({"image": [frames(2), frames(3)]}, tmp_path / "b.gif")) == ["b-0.gif", "b-1.gif"]
     (still,) = save_outputs({"image": frames(1)[0]}, tmp_path / "c.gif")
     assert Image.open(still).size == (8, 8)
+
+
+@pytest.mark.parametrize("size", [(32, 16), (31, 17)])
+def test_an_mp4_holds_every_frame_at_its_rate(tmp_path: Path, size: tuple[int, int]) -> None:
+    import av
+
+    (written,) = save_outputs({"film": frames(9, size)}, tmp_path / "a.mp4", fps=12.5)
+    with av.open(str(written)) as container:
+        assert float(container.streams.video[0].average_rate) == 12.5
+    found = media.given("video", written).open()
+    assert (len(found), found[0].size) == (9, size)
+    assert abs(found[8].getpixel((3, 3))[0] - 160) <= 4, "compressed, and still this frame"
+
+
+def test_formats_are_what_their_names_say(tmp_path: Path) -> None:
+    for suffix, kind in ((".png", "PNG"), (".jpg", "JPEG"), (".webp", "WEBP")):
+        (written,) = save_outputs({"image": Image.new("RGBA", (8, 8))}, tmp_path / f"a{suffix}")
+        assert Image.open(written).format == kind
+
+
+def test_sound_is_as_it_was_made(tmp_path: Path) -> None:
+    samples = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+    (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.wav")
+    assert media.given("audio", written, rate=16000).open().tolist() == samples.tolist()
+    pytest.importorskip("soundfile")
+    (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.flac")
+    assert np.abs(media.given("audio", written, rate=16000).open() - samples).max() < 2**-14
+
+
+def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
+    outputs = {"image": frames(1)[0], "sound": [Sound(np.zeros((1, 2), np.float32), 8)] * 2, "latents": torch.ones(2)}
+    written = save_outputs(outputs, tmp_path / "a.png")
+    assert names(written) == ["a.png", "a-0.wav", "a-1.wav", "a.safetensors"]
+
+
+def test_named_outputs_go_where_each_is_sent_and_others_nowhere(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    place = place_of([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
+    outputs = {"image": frames(1)[0], "film": frames(3), "latents": torch.ones(2), "sound": Sound(np.zeros((1, 2)), 8)}
+    written = save_outputs(outputs, place)
+    assert [str(path.relative_to(tmp_path)) for path in written] == ["l.safetensors", *(f"film/000{n}.png" for n in range(3))]
+    assert load_file(written[0])["latents"].tolist() == [1.0, 1.0]
+    assert names(sorted(tmp_path.iterdir())) == ["film", "l.safetensors"]
+
+
+def test_a_folder_of_frames_is_replaced_as_a_whole_and_no_other_folder_is(tmp_path: Path) -> None:
+    save_outputs({"film": frames(5)}, tmp_path / "film")
+    assert len(save_outputs({"film": frames(2)}, tmp_path / "film")) == len(list((tmp_path / "film").iterdir())) == 2
+    (tmp_path / "film" / "mine.txt").write_text("kept")
+    for refused in (
+        lambda: place_of([f"film={tmp_path}/film"], KINDS, tmp_path / "x"),
+        lambda: save_outputs({"a": frames(2)}, tmp_path / "film"),
+    ):
+        with pytest.raises(InputError, match="is no folder of frames"):
+            refused()
+    assert len(list((tmp_path / "film").iterdir())) == 3
+
+
+def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
+    for kinds, name in (
+        ({"a": "image"}, "g.png"),
+        ({"a": "video"}, "g.mp4"),
+        ({"a": "audio"}, "g.wav"),
+        ({"a": "embeds"}, "g.png"),
+    ):
+        assert place_of([], kinds, tmp_path / "g") == Place(tmp_path / name)
+    both = place_of([], {"a": "image", "b": "video"}, tmp_path / "g")
+    assert both.named == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
+    assert both.numbered(3).named == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["imgae=a.png"], "there is no output 'imgae'; there are film, image, latents, sound"),
+        (["image="], "names no file"),
+        (["image=a.xyz"], "a.xyz: .xyz is not known; files are .png"),
+        (["a.xyz"], ".xyz is not known"),
+        (["image=a.wav"], "image is image, and .wav is not; .png"),
+        (["film=a.wav"], "film is video, and .wav is not; .mp4"),
+        (["sound=a.png"], "sound is audio, and .png is not; .wav"),
+        (["latents=a"], "latents is latents, and a folder is not; .safetensors"),
+        (["a.png", "b.png"], "say of which output it is"),
+        (["image=a.png", "b.png"], "say of which output it is"),
+        (["image=a.png", "film=a.png"], "two outputs go to one file"),
+        (["image=/proc/none/a.png"], "cannot be written"),
+    ],
+)
+def test_what_will_not_do_is_refused_before_anything_is_loaded(asked: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        place_of(asked, KINDS, Path("x"))

@@ -1,0 +1,146 @@
+"""Images, masks, videos and audio as inputs: files and objects, what is refused, what a plan and a key see of them."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from graphrun.errors import InputError
+from graphrun.graph import media
+
+
+def picture(path: Path, size: tuple[int, int] = (6, 4), mode: str = "RGB", seed: int = 0) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    Image.fromarray(pixels, "RGBA").convert(mode).save(path)
+    return path
+
+
+def sound(path: Path, rate: int = 8000, samples: tuple[int, ...] = (0, 16384, -32768)) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.array(samples, dtype="<i2").tobytes())
+    return path
+
+
+def film(path: Path, frames: int = 3) -> Path:
+    pictures = [Image.new("RGB", (32, 16), (80 * number, 0, 0)) for number in range(frames)]
+    if path.suffix == ".gif":
+        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=50)
+        return path
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for each in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_image(each)))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_a_picture_is_rgb_and_a_mask_is_grey(tmp_path: Path, mode: str) -> None:
+    file = picture(tmp_path / "a.png", mode=mode)
+    image, mask = media.given("image", str(file)), media.given("mask", file)
+    assert (media.told(image), image.open().mode, mask.open().mode) == ("6x4", "RGB", "L")
+    with Image.open(file) as whole:
+        assert image.open().tobytes() == whole.convert("RGB").tobytes()
+
+
+def test_a_picture_stands_as_its_camera_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (6, 4)).save(tmp_path / "a.jpg", exif=exif)
+    assert media.told(media.given("image", tmp_path / "a.jpg")) == "4x6"
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.mp4"])
+def test_a_video_is_a_list_of_frames(tmp_path: Path, name: str) -> None:
+    video = media.given("video", film(tmp_path / name))
+    assert (media.told(video), len(video.open())) == ("3 of 32x16", 3)
+    assert [frame.mode for frame in video.open()] == ["RGB"] * 3
+
+
+def test_a_video_may_be_a_folder_or_a_list_of_frames(tmp_path: Path) -> None:
+    files = [picture(tmp_path / f"{number}.png", seed=number) for number in range(3)]
+    folder, listed = media.given("video", tmp_path), media.given("video", [str(file) for file in files])
+    assert media.told(folder) == media.told(listed) == "3 of 6x4"
+    assert media.named(folder) == media.named(listed) != media.named(media.given("video", files[::-1]))
+
+
+def test_sound_is_samples_by_channel_between_minus_one_and_one(tmp_path: Path) -> None:
+    found = media.given("audio", sound(tmp_path / "a.wav"), rate=8000)
+    assert media.told(found) == "float32[1, 3]"
+    assert found.open().tolist() == [[0.0, 0.5, -1.0]]
+
+
+def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
+    text = tmp_path / "a.png"
+    text.write_text("no picture")
+    whole = picture(tmp_path / "b.png", (64, 64)).read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    Image.fromarray(np.zeros((2, 2), dtype=np.uint16)).save(tmp_path / "deep.png")
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    (tmp_path / "a.mp4").write_text("no film")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "two").mkdir()
+    picture(tmp_path / "two" / "0.png")
+    picture(tmp_path / "two" / "1.png", (8, 8))
+    wrong = {
+        ("image", "none.png"): "there is no such file",
+        ("image", "a.png"): "is no image that can be read",
+        ("image", "cut.png"): "is no image that can be read: .*truncated",
+        ("image", "deep.png"): "pixels of mode I;16: save it with 8 bits",
+        ("image", "empty"): "cannot be read: Is a directory",
+        ("mask", "a.wav"): "is no image",
+        ("audio", "a.wav"): "is no wav file",
+        ("video", "a.mp4"): "is no video that can be read",
+        ("video", "empty"): "holds no frames",
+        ("video", "two"): "frames are of several sizes: 6x4, 8x8",
+    }
+    for (kind, name), said in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            media.given(kind, tmp_path / name)
+
+
+def test_sound_of_another_rate_is_refused_and_says_both(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has 8000 samples a second, and 44100 are wanted"):
+        media.given("audio", sound(tmp_path / "a.wav"), rate=44100)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])])
+def test_objects_of_another_kind_are_refused(kind: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="is not (an image|a mask|a video|audio)"):
+        media.given(kind, value)
+
+
+def test_objects_are_passed_on_as_they_are() -> None:
+    image, tensor = Image.new("RGB", (3, 2)), torch.zeros(1, 3, 8, 8)
+    assert media.given("image", image) is image
+    assert media.given("image", tensor) is tensor
+    assert media.told(tensor) == "float32[1, 3, 8, 8]"
+    assert media.told([image] * 4) == "4 of 3x2"
+
+
+def test_equal_content_has_equal_names_whatever_the_file_is_called(tmp_path: Path) -> None:
+    first, same = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
+    other = picture(tmp_path / "c.png", seed=1)
+    named = [media.named(media.given("image", file)) for file in (first, same, other)]
+    assert named[0] == named[1] != named[2]
+    tensors = [media.named(torch.full((2, 2), value)) for value in (1.0, 1.0, 2.0)]
+    assert tensors[0] == tensors[1] != tensors[2]
+
+
+def test_a_file_that_changes_before_it_is_taken_is_refused(tmp_path: Path) -> None:
+    found = media.given("image", picture(tmp_path / "a.png"))
+    picture(tmp_path / "a.png", seed=1)
+    with pytest.raises(InputError, match="has changed since the run was planned"):
+        found.open()

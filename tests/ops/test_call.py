@@ -1,0 +1,124 @@
+"""The op `call` on the CPU: what is asked of the pipeline's `__call__`, what of its outputs, and what is refused with its line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import graphrun
+from graphrun.components.build import build
+from graphrun.errors import GraphError, InputError
+from graphrun.estimator.probe import probe
+from graphrun.ops import run_stages
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Any]:
+    def edit(*changes: tuple[str, str], name: str = "sdxl-img2img-tiny") -> Any:
+        shutil.copytree(GRAPHS, tmp_path / "graphs", dirs_exist_ok=True)
+        path = tmp_path / "graphs" / f"{name}.yaml"
+        text = path.read_text()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        path.write_text(text)
+        return graphrun.load(path)
+
+    return edit
+
+
+def run(graph: Any, **inputs: Any) -> dict[str, Any]:
+    modules = {name: build(component, graph) for name, component in graph.components.items()}
+    return run_stages(graph, modules, torch.device("cpu"), graph.resolve({"steps": 2, "image": PICTURE, **inputs}))
+
+
+def test_the_seed_decides_the_picture(edited: Callable[..., Any]) -> None:
+    first, same, other = (run(edited(), seed=seed)["image"].tobytes() for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_latents_are_asked_for_by_reading_them(edited: Callable[..., Any]) -> None:
+    made = run(edited(("outputs: {image: $make.image}", "outputs: {latents: $make.latents}")))
+    assert tuple(made["latents"].shape) == (1, 4, 8, 8)
+
+
+def test_several_prompts_and_images_make_several_pictures(edited: Callable[..., Any]) -> None:
+    graph = edited(
+        ("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str, many: true}"),
+        ("image: {type: image,", "image: {type: image, many: true,"),
+    )
+    one, other = (run(graph, prompt=["a", "b"], image=[PICTURE, second])["image"] for second in (PICTURE, PICTURE.rotate(90)))
+    assert [len(one), len(other)] == [2, 2]
+    assert one[0].tobytes() == other[0].tobytes()
+    assert one[1].tobytes() != other[1].tobytes()
+
+
+def test_one_call_hands_embeddings_and_latents_to_the_next(edited: Callable[..., Any]) -> None:
+    again = """  again:
+    op: call
+    uses: [text_encoder, text_encoder_2, unet, vae]
+    with: {prompt: $prompt, image: $make.latents, strength: 0.5, num_inference_steps: $steps, seed: $seed}
+
+outputs: {image: $again.image}"""
+    graph = edited(("\noutputs: {image: $make.image}", again))
+    assert [stage.outputs for stage in graph.stages] == [("latents",), ("image",)]
+    assert run(graph)["image"].size == (64, 64)
+    assert probe(graph, graph.for_planning({})).tape.values.keys() == {"make.latents", "again.image"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "strength: $strength",
+            "strenght: $strength",
+            r"with.strenght: .*Img2ImgPipeline.__call__ has no argument.*mean 'strength'",
+        ),
+        ("strength: $strength", "generator: $strength", r"with.generator: give a seed: instead"),
+        ("strength: $strength", "callback_on_step_end: $strength", r"has no argument 'callback_on_step_end'"),
+        ("$make.image}", "$make.images_embeds}", r"returns no images_embeds; known are 'image'"),
+        ("$make.image}", "$make.image, l: $make.latents}", r"returns latents or image: read one of them"),
+        ("$make.image}", "$make.audio}", r"returns no audio"),
+        ("strength: $strength", "guidance_scale: $strength, strength: 7.0", r"fails: ValueError: The value of strength should in"),
+        ("[text_encoder, text_encoder_2, unet, vae]", "[text_encoder, text_encoder_2, unet]", r"add vae to stages.make.uses"),
+    ],
+)
+def test_what_the_pipeline_does_not_take_or_return_is_said_while_planning(
+    edited: Callable[..., Any], old: str, new: str, said: str
+) -> None:
+    if "vae]" in old:
+        graph = edited((old, new), ("$make.image}", "$make.image, z: $other.image}"), ("outputs:", OTHER))
+    else:
+        graph = edited((old, new))
+    with pytest.raises(GraphError, match=said) as caught:
+        probe(graph, graph.for_planning({}))
+    assert "vae]" in old or "sdxl-img2img-tiny.yaml:" in str(caught.value)
+
+
+OTHER = """  other:
+    op: call
+    uses: [text_encoder, text_encoder_2, unet, vae]
+    with: {prompt: $prompt, image: $image}
+
+outputs:"""
+
+
+def test_a_mask_of_another_size_than_its_image_is_refused(edited: Callable[..., Any]) -> None:
+    graph = edited(
+        ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),
+        ("  strength: {", "  mask: {type: mask, height: 128, width: 128}\n  strength: {"),
+        ("image: $image,", "image: $image, mask_image: $mask, height: 64, width: 64,"),
+    )
+    assert run(graph, mask=Image.new("L", (64, 64), 255))["image"].size == (64, 64)
+    with pytest.raises(InputError, match="the mask is 32x64, and the image 64x64: make them the same size"):
+        run(graph, mask=Image.new("L", (32, 64)))

@@ -1,0 +1,149 @@
+"""The graphs that call a pipeline whole, from the command line: files in, files out, other files refused, lists gone on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import graphrun
+from graphrun import batches  # noqa: F401  (joins the app)
+from graphrun.cli import app, main
+from graphrun.components.build import build, build_part, resolve_class
+
+GRAPHS = Path(__file__).parent.parent / "graphs"
+SMALL = {"height": 64, "width": 64, "steps": 2, "seed": 3}
+
+
+def picture(size: tuple[int, int] = (64, 64), seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def mask() -> Image.Image:
+    half = np.zeros((64, 64), dtype=np.uint8)
+    half[:32] = 255
+    return Image.fromarray(half)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "sdxl-img2img-tiny": {"image": picture()},
+    "sdxl-inpaint-tiny": {"image": picture(), "mask": mask()},
+    "sdxl-controlnet-tiny": {"edges": picture()},
+}
+
+
+def plain(name: str, inputs: dict[str, Any]) -> Any:
+    """What the pipeline of the graph makes on the CPU, called as its users call it."""
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
+    values = graph.resolve(inputs)
+    parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    pipe = resolve_class(graph.pipeline, graph.allow)(**modules, **parts, **graph.pipeline_config)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = {key: values[of.name] for key, of in graph.stage("make").arguments.items() if key != "seed"}
+    return pipe(generator=torch.Generator().manual_seed(values["seed"]), **arguments).images[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_picture_is_the_pipelines_own_within_the_budget(name: str) -> None:
+    graph, inputs = graphrun.load(GRAPHS / f"{name}.yaml"), {**SMALL, **CALLS[name]}
+    solution = graphrun.plan(graphrun.estimate(graph, vram="16M", hardware="sim", inputs=SMALL))
+    trace = graphrun.run(solution, graph, inputs=inputs)
+    assert trace.outputs["image"].tobytes() == plain(name, inputs).tobytes()
+    assert trace.peak_bytes <= 16 << 20 < sum(v.weight_bytes() for v in solution.problem.components) + (4 << 20)
+    assert trace.left_bytes == 0
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The command line in an empty folder that holds a.png and b.png (64x64), and wide.png."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    picture().save("a.png")
+    picture(seed=1).save("b.png")
+    picture((96, 64)).save("wide.png")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["run", *arguments, "--device", "sim"] if arguments[0] != "plan" else list(arguments))
+        return result.exit_code, result.output + (str(result.exception) if result.exception else "")
+
+    return run
+
+
+GRAPH = str(GRAPHS / "sdxl-img2img-tiny.yaml")
+FLAGS = ("--vram", "16M", "--ram", "1G", "--set", "height=64", "--set", "width=64", "--set", "steps=2")
+
+
+def test_a_plan_made_without_the_file_runs_with_one_of_its_size_only(here: Callable[..., Any]) -> None:
+    code, out = here("plan", GRAPH, *FLAGS, "--device", "sim", "-o", "plan.json")
+    assert code == 0, out
+    assert "image=64x64" in out
+    run = CliRunner().invoke(app, ["run", "plan.json", "--set", "image=a.png", "-o", "image=out/made.jpg"])
+    assert run.exit_code == 0, run.output
+    assert Image.open("out/made.jpg").size == (64, 64)
+    refused = CliRunner().invoke(app, ["run", "plan.json", "--set", "image=wide.png"])
+    assert "the plan is for image=64x64, this run has image=96x64" in str(refused.exception)
+
+
+def test_a_file_that_is_given_is_planned_for(here: Callable[..., Any]) -> None:
+    code, out = here(GRAPH, *FLAGS, "--set", "image=wide.png", "-o", "made.png")
+    assert code == 0, out
+    assert "image=96x64" in out
+    assert Image.open("made.png").size == (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--set", "image=none.png"), "none.png: there is no such file"),
+        (("--set", "image=a.png", "-o", "image=a.xyz"), ".xyz is not known"),
+        (("--set", "image=a.png", "-o", "picture=a.png"), "there is no output 'picture'; there are image"),
+        ((), "'image' is missing; it is an image"),
+        (("--set", "image=a.png", "--set", "strength=0.1"), "stages.make: StableDiffusionXLImg2ImgPipeline fails: "),
+    ],
+)
+def test_bad_input_is_one_message(
+    here: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["graphrun", "run", GRAPH, *FLAGS, "--device", "sim", *given])
+    with pytest.raises(SystemExit) as left:
+        main()
+    shown = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(here: Callable[..., Any]) -> None:
+    lines = [{"image": "a.png", "prompt": "one"}, {"image": "gone.png", "prompt": "two"}, {"image": "b.png", "prompt": "one"}]
+    Path("list.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    many = (GRAPH, *FLAGS, "--inputs", "list.jsonl", "--resume", "-o", "out/x.webp")
+    code, out = here(*many)
+    assert code == 2, out
+    assert "2 of 3 items run" in out
+    assert "gone.png: there is no such file" in out
+    first, third = (Path(f"out/x-000{number}.webp").read_bytes() for number in (1, 3))
+    assert first != third, "the same prompt of another picture"
+    picture(seed=2).save("gone.png")
+    code, out = here(*many)
+    assert (code, "2 done before" in out) == (0, True), out
+    picture(seed=7).save("b.png")
+    code, out = here(*many)
+    assert "inputs of item 3" in out, "a file that is another now is another batch"
+
+
+def test_a_session_runs_pictures_of_one_size() -> None:
+    graph = graphrun.load(GRAPH)
+    with graphrun.Session(graph, vram="16M", hardware="sim", inputs=SMALL, runs=3) as session:
+        made = [session.run({"image": picture(seed=seed), "seed": 3}).outputs["image"].tobytes() for seed in (0, 1, 0)]
+        with pytest.raises(graphrun.PlanError, match="this run has image=8x8"):
+            session.run({"image": picture((8, 8))})
+    assert made[0] == made[2] != made[1]
+    assert made[0] == plain("sdxl-img2img-tiny", {**SMALL, "image": picture()}).tobytes()
