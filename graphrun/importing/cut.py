@@ -128,7 +128,7 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
             same = _flat(found) == _plain_call(rehearsed, kept, values)
             why = "cut in three it enters its components with other numbers" if not same else ""
         except (GraphrunError, *_OWN) as error:
-            found, why = {}, f"cut in three it fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            found, why = {}, f"cut in three its own code fails: {_first_words(error)}"
         if why and not blamed:
             return why
         if why:
@@ -148,6 +148,11 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
 
 # What the pipeline's own code raises where it was not written for a part of its call.
 _OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
+
+
+def _first_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _layout(
