@@ -10,7 +10,7 @@ Decides stages, which components each uses, and which inputs are left. Must not 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def lay_out(rehearsed: Rehearsed, sets: Mapping[str, Any], *, whole: bool = Fals
     called(rehearsed, plain, sizes, literals)
     plain = set_inputs(kind, plain_inputs(kind, pipeline, rehearsed.echo.seen), sets)
     arguments = called(rehearsed, plain, sizes, literals)
-    why = "it was asked for whole" if whole else _against(rehearsed, {**plain, **literals})
+    why = "it was asked for whole" if whole else _against(rehearsed, [*plain, *literals])
     if not why:
         found = _cut(rehearsed, plain)
         if isinstance(found, Layout):
@@ -88,8 +88,8 @@ def _sample(module: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _against(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> str:
-    """Why the call cannot be cut in three, by the looks of it; empty where it may be tried."""
+def _against(rehearsed: Rehearsed, plain: Sequence[str]) -> str:
+    """Why the call with the inputs ``plain`` cannot be cut in three, by the looks of it; empty where it may be tried."""
     parameters = rehearsed.parameters
     if rehearsed.media:
         return f"it takes {', '.join(rehearsed.media)}"
@@ -128,7 +128,7 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
             same = _flat(found) == _plain_call(rehearsed, kept, values)
             why = "cut in three it enters its components with other numbers" if not same else ""
         except (GraphrunError, *_OWN) as error:
-            found, why = {}, f"cut in three it fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            found, why = {}, f"cut in three its own code fails: {_first_words(error)}"
         if why and not blamed:
             return why
         if why:
@@ -148,6 +148,11 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
 
 # What the pipeline's own code raises where it was not written for a part of its call.
 _OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
+
+
+def _first_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _layout(

@@ -17,7 +17,7 @@ import yaml
 from graphrun.graph.graph import DEFAULT_ALLOW, Reference, Stage
 from graphrun.importing.cut import Layout
 from graphrun.importing.echo import Entered
-from graphrun.importing.recipe import Recipe, Thing
+from graphrun.importing.recipe import OF_CONFIG, OF_FILES, Recipe, Thing
 from graphrun.importing.standin import stand_in_words
 
 WIDTH = 128  # of a line
@@ -89,7 +89,7 @@ def _component(thing: Thing, name: str, files: dict[str, Any], recipe: Recipe, s
     entry: dict[str, Any] = {"class": thing.class_path, "config": _config(thing, name, files), "dtype": thing.dtype}
     if thing.source is not None:
         entry["source"] = _below(thing.source, recipe, source)
-    note = "" if thing.why in ("", "of its files", "of its configuration", "of its weights") else f"  # {thing.why}"
+    note = "" if thing.why in (OF_FILES, OF_CONFIG) else f"  # {thing.why}"
     return [_entry(2, thing.name, entry) + note]
 
 

@@ -74,6 +74,7 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
         source=source,
         things=tuple(things),
         settings=plain_settings(kind, plain, absent),
+        place=str(folder.resolve()),
         revision=revision,
     )
 

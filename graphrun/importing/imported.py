@@ -23,7 +23,7 @@ from graphrun.importing.by_class import of_class
 from graphrun.importing.cut import Layout, lay_out
 from graphrun.importing.document import document_of
 from graphrun.importing.folder import of_folder, of_hub
-from graphrun.importing.recipe import DTYPES, Recipe
+from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe
 from graphrun.importing.rehearse import in_one_dtype, rehearse
 from graphrun.integrations.rehearsal import ProbeError
 
@@ -110,13 +110,14 @@ def with_dtypes(recipe: Recipe, asked: Mapping[str, str]) -> Recipe:
         raise InputError(f"--dtype {unknown[0]}: there is no such component{did_you_mean(unknown[0], recipe.components)}")
     if wrong := sorted(set(asked.values()) - set(DTYPES)):
         raise InputError(f"--dtype {wrong[0]}: it is {', '.join(DTYPES)}")
-    known = Counter(thing.dtype for thing in recipe.components.values() if thing.why)
+    held = [thing for thing in recipe.components.values() if thing.why == OF_FILES]
+    known = Counter(thing.dtype for thing in held or recipe.components.values() if thing.why)
     usual, of = (known.most_common(1)[0][0], "as the other components") if known else (DEFAULT_DTYPE, "assumed: nothing says it")
     things = []
     for thing in recipe.things:
         if thing.is_component:
             if said := asked.get(thing.name) or asked.get(""):
-                thing = replace(thing, dtype=said, why="of its files")
+                thing = replace(thing, dtype=said, why=OF_FILES)
             elif not thing.why:
                 thing = replace(thing, dtype=usual, why=of)
             if thing.dtype == "float16" and thing.name not in asked and _is_cast(recipe, thing.name, thing.config or {}):

@@ -16,7 +16,7 @@ from torch import nn
 from graphrun.components.classes import resolve_class
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import DEFAULT_ALLOW
-from graphrun.importing.recipe import Recipe, Thing, plain_settings, slug
+from graphrun.importing.recipe import OF_FILES, Recipe, Thing, plain_settings, slug
 from graphrun.integrations.live import own_class
 
 
@@ -49,6 +49,7 @@ def of_pipeline(pipe: Any) -> Recipe:
         source=source,
         things=tuple(things),
         settings=plain_settings(kind, given | lists, absent),
+        place=source if here else None,
         allow=tuple(dict.fromkeys(allow)),
     )
 
@@ -80,7 +81,7 @@ def _thing(name: str, value: Any, origin: str) -> Thing:
         dtype = str(tensor.dtype).removeprefix("torch.")
         sizes[dtype] = sizes.get(dtype, 0) + nbytes
     dtype = max(sizes, key=lambda key: sizes[key], default="float32")
-    return Thing(name, path, _json(config), dtype=dtype, why="of its weights", live=value)
+    return Thing(name, path, _json(config), dtype=dtype, why=OF_FILES, live=value)
 
 
 def _several(value: Any) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Part
 
 DTYPES = ("bfloat16", "float16", "float32")
+OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # why a component has its dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,9 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``settings``
-    are constructor arguments that are plain. ``origin`` is how the user called it."""
+    """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``place`` is
+    the folder where its small files are now. ``settings`` are constructor arguments that are plain. ``origin`` is how the user
+    called it."""
 
     origin: str
     name: str
@@ -57,6 +59,7 @@ class Recipe:
     source: str | None
     things: tuple[Thing, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    place: str | None = None
     revision: str | None = None
     allow: tuple[str, ...] = DEFAULT_ALLOW
 
@@ -72,8 +75,8 @@ class Recipe:
 
     def graph(self) -> Graph:
         """The same as a graph without stages."""
-        place = f"{self.pinned}/" if self.source is not None else None
-        sources = {t.name: t.source or (f"{place}{t.name}" if place and not t.stand_in else None) for t in self.things}
+        place = self.place
+        sources = {t.name: t.source or (f"{place}/{t.name}" if place and not t.stand_in else None) for t in self.things}
         return Graph(
             name=self.name,
             path=None,
@@ -98,11 +101,6 @@ class Recipe:
             outputs={},
         )
 
-    @property
-    def pinned(self) -> str:
-        """The source with its revision, as components name it."""
-        return self.source or ""
-
 
 def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]) -> dict[str, Any]:
     """Those of ``given`` that the constructor of ``kind`` takes and would not have by itself; None for what is ``absent`` and has
@@ -122,11 +120,11 @@ def dtype_of(declared: Mapping[str, Any], stored: Sequence[tuple[str, int]]) -> 
         sizes[dtype] += nbytes
     common = sizes.most_common(1)
     if common and common[0][0] in DTYPES:
-        return common[0][0], "of its files"
+        return common[0][0], OF_FILES
     for key in ("dtype", "torch_dtype"):
         said = str(declared.get(key) or "").removeprefix("torch.")
         if said in DTYPES:
-            return said, "of its configuration"
+            return said, OF_CONFIG
     return "", ""
 
 

@@ -58,8 +58,8 @@ class Attachment:
     """What `graphrun.attach` returns. A context manager: leaving it detaches.
 
     The pipeline has it as ``pipe.graphrun``. ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was
-    measured (bytes beyond those that the caller had on the device), and the entries that the plan did not have (each was planned for when it
-    came).
+    measured (bytes beyond those that the caller had on the device), and the entries that the plan did not have (each was planned
+    for when it came).
     """
 
     def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:

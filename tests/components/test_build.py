@@ -432,8 +432,13 @@ def test_a_broken_tokenizer_file_is_named(flux: Graph, tmp_path: Path) -> None:
         build_part(part, flux)
 
 
-def test_while_planning_a_text_that_is_not_padded_to_a_length_is_as_long_as_it_may_be(flux: Graph) -> None:
+@pytest.mark.parametrize("sourced", [False, True])
+def test_while_planning_a_text_that_is_not_padded_to_a_length_is_as_long_as_it_may_be(
+    flux: Graph, saved: Path, sourced: bool
+) -> None:
     part = flux.parts["tokenizer"]
+    if sourced:
+        part = replace(part, file=None, has_config=False, source=str(saved / "tokenizer"))
     planning, real = (build_part(part, flux, planning=planning) for planning in (True, False))
     unpadded = {"padding": "longest", "max_length": 40, "truncation": True}
     assert len(planning("a", **unpadded).input_ids) == 40 > len(real("a", **unpadded).input_ids)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.errors import GraphError
+from graphrun.errors import GraphError, PlanError
 from graphrun.graph.graph import Reference
 from graphrun.graph.load import load
+from graphrun.graph.settings import completed, settings_of
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 TINY = (
@@ -284,3 +285,17 @@ def test_a_hub_source_is_split_by_component(tmp_path: Path) -> None:
     assert graph.component("text_encoder").source == "owner/repo/text_encoder"
     assert graph.component("text_encoder_2").source == "a/t5"
     assert not graph.component("text_encoder_2").has_config
+
+
+def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -> None:
+    old, new = "{type: str, default: a lighthouse at dusk}", "{type: str, optional: true}"
+    graph = load(written(tmp_path, (old, new)))
+    assert graph.resolve({})["prompt"] is None
+    assert graph.for_planning({})["prompt"] is None, "a plan without it is for a run without it"
+    assert graph.resolve({"prompt": "a"})["prompt"] == "a"
+    planned = settings_of(graph, graph.for_planning({}))
+    assert completed(graph, planned, {})["prompt"] is None
+    with pytest.raises(PlanError, match="the plan is for prompt=None, this run has prompt=one text"):
+        completed(graph, planned, {"prompt": "a"})
+    both = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
+    assert both == ["8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: do without one of them"]

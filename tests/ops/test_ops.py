@@ -159,3 +159,10 @@ def test_tiling_is_the_vaes_for_as_long_as_the_stage_says() -> None:
     for tiling in (True, False):
         run_stages(graph, modules, CPU, graph.resolve({"steps": 1, "height": 32, "width": 32, "frames": 1, "tiling": tiling}))
         assert modules["vae"].use_tiling is tiling
+
+
+def test_without_guidance_no_stage_encodes_a_negative_prompt_again(edited: Callable[..., Any]) -> None:
+    """AuraFlow's call would encode an empty one for its default guidance; decoding has no encoder."""
+    graph = edited("auraflow-tiny")
+    assert "text_encoder" not in graph.stage("decode").uses
+    assert run(graph, guidance_scale=1.0)["image"].size == (graph.inputs["width"].default, graph.inputs["height"].default)

@@ -1,0 +1,63 @@
+"""Repositories on the hub: small files alone, from its cache where there is no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
+from import_whole import saved
+
+from graphrun.errors import InputError
+from graphrun.importing.folder import LARGE, SMALL
+from graphrun.importing.imported import Asked, import_source
+
+SIZES = {"height": 16, "width": 16}
+
+
+def test_of_a_repository_configurations_and_vocabularies_are_fetched_and_never_weights() -> None:
+    small = [
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "tokenizer/merges.txt",
+        "tokenizer/spiece.model",
+        "tokenizer/tokenizer.json",
+        "tokenizer_4/chat_template.jinja",
+        "transformer/diffusion_pytorch_model.safetensors.index.json",
+    ]
+    large = [
+        "flux1-dev.safetensors",
+        "model.ckpt",
+        "text_encoder/flax_model.msgpack",
+        "text_encoder/pytorch_model.bin",
+        "transformer/diffusion_pytorch_model-00001-of-00003.safetensors",
+        "unet/model.onnx",
+        "unet/openvino_model.bin",
+    ]
+    chosen = filter_repo_objects(sorted(small + large), allow_patterns=list(SMALL), ignore_patterns=list(LARGE))
+    assert list(chosen) == sorted(small)
+
+
+def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved("StableDiffusionPipeline", tmp_path).folder
+    for file in folder.rglob("*.safetensors"):
+        file.unlink()
+    root = tmp_path / "cache" / "models--owner--tiny"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("0123abcd")
+    (root / "snapshots").mkdir()
+    folder.rename(root / "snapshots" / "0123abcd")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    found = import_source("owner/tiny", Asked({}, {"": "float16"}, sets=SIZES))
+    graph = found.write(tmp_path / "graph.yaml")
+    assert [stage.op for stage in graph.stages] == ["encode_prompt", "denoise", "decode"]
+    assert graph.source == "owner/tiny"
+    assert graph.component("unet").source == "owner/tiny/unet"
+    assert {c.dtype for c in graph.components.values()} == {"float16"}
+
+
+def test_what_cannot_be_reached_says_so() -> None:
+    with pytest.raises(InputError, match="cannot get the configurations of owner/none at v1 from the hub"):
+        import_source("owner/none", Asked({}, {}, revision="v1"))

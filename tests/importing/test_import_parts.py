@@ -1,0 +1,121 @@
+"""The pieces of an import: dtypes, bounds of inputs, echoes that tell two ways apart, numbers of a reference graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from import_whole import saved
+from tiny_pipelines import cases
+
+from graphrun.estimator.hardware import simulated
+from graphrun.estimator.numbers import Limits, problem_of
+from graphrun.estimator.probe import probe
+from graphrun.importing.document import document_of
+from graphrun.importing.echo import digest_of
+from graphrun.importing.folder import of_folder
+from graphrun.importing.imported import Asked, import_source, recipe_of, with_dtypes
+from graphrun.importing.rehearse import rehearse
+from graphrun.importing.signature import divisor, maximum
+from graphrun.importing.standin import stand_in_words
+
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+AMPLE = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "most"),
+    [
+        ("FluxPipeline", 4, 512),  # its VAE halves once here
+        ("StableDiffusionXLPipeline", 8, None),
+        ("WanPipeline", 16, None),
+        ("StableDiffusion3Pipeline", 2, 512),
+        ("LTXPipeline", 32, None),
+    ],
+)
+def test_bounds_are_what_the_pipelines_own_checks_say(name: str, step: int, most: int | None) -> None:
+    pipe = cases()[name].build()
+    assert divisor(type(pipe), pipe, "height") == step
+    assert maximum(type(pipe), pipe, "max_sequence_length") == most
+
+
+def test_dtypes_are_those_of_files_then_of_configurations_then_of_the_others(tmp_path: Path) -> None:
+    source = saved("StableDiffusionPipeline", tmp_path)
+    source.pipe.unet.to(torch.bfloat16).save_pretrained(source.folder / "unet")
+    for file in (*(source.folder / "vae").glob("*.safetensors"), *(source.folder / "text_encoder").glob("*.safetensors")):
+        file.unlink()
+    recipe = with_dtypes(of_folder(source.folder), {})
+    assert {n: t.dtype for n, t in recipe.components.items()} == {"unet": "bfloat16", "text_encoder": "float32", "vae": "bfloat16"}
+    text = document_of(recipe, _layout_of(source.folder), "graph", None).text
+    assert "dtype: bfloat16}  # as the other components" in text
+    asked = with_dtypes(of_folder(source.folder), {"": "float16", "vae": "float32"})
+    assert {n: t.dtype for n, t in asked.components.items()} == {"unet": "float16", "text_encoder": "float16", "vae": "float32"}
+
+
+def test_a_vae_that_its_pipeline_casts_up_is_declared_in_fp32(tmp_path: Path) -> None:
+    source = saved("StableDiffusionXLPipeline", tmp_path)
+    graph = source.imported(dtypes={"": "float16"}).write(tmp_path / "graph.yaml")
+    assert {n: c.dtype for n, c in graph.components.items()}["vae"] == "float32"
+    assert len(graph.stages) == 3
+    problem = problem_of(graph, probe(graph, graph.for_planning({})), simulated(), Limits(AMPLE, AMPLE), graph.for_planning({}))
+    assert [use.component for phase in problem.phases for use in phase.uses][-2:] == ["unet", "vae"]
+
+
+def test_echoes_differ_where_anything_that_was_handed_in_does(tmp_path: Path) -> None:
+    rehearsed = rehearse(with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {}))
+    call = {"prompt": "a", "height": 16, "width": 16}
+    one = rehearsed.whole(call)
+    rehearsed.known.clear()
+    assert rehearsed.whole(call) == one
+    assert [str(entered) for entered in one] == ["text_encoder", "text_encoder", "unet", "unet", "vae.decode"]
+    other = rehearsed.whole({**call, "guidance_scale": 7.0})  # as it is 7.5: the second step sees other latents
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, True, False, False]
+    assert rehearsed.whole(call, seed=1)[2:] != one[2:]
+
+
+def test_a_digest_is_of_numbers_shapes_and_order() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert digest_of(x) == digest_of(x.t().contiguous().t()) != digest_of(x.reshape(3, 2))
+    assert digest_of([x, 1]) != digest_of([1, x])
+    assert digest_of({"a": None}) != digest_of({"b": None})
+
+
+def test_the_stand_in_for_a_vocabulary_is_the_reference_graphs() -> None:
+    from tokenizers import Tokenizer
+
+    ours, theirs = Tokenizer.from_str(stand_in_words()), Tokenizer.from_file(str(GRAPHS / "tokenizers" / "bytes.json"))
+    for text in ("a lighthouse at dusk", "Füße 🙂"):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs_numbers(tmp_path: Path, dry: Any) -> None:
+    """FLUX.1-dev in its true size: weights, phases and peaks of `graphs/flux-dev.yaml`, to the byte."""
+    own = {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl", "transformer": "flux-dev-transformer", "vae": "flux-vae"}
+    configs = {n: str(GRAPHS / "configs" / f"{file}.json") for n, file in {**own, "scheduler": "flux-scheduler"}.items()}
+    found = import_source("diffusers.FluxPipeline", Asked(configs, {"": "bfloat16"}, sets={"height": 1024, "width": 1024}))
+    assert diffusers.FluxPipeline is found.recipe.kind
+    graph = found.write(tmp_path / "flux.yaml")
+    inputs = graph.for_planning({})
+    mine = problem_of(graph, probe(graph, inputs), simulated(), Limits(AMPLE, AMPLE), inputs)
+    reference, probed, values = dry("flux-dev")
+    theirs = problem_of(reference, probed, simulated(), Limits(AMPLE, AMPLE), values)
+    assert {c.name: c.weight_bytes() for c in mine.components} == {c.name: c.weight_bytes() for c in theirs.components}
+    assert mine.phases == theirs.phases
+
+
+def test_of_a_class_only_what_has_no_default_must_be_configured() -> None:
+    recipe = recipe_of("diffusers.StableDiffusionPipeline", Asked(dict.fromkeys(("vae", "unet", "text_encoder"), str(_EMPTY)), {}))
+    named = {thing.name: (thing.class_path, thing.is_component) for thing in recipe.things}
+    assert named["scheduler"] == ("diffusers.EulerDiscreteScheduler", False)
+    assert named["tokenizer"] == ("transformers.CLIPTokenizer", False)
+    assert set(named) == {"vae", "unet", "text_encoder", "scheduler", "tokenizer"}
+
+
+_EMPTY = GRAPHS / "configs" / "flux-scheduler.json"  # an object; what it says is not read before a module is made
+
+
+def _layout_of(folder: Path) -> Any:
+    return import_source(str(folder), Asked({}, {"": "float32"}, sets={"height": 16, "width": 16})).layout

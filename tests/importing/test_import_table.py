@@ -1,0 +1,43 @@
+"""Every tiny pipeline is imported, and `docs/pipelines.md` says as what: in how many stages, and what speaks against three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from import_whole import saved
+from tiny_pipelines import cases
+
+from graphrun.integrations.rehearsal import ProbeError
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
+HEAD = "| class | imported as | since |\n|---|---|---|\n"
+
+
+def rows() -> dict[str, str]:
+    """The table's rows by class."""
+    found = DOCUMENT.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    return {row.split(" | ")[0].removeprefix("| "): row for row in found}
+
+
+def row_of(name: str, folder: Path) -> str:
+    try:
+        layout = saved(name, folder).imported().layout
+    except ProbeError as error:
+        return f"| {name} | not | it {str(error).split('. ')[0].split(': import')[0].partition(' ')[2]} |"
+    return f"| {name} | {'three stages' if len(layout.stages) == 3 else 'one stage'} | {layout.why or '-'} |"
+
+
+@pytest.mark.parametrize("name", sorted(cases()))
+def test_a_class_is_imported_as_the_table_says(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    row = row_of(name, tmp_path)
+    if request.config.getoption("--update-golden"):
+        before, _, after = DOCUMENT.read_text().partition(HEAD)
+        table = sorted({**rows(), name: row}.values())
+        DOCUMENT.write_text(before + HEAD + "\n".join(table) + "\n\n" + after.partition("\n\n")[2])
+    assert rows()[name] == row
+
+
+def test_the_table_has_every_class_and_no_other() -> None:
+    assert set(rows()) == set(cases())
+    assert len({name for name, row in rows().items() if "| not |" not in row}) >= 50
