@@ -95,6 +95,7 @@ def _by_layer(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
         return None
     layers = {path for k in component.classes for path in k.blocks if path}
     rest = sum(any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls)
+    orders = [order if rest else _without_rest(order) for order in orders]
     times = Counter(k for k, _, _ in orders[0] if k)
     counts = [len(k.blocks) for k in component.classes]
     share = {id(call): order for call, order in zip(kinds, orders, strict=True)}
@@ -112,6 +113,19 @@ def _by_layer(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
         tuple(max(1, times[k] // count) for k, count in enumerate(counts)),
         beside if found else (),
     )
+
+
+def _without_rest(order: Sequence[tuple[int, int, float]]) -> tuple[tuple[int, int, float], ...]:
+    """``order`` where nothing of the rest is read: what computes outside of layers follows the layer before it."""
+    found: list[tuple[int, int, float]] = []
+    for k, i, seconds in order:
+        if k or not found:
+            found.append((k, i, seconds))
+        else:
+            found[-1] = (*found[-1][:2], found[-1][2] + seconds)
+    if len(found) > 1 and not found[0][0]:
+        found[:2] = [(*found[1][:2], found[0][2] + found[1][2])]
+    return tuple(found)
 
 
 def _class_of(component: ComponentNumbers, tensor: str) -> int:

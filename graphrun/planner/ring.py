@@ -52,11 +52,11 @@ class Ring:
         if nbytes > self.capacity_bytes:
             if nbytes > self.capacity_bytes + room_bytes:
                 raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
-            released = tuple(number for number, _, _ in self._live)
+            before = tuple(number for number, _, _ in self._live)
             self._live = deque([(self._count, 0, nbytes)])
             self._head = self.capacity_bytes
             self._count += 1
-            return Place(-1, released)
+            return Place(-1, before)
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0
         if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:
             start = self.capacity_bytes - nbytes

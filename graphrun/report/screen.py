@@ -55,6 +55,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
                 else []
             ),
             *choices(solution.plan),
+            *by_layer(problem),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
@@ -74,6 +75,12 @@ def choices(plan: Plan) -> list[str]:
     found = [f"{stage} with {name}" for stage, name in plan.options]
     found += [f"stages in the order {' '.join(plan.order)}"] if plan.order else []
     return [f"chosen {', '.join(found)}"] if found else []
+
+
+def by_layer(problem: Problem) -> list[str]:
+    """A line for the components that are cut into layers."""
+    names = [component.name for component in problem.components if component.grain == "layers"]
+    return [f"by layer {', '.join(names)}: blocks do not fit, or leave too little room beside their ring"] if names else []
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:

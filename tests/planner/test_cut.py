@@ -1,0 +1,100 @@
+"""Cutting into layers: where blocks do not fit, and only there; rings that count on what does not live while a layer runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import planner_problems as make
+import pytest
+
+from graphrun.planner.check import check
+from graphrun.planner.cut import cut, cuttable
+from graphrun.planner.infeasible import Infeasible, smallest_budget
+from graphrun.planner.needs import least_needs
+from graphrun.planner.plan import Stream
+from graphrun.planner.problem import BlockClass, ComponentNumbers, Problem, Use
+from graphrun.planner.ring import Ring
+from graphrun.planner.simulate import simulate
+from graphrun.planner.solve import solve
+
+MB = 1_000_000
+
+
+def problem(budget_bytes: int) -> Problem:
+    """One component: a rest of 8 MB and four blocks of 8 MB; or sixteen layers of 2 MB and four of 1 MB, of which those of 2 MB run
+    when 3 of 5 MB of activation live."""
+    of = make.flux(budget_bytes)
+    variant = of.components[0].variants[0]
+
+    def held(sizes: tuple[int, ...]) -> tuple[object, ...]:
+        seconds = tuple(nbytes / 1e9 for nbytes in sizes)
+        return (replace(variant, block_bytes=sizes, load_seconds=seconds, host_bytes=40 * MB, fill_seconds=(), disk_seconds=()),)
+
+    blocks = BlockClass("rest", ("",), False), BlockClass("b", tuple(f"b.{n}" for n in range(4)), True)
+    wide, narrow = tuple(f"b.{n}.{m}" for n in range(4) for m in range(4)), tuple(f"b.{n}.n" for n in range(4))
+    layers = BlockClass("rest", ("",), False), BlockClass("b_2", wide, True), BlockClass("b_3", narrow, True)
+    finer = ComponentNumbers("m", 1, layers, held((512, 2 * MB, MB)), grain="layers")  # type: ignore[arg-type]
+    own = ComponentNumbers("m", 1, blocks, held((8 * MB, 8 * MB)), layers=finer)  # type: ignore[arg-type]
+    turns = tuple(item for n in range(4) for item in (*((1, 4 * n + m, 0.001) for m in range(4)), (2, n, 0.001)))
+    use = Use("m", 2, (2, 2, 2), (0.0, 0.001, 0.001), turns, (1, 1, 1), (5 * MB, 3 * MB, 5 * MB))
+    phase = replace(
+        of.phases[-1],
+        uses=(Use("m", 2, (2, 2), (0.001, 0.005), (), layers=use),),
+        carry_bytes=0,
+        first_bytes=5 * MB,
+        rest_bytes=5 * MB,
+    )
+    of = replace(of, hardware=replace(of.hardware, context_bytes=0, workspace_bytes=0))
+    return replace(of, components=(own,), phases=(phase,), values=(), precedence=None, options=(), directives=())
+
+
+def test_blocks_are_taken_where_they_fit_and_layers_where_they_do_not() -> None:
+    ample, tight = solve(problem(100 * MB)), solve(problem(12 * MB))
+    assert [c.grain for c in ample.problem.components] == ["blocks"]
+    assert [c.grain for c in tight.problem.components] == ["layers"]
+    assert not check(tight.problem, tight.plan)
+    assert simulate(tight.problem, tight.plan).peak_bytes <= 12 * MB
+
+
+def test_a_layer_finds_room_among_the_activation_that_is_not_there_while_it_runs() -> None:
+    of = problem(12 * MB)
+    (need,) = least_needs(cut(of, cuttable(of)))
+    assert need.ring_bytes == 1_000_448  # the narrow ones, for which nothing is left; those of 2 MB find it
+    least = smallest_budget(of)
+    solution = solve(replace(of, budget_bytes=least))
+    found = simulate(solution.problem, solution.plan)
+    assert found.peak_bytes == least - of.overhead_bytes
+    with pytest.raises(Infeasible) as refused:
+        solve(replace(of, budget_bytes=least - 1))
+    assert refused.value.smallest_budget_bytes == least
+
+
+def test_a_ring_that_is_too_small_is_a_violation() -> None:
+    of = problem(12 * MB)
+    solution = solve(replace(of, budget_bytes=smallest_budget(of)))
+    slots = tuple(
+        replace(
+            slot, actions=tuple(replace(a, ring_bytes=a.ring_bytes - 512) if isinstance(a, Stream) else a for a in slot.actions)
+        )
+        for slot in solution.plan.slots
+    )
+    assert "ring" in {violation.rule for violation in check(solution.problem, replace(solution.plan, slots=slots))}
+
+
+def test_cutting_twice_changes_nothing_and_a_cut_problem_is_another_one() -> None:
+    of = problem(12 * MB)
+    once = cut(of, ["m"])
+    assert cut(once, ["m"]) == once
+    assert once.digest != of.digest
+    assert not cuttable(once)
+
+
+def test_a_block_larger_than_the_ring_passes_alone_in_its_room() -> None:
+    ring = Ring(100)
+    assert ring.place(60) == (0, ())
+    alone = ring.place(150, room_bytes=50)
+    assert alone.alone
+    assert alone.released == (0,)
+    assert ring.place(60) == (0, (1,))
+    with pytest.raises(ValueError, match="does not fit"):
+        ring.place(151, room_bytes=50)
