@@ -83,10 +83,7 @@ class Boundary:
 
     def __enter__(self) -> Boundary:
         for name, module in self.modules.items():
-            for path, child in module.named_modules():
-                if id(child) not in self._places and not isinstance(child, torch.jit.ScriptModule):
-                    self._places[id(child)] = name, path
-                    self._classes.append((child, type(child)))
+            self._take(name, "", module)
         placed = {type(module) for module in self.modules.values() if "device" not in vars(module)}
         kind: Any
         for child, kind in self._classes:
@@ -99,6 +96,16 @@ class Boundary:
     def outermost(self) -> bool:
         """Whether no other boundary was put around this one."""
         return all(boundary_around(module) is self for module, _ in self._classes)
+
+    def _take(self, name: str, path: str, module: nn.Module) -> None:
+        """``module`` and what is in it, as `named_modules` walks, without a generator for each."""
+        if id(module) not in self._places:
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._places[id(module)] = name, path
+                self._classes.append((module, type(module)))
+            for key, child in module._modules.items():
+                if child is not None:
+                    self._take(name, f"{path}.{key}" if path else key, child)
 
     def __exit__(self, *_: object) -> None:
         while self._classes:

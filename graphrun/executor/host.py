@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import nn
 
 from graphrun.components.build import build_part, draft, ghost
 from graphrun.components.forms import Forms
+from graphrun.components.memos import memos
 from graphrun.components.origins import origin_of
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import ill_suited
@@ -97,6 +99,11 @@ class Host:
             host.prepare()
         host.parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
         return host
+
+    @functools.cached_property
+    def memos(self) -> tuple[Any, ...]:
+        """What its modules memoize: caches to be emptied."""
+        return memos(self.modules.values())
 
     def prepare(self, used: Collection[str] | None = None) -> None:
         """Homes that a run begins with are held and filled: those that no action fills, and the buffers of those on disk.

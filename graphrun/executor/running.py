@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.components.entry import Boundary
-from graphrun.components.memos import memos
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.trees import walk
 from graphrun.errors import BrokenPlan, OutOfMemory
@@ -78,7 +77,6 @@ class Running:
         self._values = Values(None)
         self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
         self._measured: set[str] = set()
-        self._memos = memos(host.modules.values())
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
         self._recorder: Recorder | None = None
@@ -266,7 +264,7 @@ class Running:
             residency.release()
 
     def _forget(self) -> None:
-        for memo in self._memos:
+        for memo in self._host.memos:
             memo.cache_clear()
 
     def _after(self, handed_bytes: int) -> dict[str, int]:

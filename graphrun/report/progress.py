@@ -88,6 +88,7 @@ class Progress:
         return self
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
+        slot = min(slot, len(self.slots) - 1)  # of a plan for what is left, where it was planned again
         if self.slot < 0:
             self.pace.begin()
         self.pace.done_seconds = behind(self.seconds, slot, call, calls)
@@ -142,6 +143,7 @@ class BatchProgress:
         self._line(f"  {stages} {number}/{self._runs}{rate}, {self.pace.text()}")
 
         def called(slot: int, call: int, calls: int) -> None:
+            slot = min(slot, len(names) - 1)  # of a plan for what is left, where it was planned again
             self.pace.done_seconds = before + behind(seconds, slot, call, calls)
             step = f" {names[slot]} {call}/{calls}" if calls > 1 else ""
             share = self.pace.done_seconds / max(self.pace.total_seconds, 1e-12)

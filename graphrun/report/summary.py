@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from graphrun.planner.settle import settle
-from graphrun.planner.simulate import Simulation, simulate
+from graphrun.planner.simulate import Simulation, SlotReport, simulate
 from graphrun.planner.solution import Solution
-from graphrun.trace import Trace
+from graphrun.trace import SlotTrace, Trace
 
 
 def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
@@ -57,20 +57,21 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
             "seconds": trace.seconds,
             "left_bytes": trace.left_bytes,
             "kept_plan": not broken_caps(solution, trace),
-            "slots": [
-                {
-                    "phase": m.phase,
-                    "part": m.part,
-                    "planned_peak_bytes": p.peak_bytes,
-                    "peak_bytes": m.peak_bytes,
-                    "moved_bytes": m.moved_bytes,
-                    "planned_host_bytes": p.host_bytes,
-                    "host_bytes": m.host_bytes,
-                }
-                for p, m in trace.beside(simulation.slots)
-            ],
+            "slots": [_beside(p, m) for p, m in trace.beside(simulation.slots)],
         }
     return summary
+
+
+def _beside(planned: SlotReport, measured: SlotTrace) -> dict[str, Any]:
+    return {
+        "phase": measured.phase,
+        "part": measured.part,
+        "planned_peak_bytes": planned.peak_bytes,
+        "peak_bytes": measured.peak_bytes,
+        "moved_bytes": measured.moved_bytes,
+        "planned_host_bytes": planned.host_bytes,
+        "host_bytes": measured.host_bytes,
+    }
 
 
 def stages(solution: Solution, simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
