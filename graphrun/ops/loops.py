@@ -128,8 +128,8 @@ def _twice(name: str, node: ast.If) -> bool:
 def _stores(node: ast.AST) -> Iterator[str]:
     """What ``node`` and all in it set, or change in place where it is a list."""
     if isinstance(node, ast.If) and _hears(node):
-        for child in node.orelse:
-            yield from _stores(child)
+        for statement in node.orelse:
+            yield from _stores(statement)
         return
     if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store) and (name := _named(node)):
         yield name

@@ -136,7 +136,8 @@ class _Loop:
         if latents is None or now != before:
             raise BrokenPlan(f"{self.stage}: steps and latents are {now}, and were {before}: remove the state, and begin anew")
         place = latents.device
-        torch.utils.swap_tensors(latents, state.latents.to(place, copy=True))  # it may be of another precision than the noise
+        # They may be of another precision than the noise.
+        torch.utils.swap_tensors(latents, state.latents.to(place, copy=True))  # type: ignore[no-untyped-call]
         for name, (value, there) in state.scheduler.items():
             setattr(self.pipeline.scheduler, name, _moved(value, place if there else torch.device("cpu")))
         self.generator.set_state(state.generator)

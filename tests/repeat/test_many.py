@@ -17,6 +17,7 @@ from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.problem import Problem
 from graphrun.planner.simulate import simulate
 from graphrun.repeat.course import courses
+from graphrun.repeat.many import loops_begun_anew
 from graphrun.repeat.values import Values
 from graphrun.repeat.watch import Watcher
 
@@ -99,6 +100,13 @@ def test_an_item_whose_run_fails_is_reported_and_the_rest_runs(batch: Any, run: 
         batch(items, watcher=FailsIn(run), strict=True)
     rest = batch(items, resume=tmp_path)
     assert sorted(rest.outputs) == failed, "the same batch again makes those that are missing"
+
+
+def test_loops_that_would_begin_anew_are_named_with_the_reason(flux: Any) -> None:
+    assert loops_begun_anew(flux) == []
+    ((stage, why),) = loops_begun_anew(replace(flux, pipeline="diffusers.StableCascadeDecoderPipeline"))
+    assert stage == "denoise"
+    assert "loops over timesteps" in why
 
 
 def test_other_sizes_are_planned_apart(batch: Any) -> None:
