@@ -1,4 +1,4 @@
-"""What people do to a pipeline between its calls, or in one, while graphrun is attached: the results are the plain pipeline's, or an
+"""What people do to a pipeline while graphrun is attached, between its calls or in one: the results are the plain pipeline's, or an
 error says what to do."""
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, StableDiffusio
 from test_attach import SD, Attached, seeded
 from test_attach_pipelines import equal, weight_bytes
 from tiny_parts import unet, vae, vision, vision_processor
-from tiny_pipelines import PROMPT, cases, picture
-from torch import nn
+from tiny_pipelines import cases, picture
 
 import graphrun
 from graphrun.errors import InputError
