@@ -151,7 +151,7 @@ def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_le
         assert "the plan was kept" in attached.report()
         assert len(attached.report().splitlines()) < 24
         assert all(phase.name in attached.report() for phase in attached.solution.problem.phases)
-        assert "why transformer is streamed" in attached.report(full=True)
+        assert "held as" in attached.report(full=True)
 
 
 def test_detaching_gives_everything_back() -> None:

@@ -53,7 +53,7 @@ def test_cogview4_streams_its_glm_encoder_which_diffusers_holds_whole() -> None:
 
 
 def test_diffusers_releases_an_8_bit_component_between_calls_and_holds_it_whole_in_one() -> None:
-    """It is marked as its loader marks it, which is all that diffusers looks at: offloading passed it over before bitsandbytes 0.48."""
+    """Marked as its loader marks it, which is all that diffusers looks at; before bitsandbytes 0.48 it was passed over."""
     case: Case = cases()["StableDiffusionXLPipeline"]
     pipe = case.build()
     pipe.unet.quantization_method, pipe.unet.is_loaded_in_8bit = QuantizationMethod.BITS_AND_BYTES, True
