@@ -80,7 +80,7 @@ def lay_out(module: nn.Module, paths: Sequence[str], *, by_layer: bool = False) 
     for prefix, child in module.named_modules(remove_duplicate=False):
         parts = prefix.split(".") if prefix else []
         owner = next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in known), "")
-        for tensor, field, place, key in _held(child):
+        for tensor, field, place, key in held(child):
             item = found.setdefault(id(tensor), _Found(tensor, field, [], [], set()))
             item.owners.add(owner)
             item.names.append(f"{prefix}.{key}" if prefix else key)
@@ -98,7 +98,7 @@ def lay_out(module: nn.Module, paths: Sequence[str], *, by_layer: bool = False) 
     return {path: BlockLayout(path, offsets[path], tuple(entries[path])) for path in offsets}
 
 
-def _held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, Place, str]]:
+def held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, Place, str]]:
     """The tensors that ``child`` itself holds: (tensor, field, place, the name of the parameter or buffer they make up).
 
     bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (and those of the statistics in ``state2``), and an 8-bit

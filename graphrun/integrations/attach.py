@@ -57,9 +57,8 @@ class Planned:
 class Attachment:
     """What `graphrun.attach` returns. A context manager: leaving it detaches.
 
-    The pipeline has it as ``pipe.graphrun``. ``solution``, ``trace`` and ``detours`` are the last call's: its plan, what was
-    measured (bytes beyond those that the caller had on the device), and the entries that the plan did not have (each was planned
-    for when it came).
+    The pipeline has it as ``pipe.graphrun``. Of the last call: ``solution``, its plan; ``trace``, what was measured (bytes beyond
+    those that the caller had on the device); ``detours``, the entries that the plan did not have, each planned for when it came.
     """
 
     def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:

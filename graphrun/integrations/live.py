@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.components.blocks import held
 from graphrun.components.entry import plainly
 from graphrun.components.forms import Form
+from graphrun.components.quantize import settle_layers
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
 
@@ -86,10 +88,14 @@ def ghost_of(pipe: Any, device: torch.device) -> Any:
     """
     memo: dict[int, Any] = {}
     for module in _all_modules(pipe):
-        for tensor in _tensors(module):
+        settle_layers(module)
+        for tensor in (tensor for child in module.modules() for tensor, *_ in held(child)):
             if id(tensor) not in memo:
-                twin = torch.empty_like(tensor, device="meta").requires_grad_(False)
+                twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                twin = torch.empty_like(tensor, device="meta") if type(tensor) in (torch.Tensor, nn.Parameter) else twin
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        for tensor in _tensors(module):
+            _hang_on(memo[id(tensor)], tensor, memo)
         for child in module.modules():  # computed from weights before each call, as torch's weight_norm does
             made = (value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf)
             memo |= {id(tensor): torch.empty_like(tensor, device="meta").detach() for tensor in made}
@@ -105,6 +111,14 @@ def ghost_of(pipe: Any, device: torch.device) -> Any:
         owner.__class__ = placed(own_class(owner), lambda: device)
         owner.set_progress_bar_config(disable=True)
     return ghost
+
+
+def _hang_on(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
+    """What a layer of bitsandbytes looks for on its weight."""
+    if getattr(tensor, "quant_state", None) is not None:
+        twin.quant_state, twin.bnb_quantized = copy.deepcopy(tensor.quant_state, memo), True
+    if hasattr(tensor, "SCB"):
+        twin.CB = twin.SCB = None
 
 
 def _all_modules(pipe: Any) -> Iterator[nn.Module]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from graphrun import sim
+from graphrun.components.blocks import Place, held
 from graphrun.components.entry import entry_of
 from graphrun.components.forms import Form, Forms
 from graphrun.errors import GraphrunError, InputError
@@ -162,25 +163,25 @@ class LiveProber(Prober):
 @contextmanager
 def _lent(live: nn.Module, ghost: nn.Module) -> Iterator[None]:
     """``ghost`` has the weights of ``live``, where they are."""
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-    for mine, other in zip(ghost.modules(), live.modules(), strict=True):
-        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (mine._parameters, other._parameters),
-            (mine._buffers, other._buffers),
-        ]
-        for tensors, lent in pairs:
-            kept += [(tensors, key, tensors[key]) for key in lent if key in tensors]
-            tensors.update({key: _as(tensor, tensors.get(key)) for key, tensor in lent.items()})
+    pairs = [pair for mine, other in zip(ghost.modules(), live.modules(), strict=True) for pair in _paired(mine, other)]
+    for place, _, lent in pairs:
+        place.put(lent)
     try:
         yield
     finally:
-        for tensors, key, tensor in kept:
-            tensors[key] = tensor
+        for place, tensor, _ in pairs:
+            place.put(tensor)
+
+
+def _paired(mine: nn.Module, other: nn.Module) -> list[tuple[Place, torch.Tensor, torch.Tensor]]:
+    """Each place in ``mine``, with the tensor that is there, and that which ``other`` has there."""
+    tensors = zip(held(mine), held(other), strict=True)
+    return [(place, tensor, _as(lent, tensor)) for (tensor, _, place, _), (lent, *_) in tensors]
 
 
 def _as(tensor: Any, mine: Any) -> Any:
     """``tensor`` in the dtype of ``mine``."""
-    if tensor is None or mine is None or tensor.dtype == mine.dtype:
+    if tensor.dtype == mine.dtype:
         return tensor
     cast = tensor.detach().to(mine.dtype)
     return nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast

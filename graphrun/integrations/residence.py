@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.components.blocks import held
 from graphrun.components.forms import Form, Forms
 from graphrun.components.memos import forget
 from graphrun.components.trees import tensors_in, walk
@@ -85,11 +86,8 @@ class LiveHost(Host):
         for name in {self.forms.known[form].component for form in self.residencies} if self.forms is not None else ():
             made: dict[int, torch.Tensor] = {}
             for child in self.modules[name].modules():
-                held: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
-                for tensors in held:
-                    for key, tensor in tensors.items():
-                        if tensor is not None:
-                            tensors[key] = made.setdefault(id(tensor), _own(tensor))
+                for tensor, _, place, _ in list(held(child)):
+                    place.put(made.setdefault(id(tensor), _own(tensor)))
         self.residencies.clear()
         self._numbers.clear()
 
@@ -100,7 +98,10 @@ class LiveHost(Host):
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
-    return nn.Parameter(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        copied.__dict__.update(tensor.__dict__)
+    return copied
 
 
 def _bring_home(module: nn.Module) -> None:

@@ -56,6 +56,8 @@ def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: A
     first = sd.attachment.solution
     assert equal(sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm"))
     assert sd.attachment.solution is first
+    assert equal(sd.seeded(guidance_scale=5.0), seeded(plain, guidance_scale=5.0))
+    assert sd.attachment.solution is first, "it is rehearsed, and is the same problem"
     assert equal(sd.seeded(height=24), seeded(plain, height=24))
     assert sd.attachment.solution is not first
     assert equal(sd.seeded(guidance_scale=1.0), seeded(plain, guidance_scale=1.0))
@@ -145,7 +147,11 @@ def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_le
         streamed = {a.component for slot in attached.solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
         assert streamed
         assert attached.summary()["measured"]["kept_plan"]
+        assert pipe.graphrun is attached
         assert "the plan was kept" in attached.report()
+        assert len(attached.report().splitlines()) < 24
+        assert all(phase.name in attached.report() for phase in attached.solution.problem.phases)
+        assert "held as" in attached.report(full=True)
 
 
 def test_detaching_gives_everything_back() -> None:

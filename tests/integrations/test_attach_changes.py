@@ -1,4 +1,4 @@
-"""What people do to a pipeline between its calls, or in one, while graphrun is attached: results are the plain pipeline's, or an
+"""What people do to a pipeline while graphrun is attached, between its calls or in one: the results are the plain pipeline's, or an
 error says what to do."""
 
 from __future__ import annotations
