@@ -30,7 +30,7 @@ Maps = Mapping[str, Mapping[str, Place]]
 def device_maps(graph: Graph, problem: Problem, plan: Plan) -> dict[str, dict[str, Place]]:
     """For each component its map: paths of modules and bare parameters to ``0``, ``"cpu"`` or ``"disk"``, for
     ``dispatch_model(module, map, main_device=0)``. ``graph`` is the one that ``plan`` was made for."""
-    found = {}
+    found: dict[str, dict[str, Place]] = {}
     for numbers in settle(problem, plan).components:
         streams = [a for slot in plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == numbers.name]
         variant = numbers.variants[0]

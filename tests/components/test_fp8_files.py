@@ -137,6 +137,7 @@ def test_a_converted_weight_takes_the_rows_of_its_scale_along(tmp_path: Path) ->
     )
     shapes = layouts.flux_shapes(small)
     scales = {f"{name}_scale": (shape[0], 1) for name, shape in shapes.items() if name.endswith(".weight")}
+    scales["double_blocks.0.txt_attn.qkv.weight_scale"] = ()  # one number for all rows
     layouts.write_hollow(tmp_path / "f.safetensors", {**shapes, **scales}, {name: "F32" for name in scales}, "F8_E4M3")
     _, content = held_ghost(component, ("diffusers",), "fp8")
     assert content is not None
@@ -145,6 +146,7 @@ def test_a_converted_weight_takes_the_rows_of_its_scale_along(tmp_path: Path) ->
     assert not isinstance(query, Recipe)
     assert not isinstance(key, Recipe)
     assert key.begin - query.begin == 4 * 3072
+    assert content.scales["transformer_blocks.0.attn.add_k_proj.weight"].shape == (3072, 1)
     assert isinstance(content.scales["norm_out.linear.weight"], Recipe)
     assert content.scales["norm_out.linear.weight"].shape == (6144, 1)
 

@@ -183,6 +183,8 @@ def test_a_device_map_is_planned_as_it_says() -> None:
         "transformer_blocks": 4,
         "single_transformer_blocks": 2,
     }
+    streamed = {a.component for slot in found[1].plan.slots for a in slot.actions if isinstance(a, Stream)}
+    assert streamed == {"transformer"}  # what has no map is loaded for its phases
     tight = graphrun.estimate(graph, vram="6M", **GIVEN)
     assert check(tight, plan_for(tight, {"transformer": {"": 0}}).plan)  # what does not fit is said
     trace = graphrun.run(found[1], graph, {"steps": 2})
