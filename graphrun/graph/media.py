@@ -51,6 +51,8 @@ def given(kind: str, value: Any, rate: int | None = None) -> Any:
     """
     if isinstance(value, File) and value.kind == kind:
         return value
+    if isinstance(value, str) and not value:
+        raise ValueError("names no file")
     if isinstance(value, (str, Path)):
         return _file(kind, _frames(Path(value)) if kind == "video" and Path(value).is_dir() else (Path(value),), rate)
     if kind == "video" and isinstance(value, (list, tuple)) and value and all(isinstance(item, (str, Path)) for item in value):

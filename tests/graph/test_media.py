@@ -106,6 +106,8 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
         ("video", "empty"): "holds no frames",
         ("video", "two"): "frames are of several sizes: 6x4, 8x8",
     }
+    with pytest.raises(ValueError, match="names no file"):
+        media.given("image", "")
     for (kind, name), said in wrong.items():
         with pytest.raises(ValueError, match=said):
             media.given(kind, tmp_path / name)
