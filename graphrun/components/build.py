@@ -158,8 +158,8 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     """The tokenizer, scheduler or processor that ``part`` declares.
 
     A tokenizer comes from its source, or from its ``file`` when there is no source or while ``planning``: a stand-in does there,
-    since texts are padded. While planning, a text that is not padded to a fixed length is as long as it may be: plans must hold for
-    every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
+    since texts are padded. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must hold
+    for every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
     """
     kind = resolve_class(part.class_path, graph.allow, part.where)
     with _explained(f"parts.{part.name}", part.class_path, part.where):

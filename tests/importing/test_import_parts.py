@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_pipelines import cases
 from graphrun.estimator.hardware import simulated
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
+from graphrun.importing.cut import lay_out
 from graphrun.importing.document import document_of
 from graphrun.importing.echo import digest_of
 from graphrun.importing.folder import of_folder
@@ -74,6 +76,22 @@ def test_echoes_differ_where_anything_that_was_handed_in_does(tmp_path: Path) ->
     other = rehearsed.whole({**call, "guidance_scale": 7.0})  # as it is 7.5: the second step sees other latents
     assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, True, False, False]
     assert rehearsed.whole(call, seed=1)[2:] != one[2:]
+
+
+class Halving(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+    """A pipeline that takes latents from outside for something else than it returns."""
+
+    def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
+        halved = tuple(value / 2 if isinstance(value, torch.Tensor) else value for value in args)
+        return super().prepare_latents(*halved, **kwargs)
+
+
+def test_a_call_whose_stages_would_compute_something_else_stays_whole(tmp_path: Path) -> None:
+    recipe = with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {})
+    sizes = {"height": 16, "width": 16}
+    assert lay_out(rehearse(recipe), sizes).why == ""
+    other = replace(recipe, pipeline=f"{__name__}.Halving", allow=(*recipe.allow, __name__.partition(".")[0]))
+    assert lay_out(rehearse(other), sizes).why == "cut in three it enters its components with other numbers"
 
 
 def test_a_digest_is_of_numbers_shapes_and_order() -> None:
