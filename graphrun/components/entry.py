@@ -136,7 +136,7 @@ class Boundary:
         if not here or (not same and self._casts is None):
             return self.refuse(module, device if not here else dtype)
         kept = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
-        return module if same and not kept else kind.to(module, dtype, **kept)  # type: ignore[no-any-return]
+        return module if same and not kept else kind.to(module, dtype, **kept)
 
     def change(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """In place of ``module._apply``, through which every move and cast of torch goes."""

@@ -59,7 +59,7 @@ def holding(component: Component, module: nn.Module) -> Holding | None:
         return None
     content = content_of(component, module, place, "")
     if place.is_file():
-        refuse_missing(content, module, component)
+        refuse_missing(content, module.state_dict(), component)
     state = module.state_dict(keep_vars=True)
     missing = {id(tensor) for tensor in state.values()} - {id(state[name]) for name in content.pieces}
     sizes: dict[str, int] = {}

@@ -211,7 +211,7 @@ class Attachment:
             return device_bytes(outputs, place, besides=(call.args, call.kwargs))
 
         solution = planned.solution
-        self._host.settle_in(solution.problem, self._known_forms())
+        self._host.arrange(solution.problem, self._known_forms())
         trace = follow(solution.problem, solution.plan, self._host, device, work, detour=detour, handed_out=handed_out)
         self.solution, self.detours = solution, tuple(detour.taken)
         self.trace = _beyond(trace, reserve_bytes, handed_out(trace.outputs))
@@ -330,7 +330,7 @@ class _Detour:
         carried = max(0, live_bytes - self._reserve_bytes)
         tape = Tape([(1, carried), again, (2, made_bytes), again, (3, made_bytes), Mark("stage", entry)])
         solution = self._attachment.solve(self._attachment.problem(tape, self._reserve_bytes))
-        self._attachment._host.settle_in(solution.problem, forms.known)
+        self._attachment._host.arrange(solution.problem, forms.known)
         self._expected = frozenset({self._signature(component, entry, args, kwargs)})
         self.taken.append(f"{component}.{entry}")
         return solution.problem, solution.plan

@@ -56,7 +56,7 @@ class LiveHost(Host):
         self.restore()
         self.modules, self.forms = dict(modules), None
 
-    def settle_in(self, problem: Problem, forms: Mapping[str, Form]) -> None:
+    def arrange(self, problem: Problem, forms: Mapping[str, Form]) -> None:
         """Every component of ``problem`` is laid out as it says, each in its form. Between runs, or with nothing on the device."""
         assert self.forms is not None
         for numbers in problem.components:
@@ -79,7 +79,7 @@ class LiveHost(Host):
             self.residencies[form].join()
 
     def refuse_other(self, problem: Problem) -> None:
-        """Nothing to refuse: `settle_in` has laid out what ``problem`` says."""
+        """Nothing to refuse: `arrange` has laid out what ``problem`` says."""
 
     def restore(self) -> None:
         """Every weight has memory of its own, outside of arenas, and may be trained if it might before."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphrun.planner.matrix import freed
+from graphrun.planner.homes import freed
 from graphrun.planner.program import Choice, Program
 
 
