@@ -114,9 +114,9 @@ def denoise(
         "output_type": "latent",
         "return_dict": False,
         **settings,
-        **journaled(context.pipeline, context.stage, generator, context.steps),
     }
-    return {"latents": _call(context.pipeline, arguments)}
+    with journaled(context.pipeline, context.stage, generator, context.steps) as more:
+        return {"latents": _call(context.pipeline, {**arguments, **more})}
 
 
 def decode(

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -95,20 +95,27 @@ class Steps:
                     self._last[stage] = state.on_host(), []
 
 
-def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps | None) -> dict[str, Any]:
-    """More arguments for ``pipeline``'s call, so that ``keeper`` hears of each step and the loop begins where it says.
+@contextlib.contextmanager
+def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps | None) -> Iterator[dict[str, Any]]:
+    """In this context ``pipeline``'s call, with more arguments, tells ``keeper`` of each step and begins its loop where that says.
 
-    Empty where there is none, or the pipeline's loop cannot be begun in its middle: then nothing is kept either.
+    None where there is no keeper, or the pipeline's loop cannot be begun in its middle: then nothing is kept either.
     """
-    if keeper is None or why_not(type(pipeline)):
-        return {}
+    kind = type(pipeline)
+    if keeper is None or why_not(kind):
+        yield {}
+        return
     pipeline.scheduler = _remembering(pipeline.scheduler)
     loop = _Loop(pipeline, stage, generator, keeper)
-    takes = inspect.signature(type(pipeline).__call__).parameters
+    takes = inspect.signature(kind.__call__).parameters
     _count_with(pipeline, loop.counted)
     hears = {"callback_on_step_end": loop.on_step_end, "callback": loop.on_step}
     name = next(name for name in CALLBACKS if name in takes)
-    return {name: hears[name]}
+    try:
+        yield {name: hears[name]}
+    finally:  # what refers to itself would live on, and the pipeline's tensors with it
+        pipeline.__class__ = kind
+        del loop.pipeline
 
 
 class _Loop:

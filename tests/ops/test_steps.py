@@ -199,8 +199,8 @@ def test_latents_that_have_another_name_are_not_kept() -> None:
     for shared in (False, True):
         pipeline, notes = Inpaint(), Notes()
         pipeline.shared, pipeline.scheduler = shared, Scheduler()  # type: ignore[attr-defined]
-        hears = journaled(pipeline, "denoise", torch.Generator(), Steps(notes))
-        pipeline(**hears)
+        with journaled(pipeline, "denoise", torch.Generator(), Steps(notes)) as hears:
+            pipeline(**hears)
         assert sorted(notes.found) == ([] if shared else [1, 2])
 
 
