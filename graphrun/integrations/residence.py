@@ -35,6 +35,7 @@ class LiveHost(Host):
         self.modules = dict(modules)
         self.residencies: dict[str, Residency] = {}
         self.casts: dict[str, Any] = {}
+        self.sources = ()
         self.forms: Forms | None = None
         self._variants = {}
         self._device = device

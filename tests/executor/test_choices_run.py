@@ -47,7 +47,8 @@ class Case:
 
     def within(self, budget_bytes: int, graph: Graph | None = None, **limits: Any) -> Problem:
         made = Limits(budget_bytes, limits.pop("ram_bytes", AMPLE), **limits)
-        return problem_of(graph or self.graph, self.probed, simulated(), made, self.inputs)
+        found = problem_of(graph or self.graph, self.probed, simulated(), made, self.inputs)
+        return replace(found, components=tuple(replace(c, layers=None) for c in found.components))
 
     def tight(self, graph: Graph | None = None, **limits: Any) -> Problem:
         return self.within(int(1.1 * smallest_budget(self.within(AMPLE, graph))), graph, **limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Encoding:
         self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
 
     def within(self, budget_bytes: int) -> Problem:
-        return problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
+        found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
+        return replace(found, components=tuple(replace(c, layers=None) for c in found.components))
 
     def smallest(self) -> Problem:
         return self.within(smallest_budget(self.ample))

@@ -39,7 +39,7 @@ class Stored:
         limits = Limits(budget_bytes, ram_bytes, pinned_bytes=AMPLE)
         problem = problem_of(self.graph, self.probed, simulated(), limits, self.whole.inputs)
         chosen = {c.name: tuple(v for v in c.variants if v.home in homes) for c in problem.components}
-        return replace(problem, components=tuple(replace(c, variants=chosen[c.name]) for c in problem.components))
+        return replace(problem, components=tuple(replace(c, variants=chosen[c.name], layers=None) for c in problem.components))
 
     def sizes(self) -> dict[str, int]:
         return {c.name: c.variants[0].host_bytes for c in self.within(AMPLE).components}
