@@ -206,6 +206,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
     for rate in RATES:
         problem = prepared.problem(smallest_budget(prepared.problem(AMPLE, rate)), rate)
         solution = graphrun.plan(problem)
+        problem = solution.problem
         device = SimulatedDevice(Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=1e11))
         host = Host.of_graph(prepared.graph, problem, device, prepared.modules)
         trace = execute(problem, solution.plan, prepared.graph, prepared.inputs, device, host=host)

@@ -35,6 +35,7 @@ from graphrun.estimator.store import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.media import told
 from graphrun.planner.check import check
+from graphrun.planner.cut import cut
 from graphrun.planner.parse import parse
 from graphrun.planner.problem import BlockClass, Hardware, Problem
 from graphrun.planner.solution import Solution
@@ -108,9 +109,9 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     found = store.get("plan", key) if store is not None else None
     if found is not None:
         try:
-            plan = parse(found["plan"])
-            if plan.problem == problem.digest and not check(problem, plan):
-                return Solution(problem, plan, *found["proof"])
+            plan, of = parse(found["plan"]), cut(problem, found["cut"])
+            if plan.problem == of.digest and not check(of, plan):
+                return Solution(of, plan, *found["proof"])
         except UNREADABLE:
             pass
     from graphrun.planner.solve import solve  # imports scipy
@@ -121,7 +122,8 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
         solved(time.perf_counter() - start)
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
-        store.put("plan", key, {"plan": str(solution.plan), "proof": proof})
+        finer = [component.name for component in solution.problem.components if component.grain == "layers"]
+        store.put("plan", key, {"plan": str(solution.plan), "cut": finer, "proof": proof})
     return solution
 
 

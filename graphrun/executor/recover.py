@@ -161,10 +161,7 @@ def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemor
     """The problem of the stages ``todo``, with the variants that ``plan`` chose and with what ``error`` saw: less memory where the
     device has less than planned, else more activation in the phase that ran out."""
     names, left = dict(plan.variants), set(todo)
-    components = tuple(
-        replace(c, variants=tuple(v for v in c.variants if v.name == names[c.name])) if c.name in names else c
-        for c in problem.components
-    )
+    components = tuple(c.held_as(names[c.name]) if c.name in names else c for c in problem.components)
     budget_bytes, raised = problem.budget_bytes, dict[str, tuple[str, int]]()
     if error.available_bytes < problem.effective_bytes:
         budget_bytes = error.available_bytes + problem.overhead_bytes

@@ -79,14 +79,14 @@ def _varied(solution: Solution, component: ComponentNumbers) -> Iterator[Alterna
     for variant in component.variants:
         if variant.name != planned:
             permission = variant.needs if variant.needs not in problem.allow else ""
-            only = replace(component, variants=(replace(variant, needs=""),))
+            only = component.held_as(variant.name)
             components = tuple(only if other.name == component.name else other for other in problem.components)
             yield _tried(Alternative("", variant.name, permission), replace(problem, components=components), solution.plan)
 
 
 def _tried(of: Alternative, problem: Problem, planned: Plan) -> Alternative:
     if (solution := solved(problem)) is not None:
-        return _simulated(of, problem, solution.plan, planned)
+        return _simulated(of, solution.problem, solution.plan, planned)
     why = refusal(problem, repairs=False)
     return replace(of, binding=why.binding, needs=why.needs, smallest_budget_bytes=why.smallest_budget_bytes)
 

@@ -67,7 +67,7 @@ def _point(problem: Problem) -> Point:
     least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
     if (solution := solved(problem)) is None:
         return Point(*least, None)
-    found = simulate(problem, solution.plan)
+    found = simulate(solution.problem, solution.plan)
     compute = found.compute_seconds + (found.runs - 1) * sum(slot.compute_seconds for slot in found.again)
     return Point(*least, solution, found.total_seconds, compute, found.peak_bytes, found.total_moved_bytes)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Grain = Literal["blocks", "layers"]
@@ -157,6 +157,11 @@ class ComponentNumbers:
     def weight_bytes(self, variant: int = 0) -> int:
         """Bytes on the device when all blocks of ``variant`` are present."""
         return sum(len(k.blocks) * b for k, b in zip(self.classes, self.variants[variant].block_bytes, strict=True))
+
+    def held_as(self, variant: str) -> ComponentNumbers:
+        """The component with the variant of this name alone, its layers too; nothing need be allowed for it any more."""
+        kept = tuple(replace(of, needs="") for of in self.variants if of.name == variant)
+        return replace(self, variants=kept, layers=self.layers and self.layers.held_as(variant))
 
 
 @dataclass(frozen=True, slots=True)

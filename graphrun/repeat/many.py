@@ -208,7 +208,7 @@ class _Runner:
                 self._begin_anew(item, stage.name, error)
                 continue
             solution = self.means.solve(problem)
-            leg = Leg((stage.name,), own, solution, simulate(problem, solution.plan))
+            leg = Leg((stage.name,), own, solution, simulate(solution.problem, solution.plan))
             try:
                 self._session(leg, [[item]], (OutOfMemory, TransferFailed))
             except BrokenPlan as error:  # the loop is not as it was

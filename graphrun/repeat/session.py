@@ -191,8 +191,8 @@ class Session:
             problem = problem or graphrun.estimate(self._whole, inputs=sizes, given=given, **self._budgets)
             solution = graphrun.plan(problem, cache=self._budgets["cache"])
             graph = self.graph.with_given(problem.given)
-            refuse_unfit(problem, solution.plan, graph)
-            self._ways[key] = Way(graph, solution, simulate(problem, solution.plan))
+            refuse_unfit(solution.problem, solution.plan, graph)
+            self._ways[key] = Way(graph, solution, simulate(solution.problem, solution.plan))
         return self._ways[key]
 
     def _settings(self, values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from graphrun.estimator import cache
 from graphrun.estimator import hardware as devices
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.store import Store, digest_of
+from graphrun.planner.infeasible import smallest_budget
 from graphrun.units import MIB
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
@@ -140,10 +141,19 @@ def test_a_kept_plan_that_breaks_a_rule_does_not_count(made: list[str], solved: 
     key = digest_of([problem.digest, cache.own_source()])
     lines = str(solution.plan).splitlines()
     evict = next(n for n, line in enumerate(lines) if line.strip().startswith("evict"))
-    wrong = {"plan": "\n".join(lines[:evict] + lines[evict + 1 :]), "proof": [True, 0.0, 0.0, 0.0]}
+    wrong = {"plan": "\n".join(lines[:evict] + lines[evict + 1 :]), "cut": [], "proof": [True, 0.0, 0.0, 0.0]}
     Store(tmp_path).put("plan", key, wrong)
     assert graphrun.plan(problem, cache=tmp_path) == solution
     assert len(solved) == 2
+
+
+def test_a_plan_by_layer_is_kept_with_what_was_cut(made: list[str], solved: list[str], tmp_path: Path) -> None:
+    problem = estimate(tmp_path)
+    tight = replace(problem, budget_bytes=smallest_budget(problem))
+    solution = graphrun.plan(tight, cache=tmp_path)
+    assert "layers" in {component.grain for component in solution.problem.components}
+    assert graphrun.plan(tight, cache=tmp_path) == solution
+    assert len(solved) == 1
 
 
 def test_a_warm_plan_imports_no_torch_no_solver_and_says_the_same(made: list[str], tmp_path: Path, cache_home: Path) -> None:

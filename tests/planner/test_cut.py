@@ -7,6 +7,7 @@ from dataclasses import replace
 import planner_problems as make
 import pytest
 
+from graphrun.planner.alternatives import alternatives
 from graphrun.planner.check import check
 from graphrun.planner.cut import cut, cuttable
 from graphrun.planner.infeasible import Infeasible, smallest_budget
@@ -79,6 +80,33 @@ def test_a_ring_that_is_too_small_is_a_violation() -> None:
         for slot in solution.plan.slots
     )
     assert "ring" in {violation.rule for violation in check(solution.problem, replace(solution.plan, slots=slots))}
+
+
+def with_a_large_variant(budget_bytes: int) -> Problem:
+    """`problem` with a variant of four times the bytes, that must be allowed."""
+    of = problem(budget_bytes)
+
+    def both(component: ComponentNumbers) -> ComponentNumbers:
+        (plain,) = component.variants
+        wide = tuple(4 * nbytes for nbytes in plain.block_bytes)
+        large = replace(plain, precision="float64", block_bytes=wide, host_bytes=160 * MB, needs="float64")
+        return replace(component, variants=(plain, large), layers=component.layers and both(component.layers))
+
+    return replace(of, components=tuple(both(component) for component in of.components))
+
+
+def test_a_component_held_as_one_variant_is_cut_into_layers_of_that_variant() -> None:
+    (own,) = with_a_large_variant(100 * MB).components
+    large = own.held_as("float64 pinned device")
+    assert large.layers is not None
+    for of, sizes in ((large, (32 * MB, 32 * MB)), (large.layers, (4 * 512, 8 * MB, 4 * MB))):
+        assert [(v.precision, v.block_bytes, v.needs) for v in of.variants] == [("float64", sizes, "")]
+    solution = solve(with_a_large_variant(50 * MB))
+    planned, *others = alternatives(solution, "m")
+    assert planned.moved_bytes == 40 * MB
+    (found,) = (of for of in others if of.variant)
+    assert found.fits, "its layers do"
+    assert found.moved_bytes > 128 * MB, "they are those of the large variant"
 
 
 def test_cutting_twice_changes_nothing_and_a_cut_problem_is_another_one() -> None:
