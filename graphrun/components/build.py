@@ -34,6 +34,7 @@ from graphrun.components.content import (
     replace_layers,
     scale_name,
 )
+from graphrun.components.contexts import default_dtype, empty_parameters, quiet
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import quantizable_layers
@@ -94,7 +95,7 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
         module = _from_source(kind, component, graph.allow) if place.is_dir() else _filled(component, graph)
         fuse(component, module)
         return module
-    with _empty_parameters():
+    with empty_parameters():
         module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
@@ -115,7 +116,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
     kind, own = _module_class(component, graph.allow), getattr(torch, component.dtype)
-    with _empty_parameters():
+    with empty_parameters():
         module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
@@ -230,7 +231,7 @@ def _construct(kind: type[Any], component: Component) -> Any:
         config = read_json(found)
     if not _SAVED & config.keys():
         _check_keys(config, _parameters_of(kind), place, component.where)
-    with _explained(place, component.class_path, component.where), _default_dtype(dtype):
+    with _explained(place, component.class_path, component.where), default_dtype(dtype):
         if hasattr(kind, "load_config"):  # diffusers
             return kind.from_config(config)
         if getattr(kind, "config_class", None) is not None:  # transformers
@@ -261,7 +262,7 @@ def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) ->
     files = weight_files(folder, component.where, component.variant)
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     reading = {**_READING, "variant": component.variant or None}
-    with _explained(place, component.class_path, component.where), _quiet():
+    with _explained(place, component.class_path, component.where), quiet():
         if hasattr(kind, "load_config"):  # diffusers
             module, found = kind.from_pretrained(folder, torch_dtype=dtype, **reading)
         elif getattr(kind, "config_class", None) is not None:  # transformers
@@ -283,7 +284,7 @@ def _load(kind: type[Any], component: Component, files: Sequence[Path]) -> tuple
     """For classes that have no `from_pretrained`: the tensors of ``files`` under their own names."""
     from safetensors.torch import load_file
 
-    with _empty_parameters():
+    with empty_parameters():
         module: nn.Module = _construct(kind, component)
     module = _freeze(module, component)
     like = module.state_dict()
@@ -369,38 +370,3 @@ def _explained(place: str, class_path: str, where: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         raise GraphError(f"{place}: {class_path} cannot be made: {type(error).__name__}: {text[:400]}", where) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bars that transformers and diffusers draw while they read files."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    shown = [library for library in (transformers.utils.logging, diffusers.utils.logging) if library.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in shown:
-            library.enable_progress_bar()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _empty_parameters() -> Iterator[None]:
-    """Parameters are constructed on meta, buffers for real: those that are not saved with the weights are computed there."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        yield

@@ -358,15 +358,7 @@ class Graph:
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
             "inputs": {
-                i.name: [
-                    i.type,
-                    i.default,
-                    i.required,
-                    i.multiple_of,
-                    i.minimum,
-                    i.maximum,
-                    *([i.many, i.sizes] if i.sizes else []),
-                ]
+                i.name: [i.type, i.default, i.required, *i.bounds, *([i.many, i.sizes] if i.sizes else [])]
                 for i in self.inputs.values()
             },
             "components": {

@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrun.planner.homes import NOTHING, ONE, Homes, freed, most_host_bytes
-from graphrun.planner.model import COARSE_GAP, GAP, Model, Sum, plus
+from graphrun.planner.model import COARSE_GAP, GAP, Model, Sum, plus, row_of, value_of
 from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Cell, Choice, Program
 from graphrun.planner.settle import activation_bytes
 
 MEMORY_SCALE = 1000.0
 TIME_SCALE = 100.0
-
 ROUNDED = 1e-5  # blocks: by how much the solver may miss an integer
 
 Tier = Literal["ram", "pinned", "disk"]
@@ -127,9 +126,9 @@ class Matrix:
             self.loaded[t].append(loaded)
             here: Sum = ({present: 1.0}, 0.0)
             after: Sum = ({present: 1.0, loaded: 1.0}, 0.0)
-            model.row(*_least(plus((1.0, after), (-1.0, all_of)), most=True))
+            model.row(*row_of(plus((1.0, after), (-1.0, all_of)), most=True))
             if (whole or stays) and all_of[0]:
-                model.row(*_least(plus((1.0, here), (-1.0, all_of))))
+                model.row(*row_of(plus((1.0, here), (-1.0, all_of))))
             self._follows(t, j)
             if not calls:
                 copies.append(({loaded: 1.0}, 0.0))
@@ -143,7 +142,7 @@ class Matrix:
                 self._ready(t, cell.way, plus((1.0, all_of), (-1.0, here)), count)
                 may_pass = 0.0 if cell.demanded & {"keep", "whole"} else 1.0
                 streamed = model.column(may_pass if cell.by_layer else 0.0, may_pass, True)
-                model.row(*_least(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
+                model.row(*row_of(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
                 streams.setdefault(cell.way, []).append((streamed, j))
                 known = [self.alone[t][i] for _, i in streams[cell.way][:-1]] if cell.by_layer else []
                 self.alone[t][j] = known[0] if known else model.column(0.0, 1.0, True)
@@ -204,36 +203,35 @@ class Matrix:
             own.append((-1.0, ({longer: 1.0}, 0.0)))
         interval = program.intervals[t]
         own += [(-s / self.seconds_unit, y) for s, y in zip(interval.cpu_seconds, self.homes.taken, strict=True) if s]
-        model.row(*_least(plus(*own)))
+        model.row(*row_of(plus(*own)))
         for gap, column in zip(program.gaps, self._spills, strict=True):
             if seconds := gap.seconds(t):
                 every.append((-seconds * factor / self.seconds_unit, ({column: 1.0}, 0.0)))
-        model.row(*_least(plus((1.0, ({time: 1.0}, 0.0)), *every)))
+        model.row(*row_of(plus((1.0, ({time: 1.0}, 0.0)), *every)))
         for way, filled in zip(program.ways, self.homes.fills, strict=True):
             if t in filled and way.fill_seconds:
                 reads.append((-way.fill_seconds * factor / self.seconds_unit, ({filled[t]: 1.0}, 0.0)))
         if reads:
-            model.row(*_least(plus((1.0, ({time: 1.0}, 0.0)), *reads)))
+            model.row(*row_of(plus((1.0, ({time: 1.0}, 0.0)), *reads)))
         for number, way in enumerate(program.ways):
             if not way.computes and way.component in interval.around and not self.homes.always_held(number, t):
-                model.row(*_least(plus((1.0, self.homes.held(number, t)), (-1.0, self.homes.taken[number]))))
+                model.row(*row_of(plus((1.0, self.homes.held(number, t)), (-1.0, self.homes.taken[number]))))
         return time
 
     def _stretch(self, t: int, cells: list[int], copies: list[Sum], factor: float) -> int:
         """E of ``cells``, whose copies can hide behind each other's compute in interval ``t``: its column."""
         program, model, unit = self.program, self.model, self.seconds_unit
-        way = program.cells[cells[0]].way
-        compute = plus((sum(program.compute_seconds(t, j) for j in cells) / unit, self.homes.taken[way]))
+        compute = plus((sum(program.compute_seconds(t, j) for j in cells) / unit, self.homes.taken[program.cells[cells[0]].way]))
         longer = model.column(compute[1], np.inf)
         if compute[0]:
-            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
+            model.row(*row_of(plus((1.0, ({longer: 1.0}, 0.0)), (-1.0, compute))))
         copied = [(-program.cells[j].load_seconds * factor / unit, copies[j]) for j in cells]
         reads = [(-program.cells[j].disk_seconds * factor / unit, copies[j]) for j in cells if program.cells[j].disk_seconds]
         for rated in (copied, reads) if reads else (copied,):
-            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
+            model.row(*row_of(plus((1.0, ({longer: 1.0}, 0.0)), *rated)))
         turns = [(-program.compute_seconds(t, j) / unit, ({self.alone[t][j]: 1.0}, 0.0)) for j in cells if j in self.alone[t]]
         if turns:
-            model.row(*_least(plus((1.0, ({longer: 1.0}, 0.0)), *copied, *turns)))
+            model.row(*row_of(plus((1.0, ({longer: 1.0}, 0.0)), *copied, *turns)))
         return longer
 
     def _memory(self, t: int, streams: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, float], float]:
@@ -285,15 +283,15 @@ class Matrix:
         activation, awake = model.column(0.0, np.inf), model.column(0.0, 1.0)
         a: Sum = ({activation: unit}, 0.0)
         z: Sum = ({awake: 1.0}, 0.0)
-        model.row(*_least(plus((1.0, z), *((-1.0, of) for of in on_device)), most=True))
+        model.row(*row_of(plus((1.0, z), *((-1.0, of) for of in on_device)), most=True))
         for of, here in zip(around, on_device, strict=True):
-            model.row(*_least(plus((1.0, z), (-1.0, here))))
+            model.row(*row_of(plus((1.0, z), (-1.0, here))))
             scratch = [(-float(ways[n].of.scratch_bytes) / unit, taken[n]) for n in of if ways[n].computes]
-            model.row(*_least(plus((1.0 / unit, a), (-nbytes / unit, z), *scratch)))
+            model.row(*row_of(plus((1.0 / unit, a), (-nbytes / unit, z), *scratch)))
             for n in of:
                 if not ways[n].computes and (more := float(ways[n].of.scratch_bytes)):
                     both = plus((1.0, taken[n]), (1.0, z), (-1.0, ONE))
-                    model.row(*_least(plus((1.0 / unit, a), (-nbytes / unit, z), (-more / unit, both))))
+                    model.row(*row_of(plus((1.0 / unit, a), (-nbytes / unit, z), (-more / unit, both))))
         return a, plus((float(nbytes), ONE), (-float(nbytes), z))
 
     def _hosts(self) -> Sum:
@@ -377,7 +375,7 @@ class Matrix:
     def _taken(self, values: NDArray[np.float64]) -> list[int]:
         """The way of each component that ``values`` take, or are nearest to taking."""
         components = range(len(self.program.problem.components))
-        return [max(self._ways(c), key=lambda n: _value(self.homes.taken[n], values)) for c in components]
+        return [max(self._ways(c), key=lambda n: value_of(self.homes.taken[n], values)) for c in components]
 
     def _ways(self, component: int) -> list[int]:
         return [n for n, way in enumerate(self.program.ways) if way.component == component]
@@ -389,16 +387,6 @@ def _whole_blocks(cell: Cell, present: float, loaded: float) -> tuple[int, int]:
         return round(present), round(loaded)
     held = int(present + ROUNDED)
     return held, int(present + loaded + ROUNDED) - held
-
-
-def _least(of: Sum, most: bool = False) -> tuple[Mapping[int, float], float, float]:
-    """The row ``of >= 0`` (``most``: ``<= 0``), its constant on the other side."""
-    terms, constant = of
-    return (terms, -np.inf, -constant) if most else (terms, -constant, np.inf)
-
-
-def _value(of: Sum, values: NDArray[np.float64]) -> float:
-    return of[1] + sum(float(values[column]) * value for column, value in of[0].items())
 
 
 def _usual_seconds(program: Program) -> float:

@@ -126,3 +126,14 @@ def plus(*sums: tuple[float, Sum]) -> Sum:
         for column, value in of.items():
             terms[column] = terms.get(column, 0.0) + factor * value
     return terms, constant
+
+
+def row_of(of: Sum, most: bool = False) -> tuple[Terms, float, float]:
+    """The row ``of >= 0`` (``most``: ``<= 0``), its constant on the other side."""
+    terms, constant = of
+    return (terms, -np.inf, -constant) if most else (terms, -constant, np.inf)
+
+
+def value_of(of: Sum, values: NDArray[np.float64]) -> float:
+    """What ``of`` is with these ``values`` of the columns."""
+    return of[1] + sum(float(values[column]) * value for column, value in of[0].items())

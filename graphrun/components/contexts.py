@@ -1,0 +1,44 @@
+"""What holds while modules are made: no progress bars, a dtype, parameters without bytes. Knows no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars that transformers and diffusers draw while they read files."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    shown = [library for library in (transformers.utils.logging, diffusers.utils.logging) if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors are of ``dtype`` where nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Parameters are constructed on meta, buffers for real: those that are not saved with the weights are computed there."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        yield
