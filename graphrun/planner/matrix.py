@@ -140,8 +140,9 @@ class Matrix:
                 times, kept = float(calls * passes), float(passes - 1)
                 copies.append(plus((times, all_of), (-times, here), (-kept, ({loaded: 1.0}, 0.0))))
                 self._ready(t, cell.way, plus((1.0, all_of), (-1.0, here)), count)
-                may_pass = 0.0 if cell.demanded & {"keep", "whole"} else 1.0
-                streamed = model.column(may_pass if cell.by_layer else 0.0, may_pass, True)
+                streamed = model.column(0.0, 0.0 if cell.demanded & {"keep", "whole"} else 1.0, True)
+                if cell.by_layer and not cell.demanded & {"keep", "whole"}:  # a ring for the way that is taken, and for no other
+                    model.row(*row_of(plus((1.0, ({streamed: 1.0}, 0.0)), (-1.0, self.homes.taken[cell.way]))))
                 model.row(*row_of(plus((1.0, after), (count, ({streamed: 1.0}, 0.0)), (-1.0, all_of))))
                 streams.setdefault(cell.way, []).append((streamed, j))
                 known = [self.alone[t][i] for _, i in streams[cell.way][:-1]] if cell.by_layer else []

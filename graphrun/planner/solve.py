@@ -17,10 +17,9 @@ from graphrun.planner.cut import cut, cuttable, until_it_fits
 from graphrun.planner.infeasible import refusal, surely_infeasible
 from graphrun.planner.least import least_needs_of
 from graphrun.planner.modes import MODES, fitting
-from graphrun.planner.needs import DEPTH
 from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Plan, Stream
-from graphrun.planner.problem import Problem
+from graphrun.planner.problem import ALLOCATION_BYTES, Problem
 from graphrun.planner.program import Choice, Program, program_of
 from graphrun.planner.search import Answer, choose
 from graphrun.planner.settle import settle
@@ -58,14 +57,14 @@ def solved(problem: Problem) -> Solution | None:
 
 
 def _cramped(solution: Solution) -> set[str]:
-    """Components that could be cut into layers and whose ring has no room for two of the blocks that pass, or is most of what there
-    is: passing as layers they may leave more room to what stays."""
+    """Components that could be cut into layers and whose ring has room for one block alone, or is much of what there is: passing as
+    layers they may leave more room to what stays."""
     settled, found = settle(solution.problem, solution.plan), set[str]()
     for slot in (*solution.plan.slots, *solution.plan.again):
         for action in slot.actions:
             if isinstance(action, Stream) and action.component in cuttable(solution.problem):
-                least = DEPTH * max(settled.component(action.component).variants[0].block_bytes[1:], default=0)
-                if action.ring_bytes < least or action.ring_bytes * CRAMPED > settled.effective_bytes:
+                largest = max(settled.component(action.component).variants[0].block_bytes[1:], default=0)
+                if action.ring_bytes < largest + ALLOCATION_BYTES or action.ring_bytes * CRAMPED > settled.effective_bytes:
                     found.add(action.component)
     return found
 
