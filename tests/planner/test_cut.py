@@ -17,6 +17,7 @@ from graphrun.planner.problem import BlockClass, ComponentNumbers, Problem, Use
 from graphrun.planner.ring import Ring
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solve import solve
+from graphrun.planner.trial import predicted_seconds
 
 MB = 1_000_000
 
@@ -107,6 +108,14 @@ def test_a_component_held_as_one_variant_is_cut_into_layers_of_that_variant() ->
     (found,) = (of for of in others if of.variant)
     assert found.fits, "its layers do"
     assert found.moved_bytes > 128 * MB, "they are those of the large variant"
+
+
+def test_only_the_variant_that_is_taken_has_a_ring_by_layer() -> None:
+    of = problem(12 * MB)
+    least = smallest_budget(of)
+    both = replace(with_a_large_variant(least), allow=("float64",))
+    assert smallest_budget(both) == least
+    assert predicted_seconds(both) == predicted_seconds(replace(of, budget_bytes=least)) is not None
 
 
 def test_cutting_twice_changes_nothing_and_a_cut_problem_is_another_one() -> None:
