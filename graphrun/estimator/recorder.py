@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(*_: Any) -> None:
             self._stack.append(path)
             self.entered.append(path)
-            self.count(0.0)  # a place in the order also for a block that computes nothing that is counted
+            self.flops.append((path, 0.0))  # a place in the order also for a block that computes nothing that is counted
 
         def end(*_: Any) -> None:
             self._stack.pop()
@@ -191,8 +191,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(*_: Any) -> None:
             nonlocal started
             started, self._running = len(self.events), path
+            if self._stack[-1] != path:  # a layer that is a block has its place already
+                self.flops.append((path, 0.0))
             self._stack.append(path)
-            self.flops.append((path, 0.0))
 
         def end(*_: Any) -> None:
             self._running = ""

@@ -122,10 +122,10 @@ def _fill_seconds(
     a source: weights are made before the run."""
     if component.source_in(precision) is None:
         return ()
-    each = 1 / hardware.disk_bytes_per_second
+    rate = hardware.disk_bytes_per_second
     if precision in QUANTIZED and not stored and hardware.device != "sim":
-        each += 1 / QUANTIZED_PER_SECOND[precision]
-    return tuple(nbytes * each for nbytes in in_files)
+        rate = 1 / (1 / rate + 1 / QUANTIZED_PER_SECOND[precision])
+    return tuple(nbytes / rate for nbytes in in_files)
 
 
 def _on_cpu(variant: Variant, hardware: Hardware) -> Variant:

@@ -62,8 +62,10 @@ def record(net: Net, *, repeats: bool, kept: list[torch.Tensor] | None = None) -
 def told(recorder: Recorder) -> Any:
     flops: dict[str, float] = {}
     for path, number in recorder.flops:
-        flops[path] = flops.get(path, 0.0) + number
-    return recorder.events, recorder.peak_bytes, recorder.entered, recorder.touched, flops
+        if number:  # else a place in the order
+            flops[path] = flops.get(path, 0.0) + number
+    layers = recorder.spans, recorder.outside
+    return recorder.events, recorder.peak_bytes, recorder.entered, recorder.touched, flops, layers
 
 
 @pytest.fixture
