@@ -53,7 +53,9 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
     known = inspect.signature(type(pipeline).__call__).parameters
     _refuse_unknown(context, known, arguments, seed)
     _refuse_masks(context, arguments)
-    given = {name: _sound_as_tensor(value) for name, value in arguments.items() if value is not None}
+    asked = context.declared.arguments if context.declared is not None else {}
+    left_out = {name for name, value in arguments.items() if value is None and asked.get(name) is not None}  # an optional input
+    given = {name: _sound_as_tensor(value) for name, value in arguments.items() if name not in left_out}
     if "generator" in known:
         given["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
     if "output_type" in known and "output_type" not in given and (kind := _output_type(context, wanted)) is not None:

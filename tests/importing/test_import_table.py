@@ -1,7 +1,12 @@
-"""Every tiny pipeline is imported, and `docs/pipelines.md` says as what: in how many stages, and what speaks against three."""
+"""`docs/pipelines.md` says what each tiny pipeline is imported as: in how many stages, and what speaks against three.
+
+All of them take too long for each run: a sample with every kind of row is imported, and the table names every class and no other.
+`--update-golden` imports and writes all.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,23 @@ from graphrun.integrations.rehearsal import ProbeError
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 HEAD = "| class | imported as | since |\n|---|---|---|\n"
+SAMPLE = (
+    "AnimateDiffVideoToVideoPipeline",  # takes video
+    "CogView4Pipeline",
+    "DiTPipeline",  # no encode_prompt
+    "FluxPipeline",
+    "IFPipeline",  # no latents
+    "KandinskyV22CombinedPipeline",
+    "KandinskyV22Pipeline",  # not
+    "LatentConsistencyModelPipeline",  # fails when cut
+    "StableAudioPipeline",  # an argument that the ops lack
+    "StableCascadeDecoderPipeline",  # not
+    "StableDiffusionControlNetPipeline-two",
+    "StableDiffusionXLImg2ImgPipeline-float16",  # not: a cast
+    "StableDiffusionXLInpaintPipeline",  # takes image and mask
+    "WanPipeline-two-experts",
+    "ZImagePipeline",
+)
 
 
 def rows() -> dict[str, str]:
@@ -24,11 +46,17 @@ def row_of(name: str, folder: Path) -> str:
     try:
         layout = saved(name, folder).imported().layout
     except ProbeError as error:
+        if found := re.search("something moves or casts (.*?) during the run", str(error)):
+            return f"| {name} | not | its own code casts {found[1]} during the run: give it that dtype, or attach to it |"
         return f"| {name} | not | it {str(error).split('. ')[0].split(': import')[0].partition(' ')[2]} |"
     return f"| {name} | {'three stages' if len(layout.stages) == 3 else 'one stage'} | {layout.why or '-'} |"
 
 
-@pytest.mark.parametrize("name", sorted(cases()))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", sorted(cases()) if metafunc.config.getoption("--update-golden") else SAMPLE)
+
+
 def test_a_class_is_imported_as_the_table_says(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     row = row_of(name, tmp_path)
     if request.config.getoption("--update-golden"):

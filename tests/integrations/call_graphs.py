@@ -50,8 +50,8 @@ class Called:
 
     def run(self, problem: Problem) -> Trace:
         """A run under the least budget: its trace. Every slot is within its plan, and nothing stays."""
-        problem = self.problem(smallest_budget(problem))
-        plan = solve(problem).plan
+        solution = solve(self.problem(smallest_budget(problem)))
+        problem, plan = solution.problem, solution.plan
         host = Host.of_graph(self.graph, problem, self.device, self.modules)
         stages = stages_for(plan, self.graph, self.graph.resolve(self.inputs), self.device, host)
         trace = follow(problem, plan, host, self.device, stages)
