@@ -36,7 +36,7 @@ def test_every_item_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
 ) -> None:
     found = batch(ITEMS)
     solution = graphrun.plan(problem, cache=kept_dry_runs)
-    single = simulate(problem, solution.plan)
+    single = simulate(solution.problem, solution.plan)
     for number in (1, 4):
         trace = graphrun.run(solution, flux, ITEMS[number - 1])
         assert found.outputs[number]["image"].tobytes() == trace.outputs["image"].tobytes()
