@@ -89,7 +89,8 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(f
         assert after.moved_bytes == before.moved_bytes, "a first run, and one that finds what it left"
         assert after.outputs["image"].tobytes() == before.outputs["image"].tobytes()
     planned = graphrun.estimate(flux, inputs={**SMALL, "height": 64}, runs=100, cache=kept_dry_runs, **BUDGET)
-    told = simulate(planned, graphrun.plan(planned, cache=kept_dry_runs).plan)
+    solution = graphrun.plan(planned, cache=kept_dry_runs)
+    told = simulate(solution.problem, solution.plan)
     assert [trace.moved_bytes for trace in large] == pytest.approx([told.moved_bytes, told.again_moved_bytes], rel=0.001)
 
 
