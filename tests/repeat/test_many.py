@@ -11,7 +11,7 @@ import pytest
 
 import graphrun
 from graphrun.components.build import build
-from graphrun.errors import InputError, OutOfMemory
+from graphrun.errors import BrokenPlan, InputError
 from graphrun.executor.open import open_device
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.problem import Problem
@@ -79,7 +79,7 @@ class FailsIn(Watcher):
 
         def told(slot: int, call: int, calls: int) -> None:
             if call:
-                raise OutOfMemory("the card is full")
+                raise BrokenPlan("the card is gone")
 
         return told
 
@@ -93,10 +93,10 @@ def test_an_item_whose_run_fails_is_reported_and_the_rest_runs(batch: Any, run: 
     watcher = FailsIn(run)
     found = batch(items, watcher=watcher, resume=tmp_path)
     assert [course.name for course in found.courses] == ["stage by stage"]
-    assert watcher.seen == [(number, "the card is full") for number in failed]
+    assert watcher.seen == [(number, "the card is gone") for number in failed]
     assert list(found.errors) == failed
     assert sorted(found.outputs) == [number for number in (1, 2, 3, 4) if number not in failed]
-    with pytest.raises(OutOfMemory, match="the card is full"):
+    with pytest.raises(BrokenPlan, match="the card is gone"):
         batch(items, watcher=FailsIn(run), strict=True)
     rest = batch(items, resume=tmp_path)
     assert sorted(rest.outputs) == failed, "the same batch again makes those that are missing"

@@ -91,7 +91,8 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(f
     planned = graphrun.estimate(flux, inputs={**SMALL, "height": 64}, runs=100, cache=kept_dry_runs, **BUDGET)
     solution = graphrun.plan(planned, cache=kept_dry_runs)
     told = simulate(solution.problem, solution.plan)
-    assert [trace.moved_bytes for trace in large] == pytest.approx([told.moved_bytes, told.again_moved_bytes], rel=0.001)
+    counted = [told.moved_bytes, told.again_moved_bytes]  # by layer, the layers of a class each as the largest of them
+    assert all(0.99 * nbytes <= trace.moved_bytes <= nbytes for trace, nbytes in zip(large, counted, strict=True))
 
 
 def test_prompts_that_come_again_are_not_encoded_again(flux: Any, tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost
     begin = short.simulation.seconds - short.further_seconds
     assert 3 <= len(traces) < 50
     assert (len(traces) - 3) * saved < begin <= (len(traces) - 1) * saved + 1e-9
-    assert changed.moved_bytes == pytest.approx(short.simulation.moved_bytes, rel=0.001)
+    assert changed.moved_bytes <= short.simulation.moved_bytes < whole.simulation.moved_bytes
 
 
 def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its_run(flux: Any, kept_dry_runs: Path) -> None:
