@@ -26,10 +26,10 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
         "6.00",
     ]
     picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
-    assert len(picture.findall("{*}circle")) == 2, "one for each budget that something fits"
+    assert len(picture.findall("{*}circle")) == 3, "one for each budget that something fits"
     code, out, _ = graphrun(*options, "--json")
     data = json.loads(out)
-    assert [point["feasible"] for point in data["points"]] == [False, False, True, True]
+    assert [point["feasible"] for point in data["points"]] == [False, True, True, True]
     assert f"--vram {data['points'][0]['smallest_budget_bytes']} " in graphrun(*options)[1]
     code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json")
     alone = json.loads(out)
@@ -113,7 +113,7 @@ def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphru
     assert (code, "is a plan" in err) == (2, True)
     code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--keep", "vea")
     assert (code, "did you mean 'vae'" in err) == (2, True)
-    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "4M", "--set", "steps=1", "--keep", "vae", "--reserve", "1M")
+    code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "3M", "--set", "steps=1", "--keep", "vae", "--reserve", "1M")
     assert (code, "\ndirectives keep vae, reserve 1.00 MiB\n" in err, "lower the reserve from 1.00 MiB" in err) == (3, True, True)
     code, _, err = graphrun("frontier", TINY, "--device", "sim", "--vram", "6M", "--reserve", "lots")
     assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
