@@ -50,8 +50,8 @@ def solve(problem: Problem) -> Solution:
 def solved(problem: Problem) -> Solution | None:
     """As `solve`; None where nothing fits, without saying why. The solution's problem is ``problem`` as finely cut as it takes."""
     found = until_it_fits(problem, _solved, least_needs_of)
-    if found is None or not (names := _cramped(found)):
-        return found
+    if found is None or problem.runs > 1 or not (names := _cramped(found)):
+        return found  # a session by layer takes minutes to plan: only where nothing else fits
     other = _solved(cut(found.problem, names))
     return other if other is not None and FASTER * _seconds(other) <= _seconds(found) else found
 

@@ -254,7 +254,10 @@ def test_gradient_mode_makes_no_difference(sd: Attached) -> None:
 
 
 def test_what_is_compiled_is_refused_with_what_to_do(sd: Attached) -> None:
-    sd.pipe.unet = torch.compile(sd.pipe.unet)
+    compiled = torch.compile(sd.pipe.unet)
+    if compiled is sd.pipe.unet:
+        pytest.skip("compiling is switched off in this process")
+    sd.pipe.unet = compiled
     with pytest.raises(InputError, match="unet is compiled"):
         sd.seeded()
 
