@@ -126,7 +126,8 @@ def classify_layers(module: nn.Module, calls: Sequence[Call], choices: Collectio
     called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
     called = [path for path in called if not any(path.startswith(f"{of}.") for of in choices)]
     read = {name.split(".")[0] for call in calls for name in call.touched}
-    idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and not _shares(module, path)]
+    shared = _shared(module)
+    idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
     layouts = lay_out(module, [*called, *idle], by_layer=True)
     room = _rooms(calls)
     groups: dict[object, list[str]] = {}
@@ -141,12 +142,20 @@ def classify_layers(module: nn.Module, calls: Sequence[Call], choices: Collectio
     return (BlockClass("rest", ("",), False), *found)
 
 
-def _shares(module: nn.Module, path: str) -> bool:
-    """Whether a tensor of the layer ``path`` is another module's, too."""
-    layer, users = module.get_submodule(path), Counter[int]()
+def _shared(module: nn.Module) -> frozenset[str]:
+    """Paths of what holds a tensor, in it or below, that another module holds too."""
+    users = Counter[int]()
     for child in module.modules():
         users.update(id(tensor) for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None)
-    return any(users[id(tensor)] > 1 for tensor in (*layer.parameters(), *layer.buffers()))
+    twice = {key for key, count in users.items() if count > 1}
+    if not twice:
+        return frozenset()
+    tensors = (
+        (path, tensor)
+        for path, child in module.named_modules(remove_duplicate=False)
+        for tensor in (*child.parameters(), *child.buffers())
+    )
+    return frozenset(path for path, tensor in tensors if id(tensor) in twice)
 
 
 def _rooms(calls: Sequence[Call]) -> dict[str, int]:
