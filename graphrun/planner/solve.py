@@ -60,9 +60,10 @@ def _cramped(solution: Solution) -> set[str]:
     """Components that could be cut into layers and whose ring has room for one block alone, or is much of what there is: passing as
     layers they may leave more room to what stays."""
     settled, found = settle(solution.problem, solution.plan), set[str]()
+    names = cuttable(solution.problem)
     for slot in (*solution.plan.slots, *solution.plan.again):
         for action in slot.actions:
-            if isinstance(action, Stream) and action.component in cuttable(solution.problem):
+            if isinstance(action, Stream) and action.component in names:
                 largest = max(settled.component(action.component).variants[0].block_bytes[1:], default=0)
                 if action.ring_bytes < largest + ALLOCATION_BYTES or action.ring_bytes * CRAMPED > settled.effective_bytes:
                     found.add(action.component)
@@ -115,13 +116,10 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
             break
         choice = answer.choice
     assert best is not None
-    if best[0].total_seconds > TOLERATED * program.seconds(best[1]):
-        for choice in _deeper(program, best[1]):
-            plan = plan_of(program, choice, problem, chosen.options, chosen.order)
-            if not check(problem, plan) and _rank(simulation := simulate(problem, plan)) < _rank(best[0]):
-                best = (simulation, choice, plan)
-    if best[0].total_seconds > NEARLY * program.seconds(best[1]):
-        for choice in _plain_choices(program):
+    for within, choices in ((TOLERATED, _deeper(program, best[1])), (NEARLY, _plain_choices(program))):
+        if best[0].total_seconds <= within * program.seconds(best[1]):
+            continue
+        for choice in choices:
             plan = plan_of(program, choice, problem, chosen.options, chosen.order)
             if not check(problem, plan) and _rank(simulation := simulate(problem, plan)) < _rank(best[0]):
                 best = (simulation, choice, plan)
