@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -93,3 +94,22 @@ def graphrun(
         return int(done.value.code or 0), out.out, out.err
 
     return run
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Any]:
+    """The graph of a file of ``graphs/``, by name, loaded from a copy in which texts are replaced once each: (old, new)."""
+
+    from graphrun.graph.load import load
+
+    def edit(name: str, *changes: tuple[str, str]) -> Any:
+        shutil.copytree(GRAPHS, tmp_path / "graphs", dirs_exist_ok=True)
+        path = tmp_path / "graphs" / f"{name}.yaml"
+        text = path.read_text()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        path.write_text(text)
+        return load(path)
+
+    return edit

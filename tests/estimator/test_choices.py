@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,6 @@ import graphrun
 from graphrun.errors import GraphError, InputError
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
-
-
-@pytest.fixture
-def edited(tmp_path: Path) -> Callable[..., Any]:
-    def edit(name: str, *changes: tuple[str, str]) -> Any:
-        shutil.copytree(GRAPHS, tmp_path / "graphs", dirs_exist_ok=True)
-        path = tmp_path / "graphs" / f"{name}.yaml"
-        text = path.read_text()
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new, 1)
-        path.write_text(text)
-        return graphrun.load(path)
-
-    return edit
 
 
 def estimate(graph: Any, **settings: Any) -> Any:

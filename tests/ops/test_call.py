@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,9 @@ PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3),
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Callable[..., Any]:
+def edited(edited: Callable[..., Any]) -> Callable[..., Any]:
     def edit(*changes: tuple[str, str], name: str = "sdxl-img2img-tiny") -> Any:
-        shutil.copytree(GRAPHS, tmp_path / "graphs", dirs_exist_ok=True)
-        path = tmp_path / "graphs" / f"{name}.yaml"
-        text = path.read_text()
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new, 1)
-        path.write_text(text)
-        return graphrun.load(path)
+        return edited(name, *changes)
 
     return edit
 

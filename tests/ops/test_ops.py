@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,21 +19,6 @@ from graphrun.ops.pipeline import finished
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def edited(tmp_path: Path) -> Callable[..., Any]:
-    def edit(name: str, *changes: tuple[str, str]) -> Any:
-        shutil.copytree(GRAPHS, tmp_path / "graphs")
-        path = tmp_path / "graphs" / f"{name}.yaml"
-        text = path.read_text()
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new, 1)
-        path.write_text(text)
-        return graphrun.load(path)
-
-    return edit
 
 
 def run(graph: Any, after_stage: Any = None, **inputs: Any) -> dict[str, Any]:
