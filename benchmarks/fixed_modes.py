@@ -19,15 +19,16 @@ from graphrun.planner.settle import arrange  # noqa: E402
 from graphrun.planner.simulate import simulate  # noqa: E402
 
 
-def compared(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """Per mode, with the variants, options and order of ``plan``: its seconds over the plan's, its bytes; None: it does not fit."""
-    ours, found = simulate(problem, plan), dict[str, Any]()
+def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
+    """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
+    None: it does not fit. The modes pass whole blocks, as ``problem`` has them, also where the plan cuts finer."""
+    found = dict[str, Any]()
     for mode in MODES:
         fitting = [other for other in _plans(problem, plan, mode) if not check(problem, other)]
         best = min((simulate(problem, other) for other in fitting), key=lambda each: each.total_seconds, default=None)
         found[mode] = best and {
             "seconds": round(best.total_seconds, 4),
-            "times_ours": round(best.total_seconds / ours.total_seconds, 5) if ours.total_seconds else 1.0,
+            "times_ours": round(best.total_seconds / seconds, 5) if seconds else 1.0,
             "moved_gib": round(best.total_moved_bytes / 2**30, 3),
         }
     return found

@@ -56,8 +56,12 @@ def varied(problem: Problem) -> Problem:
     """``problem`` with three precisions x three homes to each component, where its dry run knew one variant."""
     if any(len(component.variants) > 1 for component in problem.components):
         return problem
-    components = tuple(replace(c, variants=tuple(_variants(c, problem.hardware))) for c in problem.components)
-    return replace(problem, components=components)
+
+    def with_more(component: ComponentNumbers) -> ComponentNumbers:
+        layers = None if component.layers is None else with_more(component.layers)
+        return replace(component, variants=tuple(_variants(component, problem.hardware)), layers=layers)
+
+    return replace(problem, components=tuple(with_more(component) for component in problem.components))
 
 
 def _variants(component: ComponentNumbers, hardware: Hardware) -> Iterator[Variant]:
@@ -88,7 +92,7 @@ def measured(problem: Problem) -> dict[str, Any]:
     seconds, cpu_seconds = round(time.perf_counter() - begin, 3), round(time.process_time() - busy, 3)
     if solution is None:
         return {"feasible": False, "solve_seconds": seconds, "cpu_seconds": cpu_seconds}
-    found = simulate(problem, solution.plan)
+    found = simulate(solution.problem, solution.plan)
     return {
         "feasible": True,
         "solve_seconds": seconds,
@@ -101,7 +105,8 @@ def measured(problem: Problem) -> dict[str, Any]:
         "moved_gib": round(found.total_moved_bytes / GIB, 3),
         "peak_gib": round(found.peak_bytes / GIB, 3),
         "variants": dict(solution.plan.variants),
-        "fixed_modes": compared(problem, solution.plan),
+        "fixed_modes": compared(problem, solution.plan, found.total_seconds),
+        "by_layer": solution.problem is not problem,
     }
 
 

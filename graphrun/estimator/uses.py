@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from graphrun.estimator.events import Call
 from graphrun.estimator.windows import Window
+from graphrun.planner.hiding import hiding_seconds
 from graphrun.planner.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
 
 
@@ -34,7 +35,8 @@ def _by_block(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
     kinds = {id(call): call for call in calls}.values()
     reads = {id(call): frozenset(_class_of(component, name) for name in call.touched) for call in kinds}
     orders = {id(call): _stretches(component, call, hardware) for call in kinds}
-    hiding = {key: _hiding(component, order) for key, order in orders.items()}
+    plain = component.variants[0]
+    hiding = {key: hiding_seconds(order, plain) for key, order in orders.items()}
     class_calls, seconds = [], []
     for number, k in enumerate(component.classes):
         read = sum(number in reads[id(call)] for call in calls)
@@ -43,29 +45,6 @@ def _by_block(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
         class_calls.append(read)
         seconds.append(sum(hiding[id(call)][number] for call in calls) / (len(k.blocks) * max(1, read)))
     return Use(component.name, len(calls), tuple(class_calls), tuple(seconds), orders[id(calls[0])] if len(kinds) == 1 else ())
-
-
-def _hiding(component: ComponentNumbers, order: Sequence[tuple[int, int, float]]) -> list[float]:
-    """Seconds per class of one call, in which copies of the class can hide.
-
-    While the rest computes between two blocks, the ring fills for the block that follows: that hides two copies at most. What is
-    longer hides nothing and stays with the rest. The stretch behind the last block joins the one before the next call's first.
-    """
-    found = [0.0] * len(component.classes)
-    blocks = [number for number, (k, _, _) in enumerate(order) if k]
-    if not blocks:
-        found[0] = sum(seconds for _, _, seconds in order)
-        return found
-    waiting = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
-    for k, _, seconds in order[: blocks[-1] + 1]:
-        if k:
-            hidden = min(waiting, 2 * component.variants[0].load_seconds[k])
-            found[k] += seconds + hidden
-            found[0] += waiting - hidden
-            waiting = 0.0
-        else:
-            waiting += seconds
-    return found
 
 
 def _stretches(component: ComponentNumbers, call: Call, hardware: Hardware) -> tuple[tuple[int, int, float], ...]:
@@ -99,7 +78,7 @@ def _by_layer(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
     times = Counter(k for k, _, _ in orders[0] if k)
     counts = [len(k.blocks) for k in component.classes]
     share = {id(call): order for call, order in zip(kinds, orders, strict=True)}
-    hiding = [sum(seconds) for seconds in zip(*(_hiding(component, share[id(call)]) for call in calls), strict=True)]
+    hiding = [sum(seconds) for seconds in zip(*(hiding_seconds(share[id(call)], component.variants[0]) for call in calls), strict=True)]
     class_calls = (rest, *(len(calls) if times[k] else 0 for k in range(1, len(counts))))
     found = {key[1]: nbytes - window.entry_bytes for key, nbytes in window.beside_bytes.items() if key[0] == component.name}
     whole = max(window.first_bytes, window.rest_bytes) - window.entry_bytes

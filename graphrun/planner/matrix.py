@@ -350,6 +350,14 @@ class Matrix:
         kept = Choice(present, loaded, fills, (-1,) * len(ways), spills, depths)
         return variants, freed(program.taking(variants), kept)
 
+    @property
+    def layers(self) -> list[int]:
+        """The columns that count layers, of which the program lets parts be held."""
+        found = list[int]()
+        for of in (*self.present, *self.loaded):
+            found += [column for column, cell in zip(of, self.program.cells, strict=True) if cell.by_layer]
+        return found
+
     def taken(self, values: NDArray[np.float64]) -> dict[int, float]:
         """The columns that say which variant of each component is taken, as in ``values``, where these are whole."""
         variants, fixed = self._taken(values), dict[int, float]()

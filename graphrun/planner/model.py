@@ -5,7 +5,7 @@ HiGHS accepts rows that are violated by 1e-6 and integers that are off by as muc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ FEWEST_NODES = 200
 GAP = 1e-6
 SOLVED, INFEASIBLE = 0, 2  # what `milp` says it came to
 COARSE_GAP = 1e-3  # where components are cut into layers: their many small classes leave far more plans that are as good
+NEAR, NEAR_GAP = 4.0, 2e-4  # of the layers held, made whole around the answer: how far from it they may be, and the gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class Model:
 
         ``whole`` False lets integers be fractions: a bound. Deterministic: HiGHS without a time limit, one thread.
         """
-        result = self._solved(goal, limits, whole, gap, fixed or {})
+        ranges = {column: (value, value) for column, value in (fixed or {}).items()}
+        result = self._solved(goal, limits, whole, max(gap, self._gap) if gap else gap, ranges)
         if result.x is None:
             return None
         bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
@@ -80,7 +82,7 @@ class Model:
     def improved(self, known: Found, goal: Sum, limits: Sequence[tuple[Sum, float]] = (), *, gap: float = GAP) -> Found:
         """An answer better than ``known`` by more than ``gap``; where there is none ``known``, with a bound that says so."""
         least = known.value * (1 - gap)
-        result = self._solved(goal, [*limits, (goal, least)], True, gap, {})
+        result = self._solved(goal, [*limits, (goal, least)], True, max(gap, self._gap), {})
         proven = result.status in (SOLVED, INFEASIBLE)
         bound = least if proven else min(least, float(result.mip_dual_bound or 0.0) + goal[1])
         if result.x is None:
@@ -88,8 +90,20 @@ class Model:
         bound = min(float(result.fun), float(result.mip_dual_bound or 0.0)) + goal[1]
         return Found(result.x, float(result.fun) + goal[1], bound, result.status == SOLVED)
 
+    def nearest(self, known: Found, columns: Collection[int], goal: Sum) -> Found | None:
+        """The least ``goal`` with whole numbers in ``columns``, each near what ``known`` has there; None: there is none."""
+        ranges = {column: (known.values[column] - NEAR, known.values[column] + NEAR) for column in columns}
+        result = self._solved(goal, (), True, NEAR_GAP, ranges, integers=columns)
+        return None if result.x is None else replace(known, values=result.x, value=float(result.fun) + goal[1])
+
     def _solved(
-        self, goal: Sum, limits: Sequence[tuple[Sum, float]], whole: bool, gap: float, fixed: Mapping[int, float]
+        self,
+        goal: Sum,
+        limits: Sequence[tuple[Sum, float]],
+        whole: bool,
+        gap: float,
+        ranges: Mapping[int, tuple[float, float]],
+        integers: Collection[int] = (),
     ) -> OptimizeResult:
         rows = [*self._rows, *((terms, -np.inf, limit - constant) for (terms, constant), limit in limits)]
         entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
@@ -102,8 +116,9 @@ class Model:
         for column, value in goal[0].items():
             cost[column] = value
         lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
-        for column, value in fixed.items():
-            lower[column] = upper[column] = value
+        for column, (low, high) in ranges.items():
+            lower[column], upper[column] = max(low, lower[column]), min(high, upper[column])
+        integer[list(integers)] = 1.0
         lows, highs = [low for _, low, _ in rows], [high for _, _, high in rows]
         return milp(
             c=cost,
@@ -111,7 +126,7 @@ class Model:
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), lows, highs),
             options={
-                "mip_rel_gap": max(gap, self._gap) if gap else gap,
+                "mip_rel_gap": gap,
                 "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size),
             },
         )

@@ -336,7 +336,8 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
     phase = problem.phases[number]
     names = [component.name for component in problem.components]
     uses = {names.index(use.component): use for use in phase.uses}
-    computed = [use_with(uses[way.component], way.of) if way.component in uses else None for way in ways]
+    components = problem.components
+    computed = [use_with(uses[w.component], components[w.component], w.of) if w.component in uses else None for w in ways]
     found = [computed[cell.way] for cell in cells]
     seconds = tuple(use.seconds[cell.index] if use else 0.0 for use, cell in zip(found, cells, strict=True))
     passes = tuple(use.passes_of(cell.index) if use else 1 for use, cell in zip(found, cells, strict=True))
@@ -361,6 +362,6 @@ def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) ->
     if way.computes:
         return 0.0
     component = problem.components[way.component]
-    use = use_with(next(use for use in phase.uses if use.component == component.name), way.of)
+    use = use_with(next(use for use in phase.uses if use.component == component.name), component, way.of)
     blocks = zip(component.classes, use.class_calls_in(part), use.seconds, strict=True)
     return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)

@@ -58,6 +58,8 @@ def choose(
         if found is None:
             return None
         number, answer, bound, proven = found
+        if layers := matrices[number].layers:
+            answer = matrices[number].model.nearest(answer, layers, matrices[number].seconds) or answer
         variants, choice = matrices[number].choice(answer.values)
         program = matrices[number].program.taking(variants)
         excess = over(program, choice)
@@ -65,6 +67,12 @@ def choose(
             return Answer(number, program, choice, bound, proven, matrices[number].model.size > LARGE)
         spares[number] = _more(spares[number], excess, FURTHER**trial)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
+
+
+def bound_of(programs: Sequence[Program]) -> float | None:
+    """Seconds that no answer of ``programs`` undercuts; None: nothing fits. Quick: integers may be fractions."""
+    matrices = (Matrix(program, (1.0,) * len(program.intervals)) for program in programs)
+    return min((low for matrix in matrices if (low := _relaxed(matrix, _GOALS[0], ())) is not None), default=None)
 
 
 def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:

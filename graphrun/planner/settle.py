@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.errors import PlanError
+from graphrun.planner.hiding import read_from_disk
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
 
@@ -51,12 +52,14 @@ def settle(problem: Problem, plan: Plan) -> Problem:
         replace(component, variants=(replace(chosen[component.name], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs=""),))
         for component in arranged.components
     )
-    phases = tuple(_with_variants(phase, chosen) for phase in arranged.phases)
+    phases = tuple(_with_variants(arranged, phase, chosen) for phase in arranged.phases)
     return replace(arranged, components=components, phases=phases)
 
 
-def use_with(use: Use, variant: Variant) -> Use:
-    """``use`` with seconds as ``variant`` computes: slowed down, and with its block_seconds once a block and call."""
+def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
+    """``use`` of ``component`` with seconds as ``variant`` computes: slowed down, with its block_seconds once a block and call, and
+    shared among classes as its reads from disk can hide."""
+    use = read_from_disk(use, variant, [len(of.blocks) for of in component.classes])
     use = replace(use, beside_bytes=()) if variant.scratch_bytes and use.beside_bytes else use  # scratch is not told apart
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
     if variant.slowdown == 1.0 and not any(extra):
@@ -80,11 +83,11 @@ def activation_bytes(phase_bytes: int, variants: Iterable[Variant]) -> int:
     return phase_bytes + max((variant.scratch_bytes for variant in found), default=0)
 
 
-def _with_variants(phase: PhaseNumbers, chosen: Mapping[str, Variant]) -> PhaseNumbers:
+def _with_variants(problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, Variant]) -> PhaseNumbers:
     variants = [chosen[use.component] for use in phase.uses]
     return replace(
         phase,
-        uses=tuple(use_with(use, chosen[use.component]) for use in phase.uses),
+        uses=tuple(use_with(use, problem.component(use.component), chosen[use.component]) for use in phase.uses),
         first_bytes=activation_bytes(phase.first_bytes, variants),
         rest_bytes=activation_bytes(phase.rest_bytes, variants),
     )

@@ -21,7 +21,7 @@ from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Plan, Stream
 from graphrun.planner.problem import ALLOCATION_BYTES, Problem
 from graphrun.planner.program import Choice, Program, program_of
-from graphrun.planner.search import Answer, choose
+from graphrun.planner.search import Answer, bound_of, choose
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
@@ -52,8 +52,12 @@ def solved(problem: Problem) -> Solution | None:
     found = until_it_fits(problem, _solved, least_needs_of)
     if found is None or problem.runs > 1 or not (names := _cramped(found)):
         return found  # a session by layer takes minutes to plan: only where nothing else fits
-    other = _solved(cut(found.problem, names))
-    return other if other is not None and FASTER * _seconds(other) <= _seconds(found) else found
+    finer, enough = cut(found.problem, names), _seconds(found) / FASTER
+    least = bound_of([program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]])
+    if least is None or least > enough:
+        return found
+    other = _solved(finer)
+    return other if other is not None and _seconds(other) <= enough else found
 
 
 def _cramped(solution: Solution) -> set[str]:

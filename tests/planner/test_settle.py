@@ -39,10 +39,10 @@ def test_one_variant_is_left_with_its_seconds_and_scratch_in_the_phases() -> Non
 def test_block_seconds_count_once_a_block_and_call_and_the_traced_order_keeps_its_shares() -> None:
     use = given().phases[2].uses[0]
     variant = replace(given().components[2].variants[0], slowdown=2.0, block_seconds=(0.5, 0.25))
-    assert use_with(use, variant).seconds == (6.5, 2.25)
+    assert use_with(use, given().components[2], variant).seconds == (6.5, 2.25)
     traced = replace(use, order=((1, 0, 0.4), (0, 0, 3.0), (1, 0, 0.6)))
-    assert use_with(traced, variant).order == ((1, 0, 2 * 0.4 + 0.25), (0, 0, 6.5), (1, 0, 2 * 0.6))
-    assert use_with(use, given().components[2].variants[0]) is use
+    assert use_with(traced, given().components[2], variant).order == ((1, 0, 2 * 0.4 + 0.25), (0, 0, 6.5), (1, 0, 2 * 0.6))
+    assert use_with(use, given().components[2], given().components[2].variants[0]) is use
 
 
 def test_scratch_is_the_largest_of_those_used_and_the_cpu_takes_nothing_of_the_device() -> None:
