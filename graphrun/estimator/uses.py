@@ -78,7 +78,9 @@ def _by_layer(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
     times = Counter(k for k, _, _ in orders[0] if k)
     counts = [len(k.blocks) for k in component.classes]
     share = {id(call): order for call, order in zip(kinds, orders, strict=True)}
-    hiding = [sum(seconds) for seconds in zip(*(hiding_seconds(share[id(call)], component.variants[0]) for call in calls), strict=True)]
+    hiding = [
+        sum(seconds) for seconds in zip(*(hiding_seconds(share[id(call)], component.variants[0]) for call in calls), strict=True)
+    ]
     class_calls = (rest, *(len(calls) if times[k] else 0 for k in range(1, len(counts))))
     found = {key[1]: nbytes - window.entry_bytes for key, nbytes in window.beside_bytes.items() if key[0] == component.name}
     whole = max(window.first_bytes, window.rest_bytes) - window.entry_bytes

@@ -1,6 +1,6 @@
 """Which compute copies of blocks can hide in: their own, and what of the rest computes between them. Decides nothing.
 
-    rest |  block  |  block  | rest |  block  | rest |      the ring, and the buffer for reads, fill while the rest computes
+rest |  block  |  block  | rest |  block  | rest |      the ring, and the buffer for reads, fill while the rest computes
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from graphrun.planner.needs import Need, least_needs, needed_components
 from graphrun.planner.orders import arrangements
 from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program, program_of, usable
-from graphrun.planner.search import passed
+from graphrun.planner.search import Goal, passed
 from graphrun.planner.variants import simple, taken, worthwhile
 
 AMPLE = 1 << 50
@@ -128,12 +128,8 @@ def _weighed(problem: Problem, tier: Tier | None, of: Callable[[Program, Choice]
     found_all = [each.problem for each in arrangements(problem)[0]]
     programs = [program_of(each, None if tier else worthwhile(each)) for each in found_all]
     matrices = [Matrix(program, (1.0,) * len(program.intervals), weigh=tier) for program in programs]
-    good, _, _ = passed(
-        matrices,
-        range(len(matrices)),
-        lambda matrix: (matrix.tier, 1.0) if tier else (matrix.peak, matrix.bytes_unit),
-        gap=0.0,
-    )
+    goal = Goal(lambda matrix: (matrix.tier, 1.0) if tier else (matrix.peak, matrix.bytes_unit), gap=0.0)
+    good, _, _ = passed(matrices, range(len(matrices)), goal)
     found = []
     for number, answer in good.items():
         variants, choice = matrices[number].choice(answer.values)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from graphrun.planner.homes import NOTHING, ONE, Homes, freed, most_host_bytes
 from graphrun.planner.model import COARSE_GAP, GAP, Model, Sum, plus, row_of, value_of
 from graphrun.planner.needs import DEPTH
-from graphrun.planner.program import Cell, Choice, Program
+from graphrun.planner.program import Cell, Choice, Program, usual_seconds
 from graphrun.planner.settle import activation_bytes
 
 MEMORY_SCALE = 1000.0
@@ -57,7 +57,7 @@ class Matrix:
         self.program, problem = program, program.problem
         self.factors, self.spare, self.weigh, self.depth = factors, spare or Spare(), weigh, depth
         self.bytes_unit = max(1, problem.effective_bytes) / MEMORY_SCALE
-        self.seconds_unit = max(_usual_seconds(program), 1e-9) / TIME_SCALE
+        self.seconds_unit = max(usual_seconds(program), 1e-9) / TIME_SCALE
         self.model = Model(COARSE_GAP if any(cell.by_layer for cell in program.cells) else GAP)
         self.present: list[list[int]] = []
         self.loaded: list[list[int]] = []
@@ -396,13 +396,3 @@ def _whole_blocks(cell: Cell, present: float, loaded: float) -> tuple[int, int]:
         return round(present), round(loaded)
     held = int(present + ROUNDED)
     return held, int(present + loaded + ROUNDED) - held
-
-
-def _usual_seconds(program: Program) -> float:
-    """All compute and one copy of everything, each component in its first way."""
-    first = [min(n for n, way in enumerate(program.ways) if way.component == c) for c in {way.component for way in program.ways}]
-    cells = [j for j, cell in enumerate(program.cells) if cell.way in first]
-    compute = sum(program.compute_seconds(t, j) for t in range(program.turn) for j in cells)
-    compute += sum(interval.cpu_seconds[n] for interval in program.intervals[: program.turn] for n in first)
-    copies = sum(program.cells[j].count * (program.cells[j].load_seconds + program.cells[j].disk_seconds) for j in cells)
-    return compute + copies

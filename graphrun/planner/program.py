@@ -365,3 +365,13 @@ def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) ->
     use = use_with(next(use for use in phase.uses if use.component == component.name), component, way.of)
     blocks = zip(component.classes, use.class_calls_in(part), use.seconds, strict=True)
     return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)
+
+
+def usual_seconds(program: Program) -> float:
+    """All compute and one copy of everything, each component in its first way."""
+    first = [min(n for n, way in enumerate(program.ways) if way.component == c) for c in {way.component for way in program.ways}]
+    cells = [j for j, cell in enumerate(program.cells) if cell.way in first]
+    compute = sum(program.compute_seconds(t, j) for t in range(program.turn) for j in cells)
+    compute += sum(interval.cpu_seconds[n] for interval in program.intervals[: program.turn] for n in first)
+    copies = sum(program.cells[j].count * (program.cells[j].load_seconds + program.cells[j].disk_seconds) for j in cells)
+    return compute + copies

@@ -7,11 +7,11 @@ for each goal:  relaxations of all programs -> in order of bound, the exact prog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.matrix import Matrix, Spare
-from graphrun.planner.model import GAP, Found, Sum
+from graphrun.planner.model import GAP, Found, Sum, plus
 from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
@@ -24,6 +24,25 @@ LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 ROUGH = 0.02
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is made least: terms, and what a unit of them is; how far from the least an answer may be, relatively."""
+
+    of: Callable[[Matrix], tuple[Sum, float]]
+    gap: float = GAP
+
+
+GOALS = (
+    Goal(lambda matrix: (matrix.seconds, matrix.seconds_unit)),
+    Goal(lambda matrix: (matrix.moved, matrix.bytes_unit)),
+    Goal(lambda matrix: (matrix.memory, matrix.bytes_unit), 1e-3),
+)
+SECONDS = GOALS[:1]
+# What is solved once more, since the simulator, which judges it again, found it slower than promised: seconds, and so little for
+# bytes moved and memory that they decide among plans that are as fast.
+AGAIN = (Goal(lambda m: (plus((1.0, m.seconds), (1e-6, m.moved), (1e-6, m.memory)), m.seconds_unit), 1e-3),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +59,11 @@ class Answer:
 
 
 def choose(
-    programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: int = 3, depth: int = DEPTH
+    programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: Sequence[Goal] = GOALS, depth: int = DEPTH
 ) -> Answer | None:
     """The best integers, with the bound in seconds; copy times of interval t are multiplied by ``factors[t]``. None: nothing fits.
 
-    ``goals``: how many of seconds, bytes moved and memory count; ``depth``: of rings.
+    ``goals``: what counts, one after another; ``depth``: of rings.
     Sums are checked in integers: where rounding let a slot exceed a budget, that much is kept free, and the programs solved again.
     """
     programs = [programs] if isinstance(programs, Program) else programs
@@ -54,7 +73,7 @@ def choose(
             Matrix(program, factors or (1.0,) * len(program.intervals), spare, depth=depth)
             for program, spare in zip(programs, spares, strict=True)
         ]
-        found = _least(matrices, _GOALS[:goals])
+        found = _least(matrices, goals)
         if found is None:
             return None
         number, answer, bound, proven = found
@@ -69,10 +88,13 @@ def choose(
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
 
 
-def bound_of(programs: Sequence[Program]) -> float | None:
-    """Seconds that no answer of ``programs`` undercuts; None: nothing fits. Quick: integers may be fractions."""
+def undercuts(programs: Sequence[Program], seconds: float) -> bool:
+    """Whether an answer of ``programs`` may take less than ``seconds``. Quick: with fractions for integers, then roughly."""
     matrices = (Matrix(program, (1.0,) * len(program.intervals)) for program in programs)
-    return min((low for matrix in matrices if (low := _relaxed(matrix, _GOALS[0], ())) is not None), default=None)
+    if all(low is None or low > seconds for low in (_relaxed(matrix, GOALS[0], ()) for matrix in matrices)):
+        return False
+    answer = choose(programs, goals=(replace(GOALS[0], gap=0.5 * ROUGH),))
+    return answer is not None and answer.bound <= seconds
 
 
 def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:
@@ -83,25 +105,18 @@ def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> 
     return Spare(*of)
 
 
-Goal = Callable[[Matrix], tuple[Sum, float]]  # terms, and what a unit of them is
-
-_GOALS: tuple[Goal, ...] = (
-    lambda matrix: (matrix.seconds, matrix.seconds_unit),
-    lambda matrix: (matrix.moved, matrix.bytes_unit),
-    lambda matrix: (matrix.memory, matrix.bytes_unit),
-)
-
-
 def _least(matrices: list[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, float, bool] | None:
     """Seconds first, then bytes moved, then memory: each goal bounds the search for the next."""
     alive: dict[int, Found] = {}
     limits = list[tuple[Goal, float]]()
     bound, proven = 0.0, False
     settled: dict[int, float] | None = None
-    for goal, gap in zip(goals, LARGE_GAPS, strict=False):
+    for goal, most in zip(goals, LARGE_GAPS, strict=False):
         of = list(alive) if limits else list(range(len(matrices)))
         large = any(matrices[n].model.size > LARGE for n in of)
-        finer, best, least = passed(matrices, of, goal, limits, gap=gap if large else GAP, fixed=settled)
+        finer, best, least = passed(
+            matrices, of, replace(goal, gap=max(goal.gap, most)) if large else goal, limits, staged=large, fixed=settled
+        )
         if not finer:
             break
         alive = dict(finer)
@@ -124,39 +139,39 @@ def passed(
     goal: Goal,
     limits: Sequence[tuple[Goal, float]] = (),
     *,
-    gap: float = GAP,
+    staged: bool = False,
     fixed: Mapping[int, float] | None = None,
 ) -> tuple[dict[int, Found], float, float]:
     """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes."""
-    rows = {n: [(of(matrices[n])[0], most / of(matrices[n])[1] * (1 + SLACK)) for of, most in limits] for n in alive}
+    rows = {n: [(by.of(matrices[n])[0], most / by.of(matrices[n])[1] * (1 + SLACK)) for by, most in limits] for n in alive}
     bounds = {n: _relaxed(matrices[n], goal, rows[n]) if len(alive) > 1 else 0.0 for n in alive}
     found: dict[int, Found] = {}
     best, least = float("inf"), float("inf")
     for n in sorted((n for n in alive if bounds[n] is not None), key=lambda n: (bounds[n], n)):
-        of, unit = goal(matrices[n])
+        of, unit = goal.of(matrices[n])
         low = bounds[n] or 0.0
         if low > best * (1 + SLACK):
             least = min(least, low)
             continue
         cutoff = [(of, best / unit * (1 + SLACK))] if found else []
-        answer = _minimised(matrices[n], of, [*rows[n], *cutoff], gap, fixed)
+        answer = _minimised(matrices[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed)
         if answer is None:
             continue
         found[n] = answer
         best = min(best, answer.value * unit)
         least = min(least, answer.bound * unit)
     most = best * (1 + 2 * SLACK)  # an answer to the very row above may exceed that by as much as HiGHS lets rows be violated
-    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal(matrices[n])[1] <= most}
+    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal.of(matrices[n])[1] <= most}
     return good, best, min(least, best)
 
 
 def _minimised(
-    matrix: Matrix, of: Sum, rows: Sequence[tuple[Sum, float]], gap: float, fixed: Mapping[int, float] | None
+    matrix: Matrix, of: Sum, rows: Sequence[tuple[Sum, float]], gap: float, staged: bool, fixed: Mapping[int, float] | None
 ) -> Found | None:
     """The least ``of``. In a large program first with the earliest variants where the relaxation is no worse with them, or with
     those that it is nearest to, or that a rough answer takes; then whether any others are better."""
     model = matrix.model
-    if fixed is not None or gap <= GAP or not matrix.first:
+    if fixed is not None or not staged or not matrix.first:
         return model.minimise(of, rows, gap=gap, fixed=fixed)
     relaxed = model.minimise(of, rows, whole=False)
     if relaxed is None:
@@ -174,6 +189,6 @@ def _minimised(
 
 def _relaxed(matrix: Matrix, goal: Goal, rows: Sequence[tuple[Sum, float]]) -> float | None:
     """A bound on what ``matrix`` can reach; None where it can reach nothing."""
-    of, unit = goal(matrix)
+    of, unit = goal.of(matrix)
     found = matrix.model.minimise(of, rows, whole=False)
     return None if found is None else found.value * unit

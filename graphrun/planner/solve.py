@@ -21,7 +21,7 @@ from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Plan, Stream
 from graphrun.planner.problem import ALLOCATION_BYTES, Problem
 from graphrun.planner.program import Choice, Program, program_of
-from graphrun.planner.search import Answer, bound_of, choose
+from graphrun.planner.search import AGAIN, Answer, choose, undercuts
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
@@ -53,8 +53,7 @@ def solved(problem: Problem) -> Solution | None:
     if found is None or problem.runs > 1 or not (names := _cramped(found)):
         return found  # a session by layer takes minutes to plan: only where nothing else fits
     finer, enough = cut(found.problem, names), _seconds(found) / FASTER
-    least = bound_of([program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]])
-    if least is None or least > enough:
+    if not undercuts([program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]], enough):
         return found
     other = _solved(finer)
     return other if other is not None and _seconds(other) <= enough else found
@@ -115,7 +114,7 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
         slots = (*simulation.slots[: program.turn], *simulation.again)
         late = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, promised, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, late, strict=True))
-        answer = choose(program, factors)
+        answer = choose(program, factors, goals=AGAIN)
         if answer is None:
             break
         choice = answer.choice
@@ -136,7 +135,7 @@ def _deeper(program: Program, choice: Choice) -> Iterator[Choice]:
         depths = tuple(tuple(max(depth, each) for each in slot) for slot in choice.depths)
         if choice.depths and not over(program, wider := replace(choice, depths=depths)):
             yield wider
-        if (answer := choose(program, depth=depth)) is not None:
+        if (answer := choose(program, goals=AGAIN, depth=depth)) is not None:
             yield answer.choice
 
 

@@ -7,7 +7,7 @@ from graphrun.planner.least import chosen_from, least_needs_of
 from graphrun.planner.orders import arrangements
 from graphrun.planner.problem import Problem
 from graphrun.planner.program import program_of
-from graphrun.planner.search import choose
+from graphrun.planner.search import SECONDS, choose
 from graphrun.planner.variants import worthwhile
 
 
@@ -18,5 +18,5 @@ def predicted_seconds(problem: Problem) -> float | None:
 
 def _seconds(problem: Problem) -> float | None:
     found, _ = arrangements(problem)
-    answer = choose([program_of(of.problem, worthwhile(of.problem)) for of in found], goals=1)
+    answer = choose([program_of(of.problem, worthwhile(of.problem)) for of in found], goals=SECONDS)
     return None if answer is None else answer.program.seconds(answer.choice)

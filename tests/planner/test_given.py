@@ -30,10 +30,11 @@ def test_a_given_stage_is_neither_planned_nor_loaded_and_its_value_lives_from_th
     }
     assert left.digest != problem.digest
     solution = graphrun.plan(left)
-    assert not check(left, solution.plan)
+    assert not check(solution.problem, solution.plan)
     assert "text_encoder" not in str(solution.plan)
     assert solution.problem.given == ("encode",)
-    assert simulate(left, solution.plan).seconds < simulate(problem, graphrun.plan(problem).plan).seconds
+    every = graphrun.plan(problem)
+    assert simulate(solution.problem, solution.plan).seconds < simulate(every.problem, every.plan).seconds
 
 
 def test_steps_that_are_behind_are_not_planned(whole: Any) -> None:
