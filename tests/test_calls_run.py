@@ -139,12 +139,15 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(her
     assert "inputs of item 3" in out, "a file that is another now is another batch"
 
 
-def test_a_session_plans_pictures_of_another_size_when_they_come() -> None:
-    graph = graphrun.load(GRAPH)
+def test_a_session_plans_pictures_of_another_size_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, planned = graphrun.load(GRAPH), list[dict[str, str]]()
+    plan = graphrun.plan
+    monkeypatch.setattr(graphrun, "plan", lambda problem, **more: planned.append(dict(problem.settings)) or plan(problem, **more))
     with graphrun.Session(graph, vram="16M", hardware="sim", inputs=SMALL, runs=3) as session:
         made = [session.run({"image": picture(seed=seed), "seed": 3}).outputs["image"].tobytes() for seed in (0, 1, 0)]
         wide = session.run({"image": picture((96, 64)), "seed": 3}).outputs["image"]
     assert wide.size == (96, 64)
+    assert [settings["image"] for settings in planned] == ["64x64", "96x64"], "other pictures of one size share a plan"
     assert made[0] == made[2] != made[1]
     assert made[0] == plain("sdxl-img2img-tiny", {**SMALL, "image": picture()}).tobytes()
     assert wide.tobytes() == plain("sdxl-img2img-tiny", {**SMALL, "image": picture((96, 64))}).tobytes()

@@ -30,6 +30,7 @@ from graphrun.executor.executor import refuse_unfit, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.open import open_device
 from graphrun.graph.graph import Graph
+from graphrun.graph.settings import settings_of
 from graphrun.outputs.keys import way_of
 from graphrun.outputs.reuse import Reuse, What
 from graphrun.planner.problem import Problem
@@ -90,7 +91,6 @@ class Session:
         self.graph = graph.without_sources() if random_weights else graph
         self._ways: dict[Any, Way] = {}
         problem = graphrun.estimate(self._whole, inputs=self._inputs, **self._budgets)
-        self._sizes = tuple(name for name, _ in problem.settings)
         self.solution: Solution = self._way(self.graph.for_planning(self._inputs), (), problem).solution
         self.device = device or open_device(self.solution.problem)
         self._before = _tiers(self.device)
@@ -179,24 +179,23 @@ class Session:
         count = 0
         for count, other in enumerate(ahead, 1):  # noqa: B007
             reuse = self._reuse(other)
-            if self._settings(other) != self._settings(values) or reuse is None or reuse.find().keys() != set(found):
+            alike = settings_of(self.graph, other) == settings_of(self.graph, values)
+            if not alike or reuse is None or reuse.find().keys() != set(found):
                 return count - 1
         return count
 
     def _way(self, values: Mapping[str, Any], given: tuple[str, ...], problem: Problem | None = None) -> Way:
         """The plan for the sizes in ``values`` without the stages ``given``; made once."""
-        key = self._settings(values), given
+        settings = settings_of(self.graph, values)
+        key = settings, given
         if key not in self._ways:
-            sizes = {name: values[name] for name in self._sizes}
+            sizes = {name: values[name] for name, _ in settings}
             problem = problem or graphrun.estimate(self._whole, inputs=sizes, given=given, **self._budgets)
             solution = graphrun.plan(problem, cache=self._budgets["cache"])
             graph = self.graph.with_given(problem.given)
             refuse_unfit(solution.problem, solution.plan, graph)
             self._ways[key] = Way(graph, solution, simulate(solution.problem, solution.plan))
         return self._ways[key]
-
-    def _settings(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(f"{name}={values[name]!r}" for name in self._sizes)
 
     def _reuse(self, values: Mapping[str, Any]) -> Reuse | None:
         if self._keeps is None:
