@@ -60,7 +60,7 @@ def test_everything_that_is_not_quantized_moves_streams_and_lies_on_disk() -> No
         ("fp8", "diffusers", "0.32", False, False),
     ],
 )
-def test_whether_a_module_moves_depends_on_versions(
+def test_s1_1_whether_a_module_moves_depends_on_versions(
     precision: str, package: str, number: str | None, available: bool, movable: bool
 ) -> None:
     found = flags(precision, {**NOW, package: number})

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from executor_small import Small, hardware, problem, use
-from scenario_graphs import GRAPHS, Encoding, encode, equal, offloaded
+from executor_whole import Whole, pixels
+from scenario_graphs import GRAPHS, Encoding, Pages, encode, equal, nbytes, offloaded
 
+from graphrun import sim
+from graphrun.estimator.allocator import SMALL_PAGE_BYTES
+from graphrun.executor.executor import follow, stages_for
+from graphrun.executor.host import Host
+from graphrun.executor.simulated import SimulatedDevice
 from graphrun.graph.load import load
 from graphrun.planner.plan import Evict, Load, Plan
 from graphrun.planner.simulate import simulate
@@ -119,3 +126,29 @@ def test_s0_4_an_unlimited_budget_evicts_nothing_that_is_used_again_and_loads_no
     plan = solve(of).plan
     assert not evictions_before_a_use(of, plan)
     assert simulate(of, plan).moved_bytes <= sum(c.weight_bytes() for c in of.components)
+
+
+class Reserving(SimulatedDevice):
+    """Caches memory as PyTorch does on a card, whose pages go back when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(sim.Machine())
+        self.pages = Pages(self.machine)
+
+    def release_cached(self) -> None:
+        self.pages.trim()
+
+
+def test_s0_5_what_was_evicted_is_no_longer_reserved(flux: Whole) -> None:
+    of, device = flux.within(flux.largest_with_activation() + (1 << 18)), Reserving()
+    plan = solve(of).plan
+    slots = [slot.phase for slot in plan.slots if any(isinstance(a, Evict) and a.component == "transformer" for a in slot.actions)]
+    assert slots == ["decode/0:vae"], "the picture is decoded when the transformer is gone"
+    host = Host.of_graph(flux.graph, of, device, flux.modules)
+    trace = follow(of, plan, host, device, stages_for(plan, flux.graph, flux.inputs, device, host))
+    assert np.array_equal(pixels(trace.outputs["image"]), flux.image)
+    freed = max(before - after for before, after, _ in device.pages.trims)
+    assert freed >= nbytes(flux.modules["transformer"])
+    for _, after, allocated in device.pages.trims:
+        assert after <= allocated + SMALL_PAGE_BYTES, "pages that nothing lies on are not kept when a phase begins"
+    assert device.pages.reserved.used_bytes == 0
