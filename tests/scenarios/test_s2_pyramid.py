@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from executor_whole import GRAPHS, Whole, pixels, planned, streamed
-from scenario_graphs import offloaded
+from scenario_graphs import nbytes, offloaded
 from test_twins import pipeline
 
 from graphrun.components.build import ghost
@@ -108,4 +108,5 @@ def test_s2_5_under_diffusers_offloading_the_peak_grows_with_the_history_and_com
         )[0]
     assert np.array_equal(pixels(made[0] if len(made) == 1 else made), small.image)
     first = 3 * small.inputs["steps"]
+    assert peaks[0] < nbytes(pipe.transformer, pipe.text_encoder_2), "the encoders are gone"
     assert max(peaks) == peaks[-1] > 1.1 * max(peaks[:first])

@@ -81,13 +81,14 @@ def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody
 def test_s4_1_under_diffusers_offloading_whole_components_have_their_inputs_where_they_are(flux: Whole) -> None:
     """No defect: a component is wholly on the device when it is entered. Under offloading by leaf its device is meta (S4.1)."""
     pipe, seen = pipeline("flux-tiny"), list[tuple[str, str]]()
-    with offloaded(pipe):
+    with offloaded(pipe) as machine:
         hook = pipe.text_encoder_2.encoder.register_forward_pre_hook(
             lambda module, args, kwargs: seen.append((next(module.parameters()).device.type, kwargs["input_ids"].device.type)),
             with_kwargs=True,
         )
         assert np.array_equal(picture(pipe, flux), flux.image)
         hook.remove()
+        assert machine.peak_bytes < nbytes(*flux.modules.values()), "and it alone"
     assert seen == [("sim", "sim")]
 
 
@@ -102,9 +103,11 @@ def test_s4_2_under_diffusers_offloading_glm_gives_the_same_bits_since_its_pipel
 ) -> None:
     """No defect in diffusers 0.42, under sequential offloading neither, where ``text_encoder.device`` is still meta."""
     pipe = glm.pipeline(torch.device("cpu"))
+    between = "meta" if tool == "sequential offload" else "cpu"
     with offloaded(pipe, tool):
-        assert (pipe.text_encoder.device.type == "meta") == (tool == "sequential offload")
+        assert pipe.text_encoder.device.type == between
         found = encode(pipe, glm.inputs)
+        assert pipe.text_encoder.device.type == ("sim" if tool == "model offload" else between)
     assert all(torch.equal(one, other) for one, other in zip(found, glm.plain, strict=True))
 
 
@@ -120,7 +123,8 @@ def test_s4_4_under_diffusers_offloading_a_move_fails_in_torch_and_says_no_remed
 ) -> None:
     pipe = pipeline("flux-tiny")
     hook = pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: move(pipe.transformer))
-    with pytest.raises(error, match=told) as caught, offloaded(pipe, tool):
+    with pytest.raises(error, match=told) as caught, offloaded(pipe, tool):  # noqa: PT012
+        assert pipe.transformer.device.type in ("cpu", "meta")
         picture(pipe, flux)
     hook.remove()
     assert "offload" not in str(caught.value)
