@@ -29,7 +29,7 @@ def test_without_a_card_it_says_so_and_leaves_in_peace() -> None:
     assert "no CUDA device" in done.stdout
 
 
-def test_hunyuan_video_quantized_takes_what_was_published(part: Any) -> None:
+def test_s1_1_hunyuan_video_quantized_takes_what_was_published(part: Any) -> None:
     """35.66 GiB with int8 weights that stay where they were made, 21.99 with nf4 ones that leave for the decode. 8 % of the int8
     weights' columns are what bitsandbytes of that time kept of outliers."""
     videos = part("videos")

@@ -22,6 +22,7 @@ from graphrun.planner.directives import directed
 from graphrun.planner.problem import (
     ComponentNumbers,
     Directive,
+    Grain,
     Hardware,
     PhaseNumbers,
     Placement,
@@ -108,17 +109,18 @@ def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits
     for call in {id(call): call for _, call in probed.tape.entries()}.values():
         calls[call.component].append(call)
 
-    def numbers(name: str, facts: Facts) -> ComponentNumbers:
+    def numbers(name: str, facts: Facts, grain: Grain = "blocks") -> ComponentNumbers:
         more = calls.get(name, []), hardware
-        variants = variants_of(graph.components[name], facts, *more, homes=limits.homes, allow=limits.allow)
-        return ComponentNumbers(name, facts.parameters, facts.classes, variants)
+        variants = variants_of(graph.components[name], facts, *more, homes=limits.homes, allow=limits.allow, grain=grain)
+        return ComponentNumbers(name, facts.parameters, facts.classes, variants, grain=grain)
 
     found = {}
     for name, facts in probed.facts.items():
         found[name] = numbers(name, facts)
         if (cut := facts.by_layer) is not None:
             finer = replace(facts, classes=cut.classes, block_bytes=cut.block_bytes, precisions=cut.precisions, by_layer=None)
-            found[name] = replace(found[name], layers=replace(numbers(name, finer), grain="layers"))
+            layers = numbers(name, finer, "layers")
+            found[name] = replace(found[name], layers=layers if layers.streamable else None)
     return found
 
 

@@ -38,6 +38,10 @@ MOVES: Mapping[str, tuple[tuple[str, str], ...]] = {
 # most that PyTorch's profiler saw (nf4: fp32 copies of the weight and of its shares, 32-bit indices).
 WORKING: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8, "fp8": 1}
 
+# Precisions that are streamed by blocks and never by layers. A 4-bit layer is no tensor but a tensor and the statistics beside it,
+# which what moves layers by themselves leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta tensor").
+BY_BLOCKS_ALONE = frozenset({"nf4"})
+
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # A weight: (outputs, inputs).
@@ -48,8 +52,8 @@ Shape = tuple[int, int]
 class Flags:
     """What may be done with a component in a precision, and why not otherwise (empty: nothing stands in the way).
 
-    ``movable``: it leaves the device and comes back. ``streamable``: block by block. ``leaf_streamable``: layer by layer, each
-    parameter by itself. ``disk_able``: its home may be on disk, to be read again each time.
+    ``movable``: it leaves the device and comes back. ``streamable``: block by block. ``leaf_streamable``: layer by layer.
+    ``disk_able``: its home may be on disk, to be read again each time.
     """
 
     available: bool
@@ -63,8 +67,7 @@ class Flags:
 def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     """The flags of ``precision`` with these versions of packages (None or absent: not installed).
 
-    A quantized block carries its statistics along, a single parameter does not: no layer-wise streaming. What was quantized when it
-    was read would be quantized anew each time that it came from disk.
+    What was quantized when it was read would be quantized anew each time that it came from disk.
     """
     if lacking := _lacking(NEEDS.get(precision, ()), versions):
         return Flags(False, False, False, False, False, f"{precision} needs {lacking}")
@@ -79,9 +82,9 @@ def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
             False,
             f"{precision} modules stay on the device where they are made; to move they need {lacking}",
         )
-    return Flags(
-        True, True, True, False, False, f"{precision} layers move with their statistics only, and are not quantized again from disk"
-    )
+    by_layer = precision not in BY_BLOCKS_ALONE
+    reason = f"{precision} layers are not quantized again from disk" + ("" if by_layer else ", and move with their block alone")
+    return Flags(True, True, True, by_layer, False, reason)
 
 
 def _lacking(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | None]) -> str:

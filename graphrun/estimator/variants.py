@@ -15,9 +15,16 @@ from dataclasses import replace
 
 from graphrun.components.precisions import QUANTIZED
 from graphrun.estimator.events import Call, Facts
-from graphrun.estimator.precision import ELEMENT_BYTES, dequantization_seconds, peak_of, quantizing_bytes, requantized
+from graphrun.estimator.precision import (
+    BY_BLOCKS_ALONE,
+    ELEMENT_BYTES,
+    dequantization_seconds,
+    peak_of,
+    quantizing_bytes,
+    requantized,
+)
 from graphrun.graph.graph import Component
-from graphrun.planner.problem import ALLOCATION_BYTES, Hardware, Home, Variant
+from graphrun.planner.problem import ALLOCATION_BYTES, Grain, Hardware, Home, Variant
 from graphrun.units import round_up
 
 HOMES: tuple[Home, ...] = ("pinned", "pageable", "disk")
@@ -40,14 +47,17 @@ def variants_of(
     *,
     homes: Collection[str],
     allow: Collection[str],
+    grain: Grain = "blocks",
 ) -> tuple[Variant, ...]:
     """Every variant of ``component``, the plain one first. ``calls``: its distinct ones; ``homes``: those that make a difference
-    here; ``allow`` decides only whether computing on the CPU is offered."""
+    here; ``allow`` decides only whether computing on the CPU is offered; ``grain``: how the component is cut."""
     found = [
         variant
         for precision in component.precision
         for variant in _in_homes(component, precision, facts, calls, hardware, component.home or homes)
     ]
+    if grain == "layers":
+        found = [replace(variant, streamable=variant.precision not in BY_BLOCKS_ALONE) for variant in found]
     if ON_CPU in allow and found[0].precision not in QUANTIZED:
         found.append(_on_cpu(found[0], hardware))
     return tuple(found)

@@ -161,7 +161,13 @@ class ComponentNumbers:
     def held_as(self, variant: str) -> ComponentNumbers:
         """The component with the variant of this name alone, its layers too; nothing need be allowed for it any more."""
         kept = tuple(replace(of, needs="") for of in self.variants if of.name == variant)
-        return replace(self, variants=kept, layers=self.layers and self.layers.held_as(variant))
+        layers = self.layers and self.layers.held_as(variant)
+        return replace(self, variants=kept, layers=layers if layers and layers.streamable else None)
+
+    @property
+    def streamable(self) -> bool:
+        """Whether one of the variants may be streamed."""
+        return any(variant.streamable for variant in self.variants)
 
 
 @dataclass(frozen=True, slots=True)

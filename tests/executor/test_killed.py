@@ -138,7 +138,7 @@ def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(c
     assert not list(tmp_path.iterdir())
 
 
-def test_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anything_is_loaded(case: OnDisk, tmp_path: Path) -> None:
+def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anything_is_loaded(case: OnDisk, tmp_path: Path) -> None:
     whole, problem = case.whole, case.whole.smallest()
     plan = planned(problem)
     (tmp_path / "memory.max").write_text(str(simulate(problem, plan).host_peak_bytes - 1))

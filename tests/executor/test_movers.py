@@ -77,7 +77,7 @@ def unread() -> Small:
         (unread, "is on meta.*hand a in on the CPU"),
     ],
 )
-def test_a_second_mover_is_found_before_anything_moves(made: Any, told: str) -> None:
+def test_s2_2_a_second_mover_is_found_before_anything_moves(made: Any, told: str) -> None:
     of = problem({"a": Small(), "b": Small()}, [[use("a", 1, hardware())], [use("b", 1, hardware())]])
     first = Small()
     weight = first.embed.weight
@@ -99,7 +99,7 @@ def test_taking_the_hooks_off_makes_the_module_good_again() -> None:
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.to(torch.float64)])
-def test_moving_a_component_during_a_run_is_refused_and_the_next_run_works(move: Any) -> None:
+def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(move: Any) -> None:
     modules = {"a": Small(), "b": Small(1)}
     of = problem(modules, [[use("a", 4, hardware())], [use("b", 1, hardware())]])
     device, plan = device_of(of), plan_of(of, PREFETCH.format(ring=2 * WIDE))

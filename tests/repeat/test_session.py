@@ -95,7 +95,7 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(f
     assert all(0.99 * nbytes <= trace.moved_bytes <= nbytes for trace, nbytes in zip(large, counted, strict=True))
 
 
-def test_prompts_that_come_again_are_not_encoded_again(flux: Any, tmp_path: Path) -> None:
+def test_s3_5_prompts_that_come_again_are_not_encoded_again(flux: Any, tmp_path: Path) -> None:
     prompts = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(12)]
     with graphrun.Session(flux, inputs=SMALL, cache=tmp_path, **BUDGET) as session:
         traces = session.map(prompts)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers_machine import Sim
+from peers_tools import TOOLS, Cell
 from torch import nn
 
 from graphrun import sim
 from graphrun.components.build import build, build_part
+from graphrun.estimator.allocator import Caching
 from graphrun.estimator.hardware import simulated
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
@@ -71,14 +74,15 @@ class Encoding:
         self.plain = encode(self.pipeline(torch.device("cpu")), self.inputs)
         self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
 
-    def within(self, budget_bytes: int) -> Problem:
+    def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
         found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
-        return replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+        return found if by_layer else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
 
     def smallest(self) -> Problem:
         return self.within(smallest_budget(self.ample))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
+        self.host.settle_in(problem)
         return execute(problem, plan, self.graph, self.inputs, self.device, host=self.host)
 
     def pipeline(self, device: torch.device) -> Any:
@@ -105,16 +109,36 @@ def equal(one: Mapping[str, torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @contextmanager
-def offloaded(pipeline: Any) -> Iterator[sim.Machine]:
-    """``pipeline`` under diffusers' own ``enable_model_cpu_offload`` on the simulated accelerator."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
+def offloaded(pipeline: Any, tool: str = "model offload") -> Iterator[sim.Machine]:
+    """``pipeline`` under diffusers' own ``enable_model_cpu_offload``, or another mode of its, on the simulated accelerator."""
     plain = type(pipeline).__mro__[1]
     pipeline.__class__ = plain  # without the device that `assemble` says
-    try:
-        with sim.Machine() as machine:
-            pipeline.enable_model_cpu_offload(device=sim.device)
-            yield machine
-            pipeline.remove_all_hooks()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    on = Sim(None)
+    with on.open(), torch.no_grad():
+        TOOLS[f"diffusers {tool}"].put(pipeline, Cell(on.device, None, None, 0))
+        yield on.machine
+        pipeline.remove_all_hooks()
+
+
+class Pages:
+    """What PyTorch's allocator would have reserved for what lives on ``machine``. ``trims``: bytes before, after, and allocated."""
+
+    def __init__(self, machine: sim.Machine) -> None:
+        self.reserved, self.trims = Caching(), list[tuple[int, int, int]]()
+        self._machine = machine
+        machine.listener = self
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        self.reserved.allocate(key, nbytes)
+
+    def freed(self, key: int) -> None:
+        self.reserved.release(key)
+
+    def trim(self, *_: Any) -> None:
+        before = self.reserved.used_bytes
+        self.reserved.trim()
+        self.trims.append((before, self.reserved.used_bytes, self._machine.allocated_bytes))
+
+
+def nbytes(*modules: nn.Module) -> int:
+    return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))

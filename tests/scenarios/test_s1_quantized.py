@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from executor_small import hardware
+from executor_small import Small, device_of, hardware, problem, run, use
 from scenario_graphs import GRAPHS
 from torch import nn
 
@@ -21,9 +21,12 @@ from graphrun.executor.host import Host
 from graphrun.executor.residency import blocks_of
 from graphrun.executor.simulated import SimulatedDevice
 from graphrun.graph.load import load
+from graphrun.planner.infeasible import Infeasible, smallest_budget
 from graphrun.planner.parse import parse
 from graphrun.planner.plan import Plan
 from graphrun.planner.problem import ALLOCATION_BYTES, BlockClass, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+from graphrun.planner.simulate import simulate
+from graphrun.planner.solve import solve
 from graphrun.trace import Trace
 from graphrun.units import round_up
 
@@ -91,6 +94,28 @@ def test_s1_streamed_by_block_gives_the_bits_of_resident(encoder: Encoder) -> No
     resident, streamed = encoder.run(), encoder.run(streamed=True)
     assert torch.equal(resident.outputs["x"], streamed.outputs["x"])
     assert streamed.moved_bytes > resident.moved_bytes
+
+
+def test_s1_1_what_cannot_move_is_in_every_later_slot_planned_and_measured() -> None:
+    """As int8 modules were before bitsandbytes 0.48. The same with one that moves: it is gone when the next one runs."""
+    modules = {"a": Small(), "b": Small(1)}
+    plain = problem(modules, [[use("a", 1, hardware())], [use("b", 2, hardware())]])
+    size = plain.components[0].weight_bytes()
+    stuck = replace(plain.components[0], variants=(replace(plain.components[0].variants[0], movable=False),))
+    pinned = replace(plain, components=(stuck, plain.components[1]))
+    least = [smallest_budget(of) for of in (plain, pinned)]
+    assert least[1] == least[0] + size
+    for of, later in ((replace(plain, budget_bytes=least[1] - 1), 0), (replace(pinned, budget_bytes=least[1]), size)):
+        plan, device = solve(of).plan, device_of(of)
+        planned = simulate(of, plan)
+        trace = run(of, plan, Host(modules, of, device), device, ["a", "b", "b"])
+        slots = [number for number, slot in enumerate(plan.slots) if slot.phase.startswith("s1/0")]
+        assert all(
+            (planned.slots[number].resident_bytes >= later) and (trace.slots[number].peak_bytes >= later) for number in slots
+        )
+        assert trace.left_bytes == device.allocated_bytes == 0
+    with pytest.raises(Infeasible):
+        solve(replace(pinned, budget_bytes=least[1] - 1))
 
 
 def test_s1_2_release_returns_the_device_to_its_baseline(encoder: Encoder) -> None:

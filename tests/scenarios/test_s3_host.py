@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from executor_whole import AMPLE, Whole, pixels
 
+from graphrun.errors import OutOfMemory
 from graphrun.estimator.hardware import simulated
 from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.estimator.probe import probe
@@ -90,3 +91,18 @@ def test_s3_2_with_ram_to_spare_nothing_is_freed_before_the_end(stored: Stored) 
     plan = solve(problem).plan
     assert not [a for slot in plan.slots[:-1] for a in slot.actions if isinstance(a, Free)]
     stored.run(problem, plan)
+
+
+def test_s3_4_what_the_plan_did_not_count_on_is_refused_and_not_spilled(flux: Whole) -> None:
+    """Another program's memory, or a low estimate: the device has the budget and no more, and a run that meets it stops there."""
+    problem = flux.smallest()
+    plan, wanted = solve(problem).plan, problem.effective_bytes
+    hook = flux.modules["transformer"].register_forward_pre_hook(lambda *_: setattr(flux, "more", flux.device.allocate(wanted)))
+    try:
+        with pytest.raises(OutOfMemory, match="denoise/0:transformer first"):
+            flux.run(problem, plan)
+    finally:
+        hook.remove()
+    assert not hasattr(flux, "more")
+    assert flux.device.allocated_bytes == 0
+    assert np.array_equal(pixels(flux.run(problem, plan).outputs["image"]), flux.image)

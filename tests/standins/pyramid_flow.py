@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.utils.accelerate_utils import apply_forward_hook
 from diffusers.utils.torch_utils import randn_tensor
 from diffusers.video_processor import VideoProcessor
 from torch import nn
@@ -131,6 +132,7 @@ class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
         rows = [[self.decoder(tile) for tile in row.split(32, dim=4)] for row in latent.split(32, dim=3)]
         return torch.cat([torch.cat(row, dim=4) for row in rows], dim=3)
 
+    @apply_forward_hook  # type: ignore[untyped-decorator]
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         z = self.post_quant_conv(z)
         frames = [self._frames(latent) for latent in z.split(1, dim=2)]
@@ -140,6 +142,8 @@ class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 class PyramidFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
     """Prompt to video. ``num_inference_steps`` are those of each stage of the first unit; later units take half of them."""
+
+    model_cpu_offload_seq = "text_encoder->text_encoder_2->transformer->vae"
 
     def __init__(
         self, scheduler: Any, vae: Any, text_encoder: Any, tokenizer: Any, text_encoder_2: Any, tokenizer_2: Any, transformer: Any

@@ -1,0 +1,79 @@
+"""S4.3: bitsandbytes' 4-bit layers are never streamed by themselves. A plan that would have to is refused before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import accelerate
+import pytest
+import torch
+from scenario_graphs import AMPLE, GRAPHS
+from test_s1_quantized import build_again, quantized_by_bitsandbytes
+
+from graphrun.estimator.hardware import simulated
+from graphrun.estimator.numbers import Limits, problem_of
+from graphrun.estimator.probe import probe
+from graphrun.graph.load import load
+from graphrun.planner.check import check
+from graphrun.planner.cut import cuttable
+from graphrun.planner.infeasible import Infeasible, smallest_budget
+from graphrun.planner.problem import Problem
+from graphrun.planner.solve import solve
+
+T5 = "text_encoder_2"
+
+
+@cache
+def encoding(*precisions: str) -> Problem:
+    """FLUX's encoders in small, T5 in one of ``precisions``: their blocks decide what is needed."""
+    whole = load(GRAPHS / "flux-tiny.yaml").until("encode")
+    graph = replace(whole, components={**whole.components, T5: replace(whole.components[T5], precision=precisions)})
+    inputs = graph.resolve({})
+    return problem_of(graph, probe(graph, inputs), simulated(), Limits(AMPLE, AMPLE), inputs)
+
+
+def by_blocks(problem: Problem) -> Problem:
+    return replace(problem, components=tuple(replace(c, layers=None) for c in problem.components))
+
+
+def test_s4_3_a_budget_that_takes_4_bit_layers_one_by_one_is_infeasible() -> None:
+    problem = encoding("nf4")
+    assert cuttable(problem) == ("text_encoder",)
+    least = smallest_budget(by_blocks(problem))
+    with pytest.raises(Infeasible) as caught:
+        solve(replace(problem, budget_bytes=least - 1))
+    assert caught.value.smallest_budget_bytes == least
+    assert [need.phase for need in caught.value.needs if need.short_bytes > 0] == [f"encode/1:{T5}"]
+
+
+def test_s4_3_8_bit_layers_pass_one_by_one() -> None:
+    """With the bits of resident ones: tests/executor/test_by_layer.py."""
+    assert smallest_budget(encoding("int8")) < smallest_budget(by_blocks(encoding("int8")))
+
+
+def test_s4_3_a_plan_that_says_so_is_refused() -> None:
+    both = encoding("bfloat16", "nf4")
+    names = [variant.name for variant in both.component(T5).variants]
+    assert [both.component(T5).held_as(name).layers is None for name in names] == ["nf4" in name for name in names]
+    least = solve(replace(both, budget_bytes=smallest_budget(both)))
+    assert least.problem.component(T5).grain == "layers"
+    nf4 = next(name for name in names if "nf4" in name)
+    told = replace(least.plan, variants=tuple((name, nf4 if name == T5 else way) for name, way in least.plan.variants))
+    refused = [violation.rule for violation in check(replace(least.problem, allow=("nf4",)), told)]
+    assert "not-streamable" in refused
+    assert check(least.problem, least.plan) == ()
+
+
+def test_s4_3_under_accelerates_offloading_4_bit_fails_while_it_runs() -> None:
+    """diffusers' sequential offloading is this for every component; no bitsandbytes layer gets to `sim` by itself."""
+    module = quantized_by_bitsandbytes(build_again(), "nf4")
+    for layer in module.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # else it packs its weight anew on such CPUs
+    tokens = torch.arange(32).reshape(1, 32)
+    with torch.no_grad():
+        assert torch.isfinite(module(tokens)[0]).all()
+        accelerate.cpu_offload(module, "cpu")
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            module(tokens)
