@@ -62,8 +62,7 @@ class Excerpt:
         entered, touched = tuple(map(there, self.entered)), frozenset(map(there, self.touched))
         spans = tuple(replace(span, path=there(span.path)) for span in self.spans)
         outside, loose = frozenset(map(there, self.outside)), frozenset(map(there, self.loose))
-        changed = {"touched": touched, "products": products, "spans": spans, "outside": outside, "loose": loose}
-        return replace(self, flops=flops, entered=entered, **changed)
+        return Excerpt(self.events, flops, entered, touched, self.left, products, spans, outside, loose)
 
 
 @dataclass(frozen=True, slots=True)
