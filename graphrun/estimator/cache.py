@@ -234,7 +234,7 @@ def to_json(probed: Probed) -> dict[str, Any]:
     calls: dict[int, Call] = {id(item.call): item.call for item in probed.tape.items if isinstance(item, Mark) and item.call}
     numbers = {key: number for number, key in enumerate(calls)}
     return {
-        "calls": [{**asdict(call), "touched": sorted(call.touched), "outside": sorted(call.outside)} for call in calls.values()],
+        "calls": [call.plain() for call in calls.values()],
         "items": [
             [item.kind, item.name, numbers[id(item.call)] if item.call else -1] if isinstance(item, Mark) else item
             for item in probed.tape.items
@@ -256,6 +256,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
                 "products": tuple(Product(**product) for product in call["products"]),
                 "spans": tuple(Span(**span) for span in call["spans"]),
                 "outside": frozenset(call["outside"]),
+                "loose": frozenset(call["loose"]),
             }
         )
         for call in data["calls"]

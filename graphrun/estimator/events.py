@@ -6,7 +6,7 @@ Hardware-independent: what a card adds (scratch, reserved memory, seconds) is co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from graphrun.planner.problem import BlockClass
@@ -40,6 +40,7 @@ class Call:
     ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
     each with the path of the layer or block it ran in (``""`` outside of all). ``products``: the matrix products with a weight.
     ``spans``: the calls of layers, in order. ``outside``: layers of which a tensor was read outside of their own calls.
+    ``loose``: modules in a block of which a tensor was read, or that were called, while the block was not.
     """
 
     component: str
@@ -52,6 +53,11 @@ class Call:
     products: tuple[Product, ...] = ()
     spans: tuple[Span, ...] = ()
     outside: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
+
+    def plain(self) -> dict[str, Any]:
+        """As a JSON-ready dictionary, sets in order."""
+        return {**asdict(self), **{name: sorted(getattr(self, name)) for name in ("touched", "outside", "loose")}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -14,7 +14,7 @@ from graphrun.estimator.allocator import ROUND_BYTES
 from graphrun.estimator.events import Call, Facts, Probed, Tape
 from graphrun.estimator.uses import cuttable, use_of
 from graphrun.estimator.variants import variants_of
-from graphrun.estimator.windows import Window, windows_of
+from graphrun.estimator.windows import Window, handed_of, windows_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.settings import settings_of
@@ -136,12 +136,14 @@ def _phases(
     entries = probed.tape.entries()
     spans = phase_spans(entries)
     windows = windows_of(probed.tape, spans, hardware)
+    handed = handed_of(probed.tape, spans, hardware) if _may_be_on_cpu(components) else [0] * len(spans)
     values = _values(graph, probed.tape, [entries[begin][0] for begin, _ in spans])
     phases = tuple(
         _phase(
             entries[begin:end],
             number - _first_of_stage(spans, entries, begin),
             windows[number],
+            handed[number],
             sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
             components,
             hardware,
@@ -196,6 +198,7 @@ def _phase(
     entries: Sequence[tuple[str, Call]],
     index: int,
     window: Window,
+    handed_bytes: int,
     value_bytes: int,
     components: Mapping[str, ComponentNumbers],
     hardware: Hardware,
@@ -210,7 +213,12 @@ def _phase(
         carry_bytes=max(0, window.entry_bytes - value_bytes),
         first_bytes=max(0, window.first_bytes - window.entry_bytes),
         rest_bytes=max(0, window.rest_bytes - window.entry_bytes),
+        handed_bytes=handed_bytes if _may_be_on_cpu({name: components[name] for name in calls}, all) else 0,
     )
+
+
+def _may_be_on_cpu(components: Mapping[str, ComponentNumbers], of: Callable[[Iterable[bool]], bool] = any) -> bool:
+    return of(any(variant.device == "cpu" for variant in component.variants) for component in components.values())
 
 
 def _values(graph: Graph, tape: Tape, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:

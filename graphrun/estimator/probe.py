@@ -116,7 +116,8 @@ class Prober:
     def _facts_of(self, name: str, graph: Graph | None) -> Facts:
         module = self.ghosts[name]
         calls = [call for call, _ in self._known.values() if call.component == name]
-        classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name])
+        loose = frozenset().union(*(call.loose for call in calls))
+        classes = classify(module, self.once(name), [call.touched for call in calls], self.choices[name], loose)
         layers = classify_layers(module, calls, self.choices[name])
         by_layer = Cut(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
         parameters = sum(p.numel() for p in module.parameters())
@@ -140,8 +141,8 @@ class Prober:
         )
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
-        spans, outside = tuple(recorder.spans), frozenset(recorder.outside)
-        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside), template
+        spans, outside, loose = tuple(recorder.spans), frozenset(recorder.outside), frozenset(recorder.loose)
+        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose), template
 
     def _record(
         self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device

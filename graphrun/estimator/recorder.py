@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Excerpt:
     products: tuple[Product, ...] = ()  # their events counted from the stretch's first, as those of spans
     spans: tuple[Span, ...] = ()
     outside: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
 
     def elsewhere(self, path: str, other: str) -> Excerpt:
         """What a block at ``other`` does that is like the one at ``path``."""
@@ -60,8 +61,21 @@ class Excerpt:
         products = tuple(replace(product, name=there(product.name)) for product in self.products)
         entered, touched = tuple(map(there, self.entered)), frozenset(map(there, self.touched))
         spans = tuple(replace(span, path=there(span.path)) for span in self.spans)
-        outside = frozenset(map(there, self.outside))
-        return replace(self, flops=flops, entered=entered, touched=touched, products=products, spans=spans, outside=outside)
+        outside, loose = frozenset(map(there, self.outside)), frozenset(map(there, self.loose))
+        return Excerpt(self.events, flops, entered, touched, self.left, products, spans, outside, loose)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A place in a record: lengths of its lists, and what its sets held before."""
+
+    events: int
+    flops: int
+    entered: int
+    spans: int
+    touched: set[str]
+    outside: set[str]
+    loose: set[str]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,6 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products: list[Product] = []
         self.spans: list[Span] = []
         self.outside: set[str] = set()
+        self.loose: set[str] = set()
         self._running = ""  # the layer whose call this is
         self._place = place.type
         self.known = Known()
@@ -98,6 +113,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owners: dict[str, set[str]] = {}
         for name, tensor in weights:
             self._owners.setdefault(self._names[tensor.untyped_storage()._cdata], set()).add(name.rpartition(".")[0])
+        blocks = list(blocks)
+        self._units = _units_of(module, frozenset(blocks))
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
         self._ignored: set[int] = set()
@@ -120,29 +137,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for cdata in list(self._live):
             self._release(cdata)
 
-    def begin(self) -> tuple[int, int, int, int, set[str], set[str]]:
+    def begin(self) -> Beginning:
         """A place in the record, which `since` must be called with."""
         self.flops.append((self._stack[-1], 0.0))
         before, self.touched = self.touched, set()
         outside, self.outside = self.outside, set()
-        return len(self.events), len(self.flops) - 1, len(self.entered), len(self.spans), before, outside
+        loose, self.loose = self.loose, set()
+        return Beginning(len(self.events), len(self.flops) - 1, len(self.entered), len(self.spans), before, outside, loose)
 
-    def since(self, begin: tuple[int, int, int, int, set[str], set[str]], outs: Sequence[torch.Tensor]) -> Excerpt | None:
+    def since(self, begin: Beginning, outs: Sequence[torch.Tensor]) -> Excerpt | None:
         """What was recorded since ``begin``, where nothing of it lives on but ``outs``, each in a storage of its own; else None."""
         touched = frozenset(self.touched)
-        outside = frozenset(self.outside)
-        self.touched |= begin[4]
-        self.outside |= begin[5]
-        events = tuple(self.events[begin[0] :])
+        outside, loose = frozenset(self.outside), frozenset(self.loose)
+        self.touched |= begin.touched
+        self.outside |= begin.outside
+        self.loose |= begin.loose
+        events = tuple(self.events[begin.events :])
         made = {key for key, nbytes in events if nbytes > 0}
         left = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
         alive = {key for key, _, _ in self._live.values()} & made
         if len(left) != len(outs) or len(set(left)) != len(outs) or alive != set(left):
             return None
-        products = tuple(replace(of, event=of.event - begin[0]) for of in self.products if of.event >= begin[0])
-        spans = tuple(replace(of, begin=of.begin - begin[0], end=of.end - begin[0]) for of in self.spans[begin[3] :])
-        flops, entered = tuple(self.flops[begin[1] :]), tuple(self.entered[begin[2] :])
-        return Excerpt(events, flops, entered, touched, left, products, spans, outside)
+        products = tuple(replace(of, event=of.event - begin.events) for of in self.products if of.event >= begin.events)
+        spans = tuple(replace(of, begin=of.begin - begin.events, end=of.end - begin.events) for of in self.spans[begin.spans :])
+        flops, entered = tuple(self.flops[begin.flops :]), tuple(self.entered[begin.entered :])
+        return Excerpt(events, flops, entered, touched, left, products, spans, outside, loose)
 
     def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
         """Record ``excerpt`` once more. ``outs``, new tensors that are nowhere recorded, take the places of what it left."""
@@ -168,6 +187,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places.append(len(self.events))
         self.spans += (replace(span, begin=places[span.begin], end=places[span.end]) for span in excerpt.spans)
         self.outside |= excerpt.outside
+        self.loose |= excerpt.loose
+        for name in excerpt.touched:
+            self._note_loose(self._owners.get(name, ()), excerpt.entered)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Note ``nbytes`` that are taken and given back within one kernel, and how many of them some cards do without."""
@@ -191,6 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(*_: Any) -> None:
             nonlocal started
             started, self._running = len(self.events), path
+            self._note_loose((path,))
             if self._stack[-1] != path:  # a layer that is a block has its place already
                 self.flops.append((path, 0.0))
             self._stack.append(path)
@@ -220,6 +243,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)
                 self.outside |= self._owners[name] - {self._running} if self._running else self._owners[name]
+                self._note_loose(self._owners[name])
         for tensor in _tensors((out,)):
             if self._keep(tensor) and func in MATRIX_PRODUCTS:
                 self._note_product(args, tensor)
@@ -232,6 +256,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
         return out
+
+    def _note_loose(self, owners: Collection[str], entered: Collection[str] = ()) -> None:
+        """Notes those of ``owners`` that lie in a block which neither runs nor is among the ``entered``. What several blocks share
+        is the rest's anyway."""
+        units = {self._units.get(owner, "") for owner in owners}
+        if len(units) == 1 and (unit := units.pop()) and unit not in self._stack and unit not in entered:
+            self.loose.update(owners)
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the host reads from the device, where it is known; a count of what data chooses."""
@@ -298,6 +329,16 @@ def layer_paths(module: nn.Module) -> list[str]:
         own = any(tensor is not None for tensor in (*child._parameters.values(), *child._buffers.values()))
         if path and own and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules()):
             found.append(path)
+    return found
+
+
+def _units_of(module: nn.Module, blocks: Collection[str]) -> dict[str, str]:
+    """For each module that is one of ``blocks`` or lies in one: which."""
+    found: dict[str, str] = {}
+    for path, _ in module.named_modules():  # what holds a module comes before it
+        unit = path if path in blocks else found.get(path.rpartition(".")[0], "")
+        if unit:
+            found[path] = unit
     return found
 
 

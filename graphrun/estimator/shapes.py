@@ -10,7 +10,6 @@ keys are the graph's own: nothing is shared then, and nothing is mixed up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from graphrun.estimator.events import Call, Probed
@@ -79,7 +78,7 @@ def _component(component: Component, calls: Sequence[Call]) -> str:
 
 def _call(call: Call) -> dict[str, Any]:
     """All that a call did but the name of its component, which is the graph's."""
-    return {**asdict(call), "component": "", "touched": sorted(call.touched), "outside": sorted(call.outside)}
+    return {**call.plain(), "component": ""}
 
 
 def _place(problem: Problem) -> list[Any]:

@@ -50,9 +50,13 @@ def _by_block(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
 def _stretches(component: ComponentNumbers, call: Call, hardware: Hardware) -> tuple[tuple[int, int, float], ...]:
     """The call's compute in order: class, block in it, seconds. What ran in no block of a class is the rest's (class 0)."""
     places = {path: (k, i) for k, of in enumerate(component.classes) for i, path in enumerate(of.blocks)}
+    nested = tuple(path for path in places if _place(places, path.rpartition(".")[0])[0])
+    places = {path: place for path, place in places.items() if path not in nested}
     found: list[tuple[int, int, float]] = []
     for path, flops in call.flops:
         place = _place(places, path)
+        if f"{path}.".startswith(tuple(f"{of}." for of in nested)) and (not found or found[-1][:2] != place):
+            place = (0, 0)  # what is held of a block computes while the block does not
         if found and found[-1][:2] == place and (component.grain == "blocks" or not place[0]):
             flops += found.pop()[2]
         found.append((*place, flops))

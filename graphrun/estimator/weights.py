@@ -84,17 +84,25 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def classify(
-    module: nn.Module, entered: Sequence[str], touched: Sequence[Iterable[str]], choices: Collection[str] = ()
+    module: nn.Module,
+    entered: Sequence[str],
+    touched: Sequence[Iterable[str]],
+    choices: Collection[str] = (),
+    loose: Collection[str] = (),
 ) -> tuple[BlockClass, ...]:
     """The classes of blocks of ``module``, in call order, the rest first.
 
     ``entered``: paths of `unit_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the names of
     the parameters and buffers it read. Units are of one class when they lie under the same child of the component and have equal
     bytes. A child outside all classes that other calls read than the rest becomes a class of one under its own name (a VAE's
-    encoder where only `decode` is called).
+    encoder where only `decode` is called). So does what is ``loose`` in a block: other code than the block's needs it too, when
+    the block has passed (DiT's last layer asks the first block for the embedding of the time). A block all of which is
+    loose stays with the rest.
     """
     known = set(unit_paths(module, choices))
-    units = [path for path in dict.fromkeys(entered) if path in known]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    held = {path: _held(modules[path], path, loose) if loose else [] for path in dict.fromkeys(entered) if path in known}
+    units = [path for path in held if held[path] != [path]]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
     groups: list[list[str]] = []
     for path in units:
@@ -110,7 +118,21 @@ def classify(
     apart = _apart(module, [path for group in kept for path in group], touched)
     taken = {"rest", *apart}
     streamed = [BlockClass(_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
-    return (BlockClass("rest", ("",), False), *(BlockClass(child, (child,), False) for child in apart), *streamed)
+    beside = [path for group in kept for block in group for path in held[block]]
+    single = [BlockClass(_name(path.split(".")[-1], taken), (path,), False) for path in beside]
+    return (BlockClass("rest", ("",), False), *(BlockClass(child, (child,), False) for child in apart), *single, *streamed)
+
+
+def _held(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
+    """The largest modules at ``path`` and below all of whose tensors are ``loose``."""
+    inside = [name for name, child in module.named_modules(prefix=path) if _owns(child)]
+    if path in loose or (inside and all(name in loose for name in inside)):
+        return [path]
+    return [held for name, child in module.named_children() for held in _held(child, f"{path}.{name}", loose)]
+
+
+def _owns(module: nn.Module) -> bool:
+    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 def classify_layers(module: nn.Module, calls: Sequence[Call], choices: Collection[str] = ()) -> tuple[BlockClass, ...]:

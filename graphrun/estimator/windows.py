@@ -11,7 +11,7 @@ fit beside the phase's weights, the glue code between two stages included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphrun.estimator.allocator import Allocator, Caching, Counting
 from graphrun.estimator.events import Call, Mark, Tape
@@ -59,6 +59,13 @@ def windows_of(
             position += 1
     _close(windows, replay, rest)
     return windows
+
+
+def handed_of(tape: Tape, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[int]:
+    """The most that each phase makes on the device beyond what lives at its entry if every component computes elsewhere."""
+    items = [replace(i, call=replace(i.call, events=(), spans=())) if isinstance(i, Mark) and i.call else i for i in tape.items]
+    windows = windows_of(Tape(items, dict(tape.values)), spans, hardware)
+    return [max(0, max(of.first_bytes, of.rest_bytes) - of.entry_bytes) for of in windows]
 
 
 def _close(windows: list[Window], replay: _Replay, rest: bool) -> None:

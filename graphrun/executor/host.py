@@ -17,7 +17,7 @@ from graphrun.components.memos import memos
 from graphrun.components.origins import origin_of
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import ill_suited
-from graphrun.errors import BrokenPlan, InputError
+from graphrun.errors import InputError
 from graphrun.executor.device import Device
 from graphrun.executor.homes import Blocks, Disk
 from graphrun.executor.movers import refuse_movers
@@ -140,17 +140,15 @@ class Host:
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
 
     def settle_in(self, problem: Problem) -> None:
-        """Components that ``problem``, which is settled, cuts into other blocks are laid out anew. Between runs.
-
-        Raises BrokenPlan where what they are read from is written block by block.
-        """
+        """Components that ``problem``, which is settled, cuts into other blocks are laid out anew. Between runs."""
         for numbers in problem.components:
             before = self.residencies.get(numbers.name)
             if before is None or before.grain == numbers.grain:
                 continue
-            if isinstance(before.home, Disk):
-                raise BrokenPlan(f"{numbers.name} is read from disk in {before.grain}, and would have to pass in {numbers.grain}")
-            writer = None if before.given or before.held else self._writers[numbers.name]
+            on_disk = isinstance(before.home, Disk)
+            if on_disk:
+                before.free()
+            writer = None if before.given or (before.held and not on_disk) else self._writers[numbers.name]
             self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
         self._shape = _shape(problem)
 

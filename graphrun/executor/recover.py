@@ -195,11 +195,12 @@ def _raised(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]]:
 
 def _more(phase: PhaseNumbers, raised: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
     part, more = raised.get(phase.name, ("", 0))
+    handed = phase.handed_bytes + more if phase.handed_bytes else 0
     if part == "load":
         return replace(phase, carry_bytes=phase.carry_bytes + more, basis="measured")
     if part == "first":
-        return replace(phase, first_bytes=phase.first_bytes + more, basis="measured")
-    return replace(phase, rest_bytes=phase.rest_bytes + more, basis="measured") if part == "rest" else phase
+        return replace(phase, first_bytes=phase.first_bytes + more, handed_bytes=handed, basis="measured")
+    return replace(phase, rest_bytes=phase.rest_bytes + more, handed_bytes=handed, basis="measured") if part == "rest" else phase
 
 
 def _line(error: OutOfMemory, problem: Problem, stages: Stages, *, begun: bool) -> str:

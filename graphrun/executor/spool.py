@@ -13,13 +13,14 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphrun.components.blocks import BlockLayout, lay_out
+from graphrun.components.blocks import BlockLayout, TensorEntry, lay_out
 from graphrun.components.source import FileSource, Writer
 from graphrun.components.weights import Stored
 from graphrun.errors import InputError
@@ -67,7 +68,11 @@ class Spool:
         stored = {
             path: Stored(path, "uint8", (layout.nbytes,), layout.nbytes, str(file), begin[path]) for path, layout in layouts.items()
         }
-        return _Blocks(FileSource(stored))
+        for path, layout in layouts.items():
+            for entry in layout.entries:
+                key, where = _key(entry), begin[path] + entry.offset
+                stored[key] = Stored(key, "uint8", (entry.nbytes,), entry.nbytes, str(file), where)
+        return _Blocks(FileSource(stored), layouts)
 
     def remove_stale(self) -> None:
         """What killed processes left in the root is gone."""
@@ -93,18 +98,26 @@ class Spool:
 
 
 class _Blocks:
-    """Blocks as they lie in a file, one tensor each."""
+    """Blocks as they lie in a file, one read each; those of another layout tensor by tensor."""
 
     plain = True
 
-    def __init__(self, source: FileSource) -> None:
+    def __init__(self, source: FileSource, layouts: Mapping[str, BlockLayout]) -> None:
         self._source = source
+        self._keys = {path: [(_key(entry), entry.offset) for entry in layout.entries] for path, layout in layouts.items()}
 
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Any = None) -> int:
-        return self._source.into(layout.path, buffer[: layout.nbytes])
+        if self._keys.get(layout.path) == [(_key(entry), entry.offset) for entry in layout.entries]:
+            return self._source.into(layout.path, buffer[: layout.nbytes])
+        return sum(self._source.into(_key(of), buffer[of.offset : of.offset + of.nbytes]) for of in layout.entries)
 
     def close(self) -> None:
         self._source.close()
+
+
+def _key(entry: TensorEntry) -> str:
+    """What one tensor of a block is called; no block is called so."""
+    return f"{entry.names[0]} {entry.field}"
 
 
 def remove_stale(root: Path) -> list[Path]:

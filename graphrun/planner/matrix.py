@@ -268,17 +268,17 @@ class Matrix:
         around = [[n for n, way in enumerate(self.program.ways) if way.component == c] for c in sorted(interval.around)]
         ways = self.program.ways
         if all(len(of) == 1 for of in around):
-            device = activation_bytes(nbytes, [ways[n].of for of in around for n in of])
+            device = activation_bytes(nbytes, [ways[n].of for of in around for n in of], interval.handed_bytes)
             return ({}, float(device)), ({}, 0.0 if not around or any(ways[n].computes for of in around for n in of) else nbytes)
         if len(around) == 1:
             (of,) = around
-            device_of = [(float(activation_bytes(nbytes, [ways[n].of])), taken[n]) for n in of]
+            device_of = [(float(activation_bytes(nbytes, [ways[n].of], interval.handed_bytes)), taken[n]) for n in of]
             return plus(*device_of), plus(*((float(nbytes), taken[n]) for n in of if not ways[n].computes))
-        return self._shared_activation(nbytes, around)
+        return self._shared_activation(nbytes, around, interval.handed_bytes)
 
-    def _shared_activation(self, nbytes: int, around: list[list[int]]) -> tuple[Sum, Sum]:
-        """Several components, of which some have a choice. A >= nbytes and the largest scratch where one is on the device (z)."""
-        model, ways, taken = self.model, self.program.ways, self.homes.taken
+    def _shared_activation(self, nbytes: int, around: list[list[int]], handed: int) -> tuple[Sum, Sum]:
+        """Several components, some with a choice. A >= nbytes and the largest scratch where one is on the device (z)."""
+        model, ways, taken, more = self.model, self.program.ways, self.homes.taken, nbytes - handed
         on_device = [plus(*((1.0, taken[n]) for n in of if ways[n].computes)) for of in around]
         unit = self.bytes_unit
         activation, awake = model.column(0.0, np.inf), model.column(0.0, 1.0)
@@ -288,12 +288,12 @@ class Matrix:
         for of, here in zip(around, on_device, strict=True):
             model.row(*row_of(plus((1.0, z), (-1.0, here))))
             scratch = [(-float(ways[n].of.scratch_bytes) / unit, taken[n]) for n in of if ways[n].computes]
-            model.row(*row_of(plus((1.0 / unit, a), (-nbytes / unit, z), *scratch)))
+            model.row(*row_of(plus((1.0 / unit, a), (-more / unit, z), *scratch)))
             for n in of:
-                if not ways[n].computes and (more := float(ways[n].of.scratch_bytes)):
+                if not ways[n].computes and (extra := float(ways[n].of.scratch_bytes)):
                     both = plus((1.0, taken[n]), (1.0, z), (-1.0, ONE))
-                    model.row(*row_of(plus((1.0 / unit, a), (-nbytes / unit, z), (-more / unit, both))))
-        return a, plus((float(nbytes), ONE), (-float(nbytes), z))
+                    model.row(*row_of(plus((1.0 / unit, a), (-more / unit, z), (-extra / unit, both))))
+        return plus((1.0, a), (handed, ONE)), plus((float(nbytes), ONE), (-float(nbytes), z))
 
     def _hosts(self) -> Sum:
         """Rows of RAM, page-locked RAM and disk, where they can bind; the goal of the tier that is weighed."""

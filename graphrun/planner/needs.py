@@ -104,7 +104,7 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
 
 def _need(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int) -> Need:
     variants = [problem.component(use.component).variants[0] for use in phase.uses]
-    activation = activation_bytes(phase.first_bytes if part == "first" else phase.rest_bytes, variants)
+    activation = activation_bytes(phase.first_bytes if part == "first" else phase.rest_bytes, variants, phase.handed_bytes)
     return Need(phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes)
 
 

@@ -57,6 +57,7 @@ LATER = {
     "layers": None,
     "passes": (),
     "beside_bytes": (),
+    "handed_bytes": 0,
 }
 
 
@@ -208,7 +209,8 @@ class PhaseNumbers:
 
     ``carry_bytes``: device bytes at its entry beyond weights and `values` (the op's inputs and locals); they bind the load slot.
     ``first_bytes``, ``rest_bytes``: the most that lives beyond weights, values and carry, up to and during the first call of
-    every component, and during the others.
+    every component, and during the others. ``handed_bytes``: as much of them as lives there where all components compute on the
+    CPU: what the op's own code makes, and what the calls return.
     """
 
     stage: str
@@ -218,6 +220,7 @@ class PhaseNumbers:
     first_bytes: int
     rest_bytes: int
     basis: Basis = "traced"
+    handed_bytes: int = 0
 
     @property
     def name(self) -> str:

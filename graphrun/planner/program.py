@@ -81,7 +81,8 @@ class Cell:
 class Interval:
     """A slot of the problem. ``calls[j]``, ``seconds[j]`` (one block, one call) per cell; ``used``: components it computes with;
     ``around``: components of its phase, on the CPU too, none in load; ``cpu_seconds`` per way.
-    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants. ``weight``: how often it runs.
+    ``fixed_bytes``: values and carry; ``activation_bytes``: the phase's own, of any variants, and ``handed_bytes``
+    of them where all compute on the CPU. ``weight``: how often it runs.
     ``passes[j]``: how often a block runs in a call; ``rooms[j]``: activation that is not there while it does."""
 
     phase: int
@@ -97,6 +98,7 @@ class Interval:
     cpu_seconds: tuple[float, ...]
     passes: tuple[int, ...] = ()
     rooms: tuple[int, ...] = ()
+    handed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class Program:
         """The activation on the device in interval ``t``."""
         interval = self.intervals[t]
         around = [way.of for way in self.ways if way.component in interval.around]
-        return activation_bytes(interval.activation_bytes, around) if interval.rounds else 0
+        return activation_bytes(interval.activation_bytes, around, interval.handed_bytes) if interval.rounds else 0
 
     def excess_bytes(self, choice: Choice) -> tuple[int, ...]:
         """Bytes above the effective budget per interval (negative: headroom), in integers."""
@@ -354,7 +356,8 @@ def _intervals(problem: Problem, ways: Sequence[Way], cells: Sequence[Cell], num
             around = frozenset(uses) if part != "load" else frozenset()
             on_cpu = tuple(_cpu_seconds(problem, phase, way, part) if c else 0.0 for way, c in zip(ways, computed, strict=True))
             rooms = tuple(room_bytes(activation, use, cell.index) if use else 0 for use, cell in zip(found, cells, strict=True))
-            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu, passes, rooms)
+            more = passes, rooms, min(activation, phase.handed_bytes)
+            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, around, on_cpu, *more)
 
 
 def _cpu_seconds(problem: Problem, phase: PhaseNumbers, way: Way, part: Part) -> float:

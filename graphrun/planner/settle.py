@@ -72,14 +72,14 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
     return replace(use, seconds=seconds, order=tuple(order))
 
 
-def activation_bytes(phase_bytes: int, variants: Iterable[Variant]) -> int:
+def activation_bytes(phase_bytes: int, variants: Iterable[Variant], handed_bytes: int = 0) -> int:
     """What a phase that takes ``phase_bytes`` of activation takes with ``variants``, one for each component it uses.
 
-    Nothing on the device where all of them compute on the CPU; else the phase's bytes and the largest scratch.
+    Where all of them compute on the CPU what is handed out of them, at most; else the phase's bytes and the largest scratch.
     """
     found = list(variants)
     if found and all(variant.device == "cpu" for variant in found):
-        return 0
+        return min(phase_bytes, handed_bytes)
     return phase_bytes + max((variant.scratch_bytes for variant in found), default=0)
 
 
@@ -88,8 +88,8 @@ def _with_variants(problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, V
     return replace(
         phase,
         uses=tuple(use_with(use, problem.component(use.component), chosen[use.component]) for use in phase.uses),
-        first_bytes=activation_bytes(phase.first_bytes, variants),
-        rest_bytes=activation_bytes(phase.rest_bytes, variants),
+        first_bytes=activation_bytes(phase.first_bytes, variants, phase.handed_bytes),
+        rest_bytes=activation_bytes(phase.rest_bytes, variants, phase.handed_bytes),
     )
 
 

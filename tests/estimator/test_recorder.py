@@ -170,3 +170,51 @@ def test_an_empty_tensor_leaves_no_mark() -> None:
     del out
     recorder.close()
     assert recorder.events == [(1, 2048), (1, 0)]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + self.embed(x)) * self.scale
+
+
+class Reaching(nn.Module):
+    """Its last lines reach into blocks that have passed, as DiT's do."""
+
+    def __init__(self, reach: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+        self.reach = reach
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if self.reach == "call":
+            x = self.blocks[0].embed(x)
+        if self.reach == "read":
+            x = x * self.blocks[1].scale
+        if self.reach == "weight":
+            x = x @ self.blocks[2].linear.weight
+        return x
+
+
+@pytest.mark.parametrize(
+    ("reach", "loose"), [("", set()), ("call", {"blocks.0.embed"}), ("read", {"blocks.1"}), ("weight", {"blocks.2.linear"})]
+)
+def test_what_is_needed_of_a_block_while_it_does_not_run_is_noted(reach: str, loose: set[str]) -> None:
+    net, x = Reaching(reach).to("meta"), torch.empty(2, 8, device="meta")
+    recorder = record(net, lambda: net(x), tuple(f"blocks.{n}" for n in range(3)), (x,))
+    assert recorder.loose == loose
+
+
+def test_a_call_into_a_block_is_noted_where_weights_lie_in_one_storage() -> None:
+    net, x = Reaching("call"), torch.zeros(2, 8)
+    recorder = Recorder(net, [f"blocks.{n}" for n in range(3)], torch.device("cpu"))
+    with torch.no_grad(), recorder:
+        net(x)
+    recorder.close()
+    assert recorder.loose == {"blocks.0.embed"}

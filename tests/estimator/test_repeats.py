@@ -64,7 +64,7 @@ def told(recorder: Recorder) -> Any:
     for path, number in recorder.flops:
         if number:  # else a place in the order
             flops[path] = flops.get(path, 0.0) + number
-    layers = recorder.spans, recorder.outside
+    layers = recorder.spans, recorder.outside, recorder.loose
     return recorder.events, recorder.peak_bytes, recorder.entered, recorder.touched, flops, layers
 
 

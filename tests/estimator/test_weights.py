@@ -107,3 +107,32 @@ def test_a_list_may_have_one_block_that_is_not_like_the_others() -> None:
     assert [k.blocks for k in classify(net, paths("blocks", 5), [])] == [("",), tuple(paths("blocks", 4))]
     net.blocks.append(nn.Sequential(nn.Linear(32, 8)))
     assert unit_paths(net) == []
+
+
+class Modulated(nn.Module):
+    """A block with an embedding of its own, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.ModuleDict({"time": nn.Linear(8, 8), "label": nn.Embedding(4, 8)})
+        self.linear = nn.Linear(64, 64)
+        self.table = nn.Parameter(torch.zeros(8))
+
+
+def modulated(loose: set[str]) -> list[tuple[str, tuple[str, ...], bool]]:
+    net = nn.Module()
+    net.blocks = nn.ModuleList(Modulated() for _ in range(3))
+    classes = classify(net, paths("blocks", 3), [], (), {f"blocks.0{path}" for path in loose})
+    return [(k.name, k.blocks, k.streamable) for k in classes[1:]]
+
+
+def test_what_other_code_needs_of_a_block_is_a_class_of_its_own_and_stays() -> None:
+    blocks = ("blocks", tuple(paths("blocks", 3)), True)
+    assert modulated(set()) == [blocks]
+    assert modulated({".embed.time"}) == [("time", ("blocks.0.embed.time",), False), blocks]
+    assert modulated({".embed.time", ".embed.label"}) == [("embed", ("blocks.0.embed",), False), blocks]
+
+
+def test_a_block_whose_own_tensors_other_code_reads_stays_with_the_rest() -> None:
+    assert modulated({""}) == [("blocks", ("blocks.1", "blocks.2"), True)]
+    assert modulated({"", ".embed.time", ".embed.label", ".linear"}) == [("blocks", ("blocks.1", "blocks.2"), True)]

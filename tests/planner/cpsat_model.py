@@ -195,7 +195,7 @@ class Run:
         ways = [
             (m, of.variant(c, m), of.chosen[c, m]) for use in phase["uses"] for c, m in of.chosen if of.name(c) == use["component"]
         ]
-        on_cpu = self.yes(f"cpu {t}")
+        on_cpu, handed = self.yes(f"cpu {t}"), min(activation, phase["handed_bytes"])
         off = [y for _, variant, y in ways if variant["device"] != "cpu"]
         for y in off:
             sat.add(on_cpu + y <= 1)
@@ -209,10 +209,10 @@ class Run:
                 host += [values[v]["nbytes"] * gone] if number < end or comes else []
         fixed = phase["carry_bytes"] + sum(value["nbytes"] for v, value in enumerate(values) if number in of.lives[v])
         for scratch in scratches or [0]:
-            every = activation * (1 - on_cpu) + scratch + fixed - sum(away)
+            every = activation * (1 - on_cpu) + handed * on_cpu + scratch + fixed - sum(away)
             ceiling = sum(variant["scratch_bytes"] for _, variant, _ in ways)
             sat.add(UNIT * sum(bytes_held) + every <= of.effective + ceiling * on_cpu)
-        sat.add(UNIT * sum(bytes_held) + activation * (1 - on_cpu) + fixed - sum(away) <= of.effective)
+        sat.add(UNIT * sum(bytes_held) + activation * (1 - on_cpu) + handed * on_cpu + fixed - sum(away) <= of.effective)
         locked = []
         for (c, m, at), home in self.homes.items():
             if at == t:

@@ -150,7 +150,7 @@ class Choice:
         variants = [self.variants[use.component] for use in phase.uses]
         activation = {"load": 0, "first": phase.first_bytes, "rest": phase.rest_bytes}[part]
         if variants and all(variant.device == "cpu" for variant in variants):
-            activation = 0
+            activation = min(activation, phase.handed_bytes)
         elif part != "load":
             activation += max((variant.scratch_bytes for variant in variants), default=0)
         held += activation + phase.carry_bytes

@@ -142,7 +142,8 @@ def _phase(rng: random.Random, stage: str, components: tuple[ComponentNumbers, .
         class_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.classes)
         uses.append(Use(used.name, calls, class_calls, tuple(float(rng.randint(0, 3)) for _ in used.classes)))
     first = rng.choice((0, 512, 1000, 2048))
-    return PhaseNumbers(stage, 0, tuple(uses), rng.choice((0, 100)), first, rng.choice((first, 0, 3000)))
+    carry, rest = rng.choice((0, 100)), rng.choice((first, 0, 3000))
+    return PhaseNumbers(stage, 0, tuple(uses), carry, first, rest, handed_bytes=first // 2)
 
 
 def _value(

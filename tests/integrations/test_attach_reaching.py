@@ -1,0 +1,51 @@
+"""A component whose last layer calls into its first block, streamed by block: DiT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import tiny_parts
+import torch
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import cases
+
+import graphrun
+from graphrun.executor.simulated import SimulatedDevice
+from graphrun.report.summary import broken_caps
+from graphrun.sim import Machine
+
+
+def parts() -> dict[str, Any]:
+    """DiT with blocks that are large beside their embeddings, as it is in its true size."""
+    transformer = diffusers.DiTTransformer2DModel(
+        sample_size=8,
+        num_layers=4,
+        patch_size=4,
+        attention_head_dim=64,
+        num_attention_heads=4,
+        in_channels=4,
+        out_channels=8,
+        num_embeds_ada_norm=1000,
+    )
+    return {"transformer": transformer, "vae": tiny_parts.vae(), "scheduler": diffusers.DDIMScheduler()}
+
+
+def test_what_the_last_layer_calls_of_the_first_block_stays_while_blocks_pass() -> None:
+    case = replace(cases()["DiTPipeline"], parts=parts)
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        with device.machine:
+            return tensor.to("sim")
+
+    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device, exclude=["transformer"]) as attached:
+        assert equal(case.call(pipe, put), want)
+        assert attached.solution is not None
+        assert attached.trace is not None
+        transformer = attached.solution.problem.component("transformer")
+        assert transformer.grain == "blocks"
+        assert [k.blocks for k in transformer.classes if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
+        assert broken_caps(attached.solution, attached.trace) == []
