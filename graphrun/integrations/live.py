@@ -29,6 +29,9 @@ from graphrun.graph.graph import Component, Graph
 # Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a ghost shares them.
 SHARED = ("transformers", "tokenizers", "sentencepiece")
 
+# What peft's layers keep of which LoRAs are computed with: one that is fused takes no activation.
+ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters")
+
 
 def is_modular(pipe: Any) -> bool:
     """Whether ``pipe`` is one of diffusers' modular pipelines, which share no class with the others."""
@@ -218,7 +221,8 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
             ]
             processor = type(getattr(child, "processor", None)).__name__
             others = [key for key in ("_hf_hook", "_diffusers_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
-            content.append((name, path, others, type(child).__qualname__, processor, plain, tensors))
+            adapted = [(key, vars(child)[key]) for key in ADAPTED if key in vars(child)]
+            content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
             if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and modular pipelines' guiders
