@@ -19,6 +19,7 @@ from graphrun.components.build import ghost
 from graphrun.components.content import Content, as_stored, content_of, refuse_missing, tensors_in
 from graphrun.components.gguf import shape_of
 from graphrun.components.quantize import quantizable_layers
+from graphrun.components.weights import Stored
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import DEFAULT_ALLOW, Component
 from graphrun.importing.recipe import Recipe, Thing, dtype_of, slug
@@ -118,10 +119,11 @@ def _held(thing: Thing, file: Path, base: Recipe) -> tuple[Thing, Content] | str
 
 def _refuse_twins(file: Path, found: dict[str, Content]) -> None:
     """Raises InputError where two components would be the same tensors of the file, as Wan's two experts."""
-    first: dict[frozenset[str], str] = {}
+    first: dict[frozenset[Stored], str] = {}
     for name, content in found.items():
-        read = frozenset(leaf for piece in content.pieces.values() for leaf in getattr(piece, "leaves", (piece,)))
-        other = first.setdefault(frozenset(f"{leaf.name}@{leaf.begin}" for leaf in read), name)
+        pieces = content.pieces.values()
+        read = frozenset(leaf for piece in pieces for leaf in ((piece,) if isinstance(piece, Stored) else piece.leaves))
+        other = first.setdefault(read, name)
         if other != name:
             key = "gguf:, with precision: [gguf]," if file.suffix == ".gguf" else "source:"
             raise InputError(
