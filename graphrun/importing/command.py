@@ -20,7 +20,8 @@ def import_(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder of a diffusers pipeline, a hub id (owner/name; no weights are fetched), or a pipeline's class.",
+            help="A folder of a diffusers pipeline, a hub id (owner/name; no weights are fetched), a checkpoint in one file "
+            "(safetensors, GGUF), or a pipeline's class.",
             show_default=False,
         ),
     ],
@@ -28,8 +29,8 @@ def import_(
     config: Annotated[
         Names,
         typer.Option(
-            help="Of a class: a component's configuration, NAME=FILE.json or NAME=CLASS:FILE.json; a tokenizer's folder; a plain "
-            "argument. Repeatable.",
+            help="Of one file: the folder or hub id with its configurations. Of a class: a component's, NAME=FILE.json or "
+            "NAME=CLASS:FILE.json; a tokenizer's folder; a plain argument. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -57,7 +58,7 @@ def import_(
         raise InputError(f"-o {out}: a graph file ends in .yaml")
     refuse_existing(out, force)
     require_writable(out)
-    configs = dict(_pair("--config", text) for text in config or [])
+    configs = dict(_pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
     sets = {name: _value(name, value) for name, value in (_pair("--set", text) for text in set_ or [])}
     asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole)

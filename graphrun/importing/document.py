@@ -33,8 +33,8 @@ class Document:
     files: Mapping[str, str | Callable[[Path], Any]]
 
 
-def document_of(recipe: Recipe, layout: Layout, name: str, source: str | None) -> Document:
-    """The graph file called ``name``; ``source`` is the recipe's as the file is to say it."""
+def document_of(recipe: Recipe, layout: Layout, name: str) -> Document:
+    """The graph file called ``name``."""
     files: dict[str, str | Callable[[Path], Any]] = {}
     lines = [
         *_head(recipe, layout),
@@ -44,8 +44,8 @@ def document_of(recipe: Recipe, layout: Layout, name: str, source: str | None) -
     ]
     if recipe.settings:
         lines.append(f"pipeline_config: {_flow(dict(recipe.settings))}")
-    if source is not None:
-        lines.append(f"source: {_flow(source)}")
+    if recipe.source is not None:
+        lines.append(f"source: {_flow(recipe.source)}")
     if recipe.revision is not None:
         lines.append(f"revision: {_flow(recipe.revision)}")
     if set(recipe.allow) != set(DEFAULT_ALLOW):
@@ -53,7 +53,7 @@ def document_of(recipe: Recipe, layout: Layout, name: str, source: str | None) -
     lines += ["", "inputs:", *(_entry(2, key, value) for key, value in layout.inputs.items())]
     order = list(dict.fromkeys(each.component for entries in layout.entered.values() for each in entries))
     components = sorted(recipe.components.values(), key=lambda t: order.index(t.name) if t.name in order else len(order))
-    lines += ["", "components:", *(line for t in components for line in _component(t, name, files, recipe, source))]
+    lines += ["", "components:", *(line for t in components for line in _component(t, name, files))]
     if parts := [thing for thing in recipe.things if not thing.is_component]:
         lines += ["", "parts:"]
         if any(thing.stand_in for thing in parts):
@@ -71,6 +71,7 @@ def _head(recipe: Recipe, layout: Layout) -> list[str]:
         lines = [
             f"# Imported from {recipe.origin}. Without a source: weights are random; add the folder or repository that has them."
         ]
+    lines += [f"# {note}" for note in recipe.notes]
     if layout.why:
         lines.append(f"# {kind} runs whole, in one stage: {layout.why}.")
     else:
@@ -80,15 +81,13 @@ def _head(recipe: Recipe, layout: Layout) -> list[str]:
     return lines
 
 
-def _below(own: str, recipe: Recipe, source: str | None) -> str:
-    """The source ``own``, said as the file says the pipeline's."""
-    return f"{source}{own.removeprefix(recipe.source)}" if recipe.source and source and own.startswith(f"{recipe.source}/") else own
-
-
-def _component(thing: Thing, name: str, files: dict[str, Any], recipe: Recipe, source: str | None) -> list[str]:
+def _component(thing: Thing, name: str, files: dict[str, Any]) -> list[str]:
     entry: dict[str, Any] = {"class": thing.class_path, "config": _config(thing, name, files), "dtype": thing.dtype}
     if thing.source is not None:
-        entry["source"] = _below(thing.source, recipe, source)
+        entry["source"] = thing.source
+    entry |= thing.more
+    if thing.gguf is not None:
+        entry["gguf"] = thing.gguf
     note = "" if thing.why in (OF_FILES, OF_CONFIG) else f"  # {thing.why}"
     return [_entry(2, thing.name, entry) + note]
 

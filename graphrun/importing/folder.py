@@ -35,6 +35,7 @@ def of_folder(folder: Path, without: Collection[str] = (), origin: str = "") -> 
 def of_hub(repository: str, revision: str | None = None, without: Collection[str] = ()) -> Recipe:
     """The recipe of the pipeline in the hub's ``repository``: fetched without a byte of weights, or from the cache.
 
+    A ``revision`` is pinned: the recipe has the commit that it is now, as its configurations are of that one.
     Raises InputError where the hub cannot be reached and the files are not in the cache, or there is no such repository.
     """
     from huggingface_hub import snapshot_download
@@ -49,7 +50,11 @@ def of_hub(repository: str, revision: str | None = None, without: Collection[str
             f"cannot get the configurations of {at} from the hub ({said}). If it is meant to be a folder, there is none of this "
             "name here; if this machine has no network, give a folder with the pipeline's files"
         ) from error
-    return _read(Path(folder), repository, revision, without, repository)
+    if revision is None:
+        return _read(Path(folder), repository, None, without, repository)
+    commit = Path(folder).name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+    recipe = _read(Path(folder), repository, commit, without, repository)
+    return recipe if commit == revision else replace(recipe, notes=(f"The revision is the commit that {revision} was.",))
 
 
 def _read(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> Recipe:

@@ -25,6 +25,7 @@ from graphrun.importing.document import document_of
 from graphrun.importing.folder import of_folder, of_hub
 from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe
 from graphrun.importing.rehearse import in_one_dtype, rehearse
+from graphrun.importing.single import ONE_FILE, of_file
 from graphrun.integrations.rehearsal import ProbeError
 
 DEFAULT_DTYPE = "bfloat16"  # what large pipelines are run in, where neither files nor configurations say
@@ -32,8 +33,8 @@ DEFAULT_DTYPE = "bfloat16"  # what large pipelines are run in, where neither fil
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user adds to a source: ``configs`` for a class, ``dtypes`` by component (``""``: all), ``without``: parts to leave
-    out, ``sets``: defaults of inputs, ``whole``: do not cut the call."""
+    """What a user adds to a source: ``configs`` for a class, or for one file (under ``""``), ``dtypes`` by component (``""``: all),
+    ``without``: parts to leave out, ``sets``: defaults of inputs, ``whole``: do not cut the call."""
 
     configs: Mapping[str, str]
     dtypes: Mapping[str, str]
@@ -56,11 +57,12 @@ class Imported:
         Raises InputError where something is there already that is not to be overwritten; then nothing is written.
         """
         refuse_existing(path, force)
-        document = document_of(self.recipe, self.layout, path.stem, _as_seen_from(self.recipe.source, path.parent))
+        trial = document_of(self.recipe, self.layout, path.stem)
+        seen = document_of(_as_seen_from(self.recipe, path.parent), self.layout, path.stem)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".graphrun-import-") as made:
-                for name, content in {**document.files, path.name: document.text}.items():
+                for name, content in {**trial.files, path.name: trial.text}.items():
                     target = Path(made, name)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     if callable(content):
@@ -68,14 +70,15 @@ class Imported:
                     else:
                         target.write_text(content, encoding="utf-8")
                 load(Path(made, path.name))
-                _move(Path(made), path, list(document.files), force)
+                Path(made, path.name).write_text(seen.text, encoding="utf-8")
+                _move(Path(made), path, list(trial.files), force)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
         return load(path)
 
 
 def import_source(source: str, asked: Asked) -> Imported:
-    """What ``source`` is as a graph: a folder, a hub id (only small files are fetched), or a pipeline's class.
+    """What ``source`` is as a graph: a folder, a hub id (only small files are fetched), one file, or a pipeline's class.
 
     Raises InputError for what is none of these, ProbeError where the pipeline's call cannot be probed.
     """
@@ -87,9 +90,18 @@ def recipe_of(source: str, asked: Asked) -> Recipe:
     """The recipe of ``source``, whatever it is. Raises InputError."""
     place = Path(source).expanduser()
     looks_local = source.startswith((".", "/", "~")) or place.exists()
+    if looks_local and place.suffix in ONE_FILE and not place.is_dir():
+        if unknown := sorted(asked.configs.keys() - {""}):
+            raise InputError(f"--config {unknown[0]}=...: of a file it is --config FOLDER, in the layout of diffusers")
+        plain = replace(asked, configs={})
+        return of_file(place, asked.configs.get(""), lambda config: _configurations(config, place, plain))
     named = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+", source)
     if asked.configs and (looks_local or not named):
-        raise InputError("--config is for a pipeline's class; a folder and a repository have their own configurations")
+        raise InputError(
+            "--config is for a pipeline's class and for one file; a folder and a repository have their own configurations"
+        )
+    if "" in asked.configs:
+        raise InputError("--config FOLDER is for a checkpoint in one file; of a class it is --config NAME=FILE")
     if asked.revision is not None and (looks_local or named):
         raise InputError(f"--revision is of a repository on the hub, and {source} is none")
     if looks_local:
@@ -99,6 +111,15 @@ def recipe_of(source: str, asked: Asked) -> Recipe:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         return of_hub(source, asked.revision, asked.without)
     raise InputError(f"{source} is no folder here, no hub id (owner/name) and no class (diffusers.FluxPipeline)")
+
+
+def _configurations(source: str, file: Path, asked: Asked) -> Recipe:
+    """The recipe that a checkpoint in one file takes its configurations from. Raises InputError."""
+    try:
+        return recipe_of(source, asked)
+    except InputError as error:
+        advice = "--config FOLDER names a folder in the layout of diffusers with the configurations of its pipeline"
+        raise InputError(f"{file} has no configurations: {error}. {advice}") from error
 
 
 def with_dtypes(recipe: Recipe, asked: Mapping[str, str]) -> Recipe:
@@ -175,7 +196,13 @@ def _move(made: Path, path: Path, files: list[str], force: bool) -> None:
     os.replace(made / path.name, path)
 
 
-def _as_seen_from(source: str | None, folder: Path) -> str | None:
+def _as_seen_from(recipe: Recipe, folder: Path) -> Recipe:
+    """``recipe`` with paths as a file in ``folder`` says them."""
+    things = (replace(t, source=_near(t.source, folder), gguf=_near(t.gguf, folder)) for t in recipe.things)
+    return replace(recipe, source=_near(recipe.source, folder), things=tuple(things))
+
+
+def _near(source: str | None, folder: Path) -> str | None:
     """A folder near ``folder`` as a path relative to it; one elsewhere, and a repository, as they are."""
     if source is None or not Path(source).is_absolute():
         return source

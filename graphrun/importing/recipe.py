@@ -4,6 +4,7 @@ Decides which class, configuration and dtype each has. Reads no weights, runs no
 
     folder, hub id    model_index.json: names -> classes; NAME/config.json; tokenizers and processors stay in the source
     class             its constructor's names and annotations; configurations from files
+    one file          the components whose tensors are in it; all else of a folder or repository
     live object       its modules' own classes, configurations and dtypes
 """
 
@@ -22,6 +23,7 @@ from torch import nn
 from graphrun.components.classes import resolve_class
 from graphrun.errors import InputError
 from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Part
+from graphrun.graph.load import PICKLED
 
 DTYPES = ("bfloat16", "float16", "float32")
 OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # why a component has its dtype
@@ -30,7 +32,8 @@ OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # why a component 
 @dataclass(frozen=True, slots=True)
 class Thing:
     """A component (it has a ``dtype``, and ``why`` it has that one) or a part of a pipeline. ``source``: where it is not the
-    pipeline's source and its name. ``stand_in``: a tokenizer of which nothing is known but its settings. ``live``: the object."""
+    pipeline's source and its name. ``stand_in``: a tokenizer of which nothing is known but its settings. ``live``: the object.
+    ``gguf``: the file of that precision, ``more``: what else its entry says."""
 
     name: str
     class_path: str
@@ -40,6 +43,8 @@ class Thing:
     why: str = ""
     stand_in: bool = False
     live: Any = None
+    gguf: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_component(self) -> bool:
@@ -51,7 +56,7 @@ class Thing:
 class Recipe:
     """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``place`` is
     the folder where its small files are now. ``settings`` are constructor arguments that are plain. ``origin`` is how the user
-    called it."""
+    called it, ``notes`` what else a reader of the file should know."""
 
     origin: str
     name: str
@@ -62,6 +67,7 @@ class Recipe:
     place: str | None = None
     revision: str | None = None
     allow: tuple[str, ...] = DEFAULT_ALLOW
+    notes: tuple[str, ...] = ()
 
     @property
     def kind(self) -> type[Any]:
@@ -175,9 +181,8 @@ def existing_kind(path: Path) -> str:
     """What to say of a file where a folder is expected."""
     if path.name == "model_index.json":
         return f"{path} is the list of a pipeline's folder: give the folder, {path.parent}"
-    if path.suffix in (".safetensors", ".gguf", ".ckpt", ".pt", ".bin", ".sft"):
-        return (
-            f"{path} is a checkpoint of one file, without configurations: import its pipeline's class with --config, or a folder "
-            "in the layout of diffusers, and name the file as source: in the graph"
-        )
+    if path.suffix in PICKLED:
+        return f"{path} is pickled, and nothing is unpickled: convert it to safetensors"
+    if path.suffix == ".sft":
+        return f"{path} is to be called {path.stem}.safetensors, which it is"
     return f"{path} is a file; give a folder with a model_index.json, a hub id or a pipeline's class"

@@ -29,11 +29,26 @@ from graphrun.graph.graph import Component, Graph
 # Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a ghost shares them.
 SHARED = ("transformers", "tokenizers", "sentencepiece")
 
+# What peft's layers keep of which LoRAs are computed with: one that is fused takes no activation.
+ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters")
+
+
+def is_modular(pipe: Any) -> bool:
+    """Whether ``pipe`` is one of diffusers' modular pipelines, which share no class with the others."""
+    from diffusers import ModularPipeline
+
+    return isinstance(pipe, ModularPipeline)
+
+
+def is_pipeline(value: Any) -> bool:
+    """Whether ``value`` is a pipeline of diffusers, modular or not."""
+    from diffusers import DiffusionPipeline
+
+    return isinstance(value, DiffusionPipeline) or is_modular(value)
+
 
 def pipelines_in(pipe: Any) -> dict[str, Any]:
     """``pipe`` and the pipelines that it holds, by the path of attributes (``""``: itself)."""
-    from diffusers import DiffusionPipeline
-
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [("", pipe)]
     while waiting:
@@ -41,7 +56,7 @@ def pipelines_in(pipe: Any) -> dict[str, Any]:
         if any(owner is other for other in found.values()):
             continue
         found[path] = owner
-        inner = ((name, value) for name, value in vars(owner).items() if isinstance(value, DiffusionPipeline))
+        inner = ((name, value) for name, value in vars(owner).items() if is_pipeline(value))
         waiting += [(f"{path}.{name}" if path else name, value) for name, value in inner]
     return found
 
@@ -109,8 +124,21 @@ def ghost_of(pipe: Any, device: torch.device) -> Any:
         raise InputError(f"{type(pipe).__name__} cannot be copied without its weights, for its probe: {error}") from error
     for owner in pipelines_in(ghost).values():
         owner.__class__ = placed(own_class(owner), lambda: device)
-        owner.set_progress_bar_config(disable=True)
+        for showing in _showing_progress(owner):
+            showing.set_progress_bar_config(disable=True)
     return ghost
+
+
+def _showing_progress(owner: Any) -> list[Any]:
+    """``owner``, or of a modular pipeline its blocks that show their progress, at any depth."""
+    if not is_modular(owner):
+        return [owner]
+    found, waiting = list[Any](), [owner._blocks]
+    while waiting:
+        block = waiting.pop()
+        found += [block] if hasattr(block, "set_progress_bar_config") else []
+        waiting += getattr(block, "sub_blocks", {}).values()
+    return found
 
 
 def _hang_on(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
@@ -180,7 +208,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
     """A digest of what a probe of ``pipe`` depends on beside the call: classes, plain settings, tensors' shapes, schedulers.
 
-    A VAE that tiles from now on, another scheduler, a LoRA: each gives another digest.
+    A VAE that tiles from now on, another scheduler or guider, a LoRA: each gives another digest.
     """
     content: list[Any] = []
     for name, module in modules.items():
@@ -193,9 +221,10 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
             ]
             processor = type(getattr(child, "processor", None)).__name__
             others = [key for key in ("_hf_hook", "_diffusers_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
-            content.append((name, path, others, type(child).__qualname__, processor, plain, tensors))
+            adapted = [(key, vars(child)[key]) for key in ADAPTED if key in vars(child)]
+            content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
-            if hasattr(value, "set_timesteps"):
+            if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and modular pipelines' guiders
                 content.append((path, key, type(value).__qualname__, sorted(map(str, _plain(value.config).items()))))
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

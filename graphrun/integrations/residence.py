@@ -13,7 +13,7 @@ from torch import nn
 
 from graphrun.components.blocks import held
 from graphrun.components.forms import Form, Forms
-from graphrun.components.memos import forget
+from graphrun.components.memos import forget, is_helper
 from graphrun.components.trees import tensors_in, walk
 from graphrun.executor.device import Device
 from graphrun.executor.host import Host
@@ -123,7 +123,7 @@ class Leftovers:
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         self._pipe, self._modules, self._device = pipe, modules, device
         children = [child for module in modules.values() for child in module.modules()]
-        helpers = (value for child in children for value in vars(child).values() if _is_plain(value))
+        helpers = (value for child in children for value in vars(child).values() if is_helper(value))
         self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
         self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
 
@@ -146,13 +146,7 @@ class Leftovers:
             for value in list(vars(owner).values()):
                 if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
                     yield value
-                    yield from (inner for inner in list(vars(value).values()) if _is_plain(inner))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is an object that a module keeps something in: a table of positions that is no module itself."""
-    library = type(value).__module__.startswith(("diffusers", "transformers"))
-    return library and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+                    yield from (inner for inner in list(vars(value).values()) if is_helper(inner))
 
 
 def _attributes(module: Any) -> dict[str, tuple[Any, Any]]:

@@ -18,7 +18,7 @@ import torch
 
 from graphrun.components.entry import Boundary, boundary_around
 from graphrun.errors import InputError
-from graphrun.integrations.live import own_class, pipelines_in, placed
+from graphrun.integrations.live import is_pipeline, own_class, pipelines_in, placed
 
 # Where methods come from that every pipeline has: they load, save and set, and compute nothing.
 COMMON = ("diffusers.pipelines.pipeline_utils", "diffusers.configuration_utils", "diffusers.loaders", "diffusers.modular_pipelines")
@@ -73,7 +73,7 @@ def _handing(to: Called, path: str, name: str, method: Callable[..., Any]) -> Ca
 def _own_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The call of a pipeline, and the public methods that are its own."""
     for name, base, method in _functions(kind):
-        if (name == "__call__" or not name.startswith("_")) and not base.__module__.startswith(COMMON):
+        if name == "__call__" or (not name.startswith("_") and not base.__module__.startswith(COMMON)):
             yield name, method
 
 
@@ -101,10 +101,8 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 def refuse_placed(pipe: Any) -> None:
     """Raises InputError where somebody else places the pipeline's weights already, with how to stop that."""
-    from diffusers import DiffusionPipeline
-
     name = type(pipe).__name__
-    if not isinstance(pipe, DiffusionPipeline):
+    if not is_pipeline(pipe):
         raise InputError(f"attach takes a diffusers pipeline, not {name}")
     for path, owner in pipelines_in(pipe).items():
         where = f"{name}.{path}" if path else name
@@ -112,6 +110,10 @@ def refuse_placed(pipe: Any) -> None:
             raise InputError(f"graphrun is attached to {where} already: detach() it first")
         if getattr(owner, "_all_hooks", None):
             raise InputError(f"{where} carries accelerate's hooks, which move its weights too: call remove_all_hooks() on it first")
+        if getattr(getattr(owner, "_components_manager", None), "_auto_offload_enabled", False):
+            raise InputError(
+                f"the ComponentsManager of {where} moves its weights too: call disable_auto_cpu_offload() on the manager first"
+            )
         if getattr(owner, "hf_device_map", None):
             raise InputError(f"{where} was loaded with a device_map: call reset_device_map() on it, or load it without")
 

@@ -1,16 +1,21 @@
 """Checkpoints as those who trained the models name and shape their tensors: the way back from diffusers' modules, for SDXL and
-FLUX."""
+FLUX; GGUF files."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 
+GGUF_TYPES = gguf.GGMLQuantizationType
+# What stands where in files that people share: most in one type, what is small or touchy in others.
+ROLES = {"norm": GGUF_TYPES.F32, "attn": GGUF_TYPES.Q4_0, "ff": GGUF_TYPES.Q8_0, "proj": GGUF_TYPES.Q5_1}
+ROLES |= {"embed": GGUF_TYPES.F16, "time": GGUF_TYPES.BF16}
 Tensors = dict[str, torch.Tensor]
 SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0"}
@@ -142,3 +147,25 @@ def write_hollow(
         opened.write(len(text).to_bytes(8, "little") + text)
         opened.truncate(8 + len(text) + end)
     return end
+
+
+def write_gguf(file: Path, tensors: Tensors, kind: Callable[[str, torch.Tensor], Any]) -> Path:
+    """A GGUF file of ``tensors``, each in the type that ``kind`` says."""
+    writer = gguf.GGUFWriter(file, "flux")
+    writer.add_uint32("some.number", 7)
+    writer.add_array("some.texts", ["one", "two"])
+    for name, tensor in tensors.items():
+        data, of = tensor.float().numpy(), kind(name, tensor)
+        writer.add_tensor(name, gguf.quants.quantize(data, of), raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def by_role(name: str, tensor: torch.Tensor) -> Any:
+    """The type of a tensor by its name."""
+    if tensor.dim() < 2:
+        return GGUF_TYPES.F32
+    return next((kind for role, kind in ROLES.items() if role in name), GGUF_TYPES.Q8_0)

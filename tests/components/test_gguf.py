@@ -4,7 +4,6 @@ streamed."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import gguf
 import numpy
 import pytest
 import torch
+from original_layouts import GGUF_TYPES as TYPES
+from original_layouts import by_role, write_gguf
 from torch import nn
 
 import graphrun
@@ -26,29 +27,6 @@ from graphrun.planner.infeasible import Infeasible
 from graphrun.planner.simulate import simulate
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
-TYPES = gguf.GGMLQuantizationType
-# What stands where in files that people share: most in one type, what is small or touchy in others.
-ROLES = {"norm": TYPES.F32, "attn": TYPES.Q4_0, "ff": TYPES.Q8_0, "proj": TYPES.Q5_1, "embed": TYPES.F16, "time": TYPES.BF16}
-
-
-def write_gguf(file: Path, tensors: dict[str, torch.Tensor], kind: Callable[[str, torch.Tensor], Any]) -> Path:
-    writer = gguf.GGUFWriter(file, "flux")
-    writer.add_uint32("some.number", 7)
-    writer.add_array("some.texts", ["one", "two"])
-    for name, tensor in tensors.items():
-        data, of = tensor.float().numpy(), kind(name, tensor)
-        writer.add_tensor(name, gguf.quants.quantize(data, of), raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
-def by_role(name: str, tensor: torch.Tensor) -> Any:
-    if tensor.dim() < 2:
-        return TYPES.F32
-    return next((kind for role, kind in ROLES.items() if role in name), TYPES.Q8_0)
 
 
 @pytest.fixture(scope="module")

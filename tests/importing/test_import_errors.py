@@ -46,8 +46,6 @@ def refused(cli: Cli, source: object, *options: str) -> str:
 def test_sources_that_are_none(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
     assert "no such folder: /nowhere" in refused(graphrun, "/nowhere")
     assert f"give the folder, {pipeline}" in refused(graphrun, pipeline / "model_index.json")
-    (tmp_path / "flux.safetensors").touch()
-    assert "a checkpoint of one file" in refused(graphrun, tmp_path / "flux.safetensors")
     (tmp_path / "empty").mkdir()
     assert "has no model_index.json" in refused(graphrun, tmp_path / "empty")
     assert "a component's folder: give the one above it" in refused(graphrun, pipeline / "unet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from import_whole import saved
 
+import graphrun
 from graphrun.errors import InputError
 from graphrun.importing.folder import LARGE, SMALL
 from graphrun.importing.imported import Asked, import_source
@@ -56,6 +58,29 @@ def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path,
     assert graph.source == "owner/tiny"
     assert graph.component("unet").source == "owner/tiny/unet"
     assert {c.dtype for c in graph.components.values()} == {"float16"}
+
+
+def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the graph, in its components' sources and in the plan; where a branch moves on, none of it does."""
+    folder = saved("StableDiffusionPipeline", tmp_path).folder
+    commits, root = {"main": "a" * 40, "v1": "b" * 40}, tmp_path / "cache" / "models--owner--tiny"
+    (root / "refs").mkdir(parents=True)
+    for name, commit in commits.items():
+        (root / "refs" / name).write_text(commit)
+        shutil.copytree(folder, root / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = import_source("owner/tiny", Asked({}, {}, sets=SIZES, revision="v1", whole=True))
+    graph = found.write(tmp_path / "graph.yaml")
+    text = (tmp_path / "graph.yaml").read_text()
+    assert f"revision: {commits['v1']}" in text
+    assert "# The revision is the commit that v1 was." in text
+    assert graph.component("unet").source == f"owner/tiny@{commits['v1']}/unet"
+    (root / "refs" / "v1").write_text("c" * 40)
+    problem = graphrun.estimate(graph, vram="1G", ram="1G", hardware="sim", inputs={"steps": 1})
+    assert set(dict(problem.commits).values()) == {commits["v1"]}
+    with pytest.raises(InputError, match="cannot get the configurations of owner/tiny at v2"):
+        import_source("owner/tiny", Asked({}, {}, revision="v2"))
 
 
 def test_what_cannot_be_reached_says_so() -> None:

@@ -51,7 +51,7 @@ def test_dtypes_are_those_of_files_then_of_configurations_then_of_the_others(tmp
         file.unlink()
     recipe = with_dtypes(of_folder(source.folder), {})
     assert {n: t.dtype for n, t in recipe.components.items()} == {"unet": "bfloat16", "text_encoder": "float32", "vae": "bfloat16"}
-    text = document_of(recipe, _layout_of(source.folder), "graph", None).text
+    text = document_of(recipe, _layout_of(source.folder), "graph").text
     assert "dtype: bfloat16}  # as the other components" in text
     asked = with_dtypes(of_folder(source.folder), {"": "float16", "vae": "float32"})
     assert {n: t.dtype for n, t in asked.components.items()} == {"unet": "float16", "text_encoder": "float16", "vae": "float32"}
