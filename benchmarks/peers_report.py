@@ -53,7 +53,7 @@ class Results:
     def at(self, model: str, tool: str, cap: int | None) -> Cell | None:
         """The tool's cell at ``cap``: as it was run, or as the nearest that was run says it is. None where there is none."""
         own = {c["cap_bytes"]: c for c in self.cells(model, "run") if c["tool"] == tool}
-        if cap in own or cap is None or None not in own:
+        if cap in own or cap is None or None not in own or tool in OWN:
             return own.get(cap)
         free = own[None]
         if free["status"] != "finished":
