@@ -53,7 +53,7 @@ class Results:
     def at(self, model: str, tool: str, cap: int | None) -> Cell | None:
         """The tool's cell at ``cap``: as it was run, or as the nearest that was run says it is. None where there is none."""
         own = {c["cap_bytes"]: c for c in self.cells(model, "run") if c["tool"] == tool}
-        if cap in own or cap is None or None not in own:
+        if cap in own or cap is None or None not in own or tool in OWN:
             return own.get(cap)
         free = own[None]
         if free["status"] != "finished":
@@ -188,6 +188,23 @@ def behind(of: Results, pairs: Sequence[tuple[str, str, Callable[[Cell], float]]
     return lines
 
 
+def behind_in_ram(of: Results, pairs: Sequence[tuple[str, str, Callable[[Cell], float]]]) -> list[str]:
+    """As `behind`, of the cells with tight RAM, where reading files is charged to graphrun alone."""
+    lines = []
+    for model in of.models:
+        cells = of.cells(model, "run", tight=True)
+        for own, name, seconds in ((c, name, s) for tool, name, s in pairs for c in cells if c["tool"] == tool):
+            others = [c for c in cells if c["tool"] not in OWN and c["cap_bytes"] == own["cap_bytes"] and good(c)]
+            best_one = min(others, key=seconds, default=None)
+            place = f"{model} within {mib(own['cap_bytes'])} MiB and {mib(own['ram_bytes'])} MiB of RAM: {own['tool']}"
+            if best_one is not None and not good(own):
+                lines.append(f"{place} {_shown(own, seconds)}; the fastest that finishes is {best_one['tool']}")
+            elif best_one is not None and seconds(own) > SLACK * seconds(best_one):
+                ratio, theirs = seconds(own) / seconds(best_one), f"{best_one['tool']} {1e3 * seconds(best_one):.2f} ms"
+                lines.append(f"{place}, {name}: {1e3 * seconds(own):.2f} ms, {theirs} ({ratio:.3f})")
+    return lines
+
+
 def encode_table(of: Results, model: str) -> str:
     """What encode_prompt alone takes and leaves, with no cap, called twice."""
     rows = [["tool", "peak MiB", "second time MiB", "left MiB", "left the second time MiB"]]
@@ -239,7 +256,7 @@ def markdown(of: Results, name: str) -> str:
     """The whole page."""
     about = of.data["about"]
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    worse, mixed, alone = behind(of, ALIKE), behind(of, UNLIKE), _alone(of)
+    worse, mixed, alone = [*behind(of, ALIKE), *behind_in_ram(of, ALIKE)], behind(of, UNLIKE), _alone(of)
     mixed = [line for line in mixed if "run 1" in line or "run 2" in line]  # where it does not finish is said above
     parts = [
         f"# Side by side on {about['device']}",

@@ -17,6 +17,7 @@ from graphrun.estimator.variants import variants_of
 from graphrun.estimator.windows import Window, handed_of, windows_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.order import read_by
 from graphrun.graph.settings import settings_of
 from graphrun.planner.directives import directed
 from graphrun.planner.problem import (
@@ -222,14 +223,14 @@ def _may_be_on_cpu(components: Mapping[str, ComponentNumbers], of: Callable[[Ite
 
 
 def _values(graph: Graph, tape: Tape, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
-    """The values that later stages consume; ``stages`` names the stage of each phase."""
+    """The values that later stages consume with their numbers; ``stages`` names the stage of each phase."""
     sizes = {item[0]: round_up(item[1], ROUND_BYTES) for item in tape.items if isinstance(item, tuple) and item[1] > 0}
     order = {stage.name: number for number, stage in enumerate(graph.stages)}
     found = []
     for name, keys in tape.values.items():
         producer, output = name.split(".", 1)
         wanted = Reference("stage", producer, output)
-        consumers = tuple(stage.name for stage in graph.stages if wanted in stage.references)
+        consumers = tuple(stage.name for stage in graph.stages if wanted in read_by(stage))
         phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
         if phases and keys:
             found.append(ValueNumbers(name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1]))

@@ -220,7 +220,8 @@ def _given_up(error: OutOfMemory, reason: Exception, stages: Stages, keep: Path 
     saved = ""
     if named:
         try:
-            saved = f"; what was made is in {_saved(named, keep)}: {', '.join(sorted(values))}"
+            made = sorted(name for name, value in values.items() if _flat(value))
+            saved = f"; what was made is in {_saved(named, keep)}: {', '.join(made)}"
         except (OSError, SafetensorError) as refused:
             saved = f"; what was made could not be saved: {refused}"
     return OutOfMemory(f"{error}; no plan fits what is left ({str(reason).splitlines()[0]}){saved}")

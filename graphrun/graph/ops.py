@@ -24,6 +24,7 @@ class Operation:
 
     ``options``: other ways to run it -> what must be allowed for it since the output changes ("": nothing does). ``open``: it takes
     and produces more, of kind ``any``; what there is says the pipeline's class, which is asked when the stage is planned.
+    ``outlined``: arguments of which it takes shapes and dtypes and no number.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Operation:
     outputs: Mapping[str, Kind]
     options: Mapping[str, str] = field(default_factory=dict)
     open: bool = False
+    outlined: frozenset[str] = frozenset()
 
     @property
     def arguments(self) -> dict[str, Kind]:
@@ -87,6 +89,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
         optional={"height": "int", "width": "int", "num_frames": "int", "use_resolution_binning": "bool", "tiling": "bool"},
         outputs={"image": "image"},
         options={"tiling": "tiling", "slicing": ""},
+        outlined=frozenset({"embeds"}),
     ),
     Operation(
         "call",

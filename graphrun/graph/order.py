@@ -1,12 +1,14 @@
-"""The order of stages, each behind those whose outputs it reads, and the cycle where there is none."""
+"""The order of stages, each behind those whose outputs it takes, the cycle where there is none, and what is read of outputs."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
-from graphrun.graph.graph import Stage
+from graphrun.graph.graph import Reference, Stage
+from graphrun.graph.ops import OPERATIONS
 
 
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
@@ -33,6 +35,13 @@ def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
         first = members.index(min(members, key=list(stages).index))
         return members[first:] + members[:first]
     return ()
+
+
+def read_by(stage: Stage) -> frozenset[Reference]:
+    """What ``stage`` takes with its numbers; of its other references the op takes shapes and dtypes (`Operation.outlined`)."""
+    outlined = OPERATIONS[stage.op].outlined
+    numbers = {name: value for name, value in stage.arguments.items() if name not in outlined}
+    return frozenset(replace(stage, arguments=numbers).references)
 
 
 def _producers(stages: Mapping[str, Stage]) -> dict[str, list[str]]:

@@ -17,9 +17,11 @@ from graphrun.components.trees import walk
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.media import opened
+from graphrun.graph.order import read_by
 from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.options import applied
+from graphrun.ops.outlines import filled, outlined
 from graphrun.ops.pipeline import assemble
 from graphrun.ops.steps import Journal, Steps
 
@@ -42,7 +44,8 @@ class Stages:
     (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
     outputs)`` sees its values as they are on the device. ``given``: values of stages that are not run, by name as in
     ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the states of denoising loops, of which
-    ``steps`` has the last. A value is dropped after its last consumer. While ``planning``, what costs on the host alone is left
+    ``steps`` has the last. A value is dropped after its last consumer, and is an outline (`graphrun.ops.outlines`) behind the last
+    that reads its numbers. While ``planning``, what costs on the host alone is left
     out.
     """
 
@@ -72,6 +75,7 @@ class Stages:
         self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}
         self.options = dict(options or {})
         self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
+        self._drop()
 
     def run(self) -> dict[str, Any]:
         """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
@@ -135,8 +139,13 @@ class Stages:
         self.named.update({f"{stage.name}.{output}": value for output, value in made.items()})
         self._outputs.update({n: to_host(self._value(of)) for n, of in graph.outputs.items() if of.name == stage.name})
         self.todo.remove(stage)
+        self._drop()
+
+    def _drop(self) -> None:
+        """What no stage reads any more."""
         needed = {str(value)[1:] for later in self.todo for value in later.references}
-        self.named = {key: value for key, value in self.named.items() if key in needed}
+        read = {str(value)[1:] for later in self.todo for value in read_by(later)}
+        self.named = {key: value if key in read else outlined(value) for key, value in self.named.items() if key in needed}
 
     def _refuse(self, component: str, entry: str) -> None:
         stage = self.todo[0].name
@@ -149,7 +158,9 @@ class Stages:
             return [self._value(item) for item in value]
         if not isinstance(value, Reference):
             return value
-        return opened(self._inputs[value.name]) if value.kind == "input" else self.named[f"{value.name}.{value.output}"]
+        if value.kind == "input":
+            return opened(self._inputs[value.name])
+        return filled(self.named[f"{value.name}.{value.output}"], self.device)
 
 
 def run_stages(

@@ -18,7 +18,7 @@ from graphrun.planner.infeasible import refusal, surely_infeasible
 from graphrun.planner.least import least_needs_of
 from graphrun.planner.modes import MODES, fitting
 from graphrun.planner.orders import Arrangement, arrangements
-from graphrun.planner.plan import Plan, Stream
+from graphrun.planner.plan import Fill, Free, Plan, Stream
 from graphrun.planner.problem import ALLOCATION_BYTES, Problem
 from graphrun.planner.program import Choice, Program, program_of
 from graphrun.planner.search import AGAIN, Answer, choose, undercuts
@@ -50,13 +50,30 @@ def solve(problem: Problem) -> Solution:
 def solved(problem: Problem) -> Solution | None:
     """As `solve`; None where nothing fits, without saying why. The solution's problem is ``problem`` as finely cut as it takes."""
     found = until_it_fits(problem, _solved, least_needs_of)
-    if found is None or problem.runs > 1 or not (names := _cramped(found)):
-        return found  # a session by layer takes minutes to plan: only where nothing else fits
-    finer, enough = cut(found.problem, names), _seconds(found) / FASTER
-    if not undercuts([program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]], enough):
+    if found is None or not (names := _cramped(found)):
         return found
-    other = _solved(finer)
+    finer, enough = cut(found.problem, names), _seconds(found) / FASTER
+    if problem.runs == 1 and not undercuts([program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]], enough):
+        return found
+    other = (_solved if problem.runs == 1 else _repeated)(finer)
     return other if other is not None and _seconds(other) <= enough else found
+
+
+def _repeated(problem: Problem) -> Solution | None:
+    """One run's plan, again and again, as a session's; None where homes do not stay. A session by layer takes minutes to plan, and
+    where memory is that scarce little can wait for the next run."""
+    once = _solved(replace(problem, runs=1))
+    if once is None:
+        return None
+    first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Free))) for s in once.plan.slots)
+    again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Fill))) for s in first)
+    plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
+    if check(problem, plan):
+        return None
+    further, objective = problem.runs - 1, problem.runs * once.objective_seconds
+    hidden = further * simulate(problem, plan).compute_seconds  # every copy of the other runs behind their compute
+    bound = min(once.bound_seconds + hidden, objective)
+    return Solution(problem, plan, False, bound, objective, 1 - bound / objective, once.objective_seconds)
 
 
 def _cramped(solution: Solution) -> set[str]:

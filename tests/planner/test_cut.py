@@ -83,6 +83,21 @@ def test_a_ring_that_is_too_small_is_a_violation() -> None:
     assert "ring" in {violation.rule for violation in check(solution.problem, replace(solution.plan, slots=slots))}
 
 
+def test_a_session_by_layer_is_one_runs_plan_again_and_again() -> None:
+    of = replace(problem(24 * MB), runs=3)
+    blocks = tuple(replace(component, layers=None) for component in of.components)
+    uses = tuple(replace(phase, uses=tuple(replace(use, layers=None) for use in phase.uses)) for phase in of.phases)
+    before, once, found = solve(replace(of, components=blocks, phases=uses)), solve(replace(of, runs=1)), solve(of)
+    assert [c.grain for c in (*once.problem.components, *found.problem.components)] == ["layers", "layers"]
+    assert found.plan.again == found.plan.slots == once.plan.slots
+    assert not check(found.problem, found.plan)
+    seconds = simulate(found.problem, found.plan).total_seconds
+    assert seconds == pytest.approx(3 * simulate(once.problem, once.plan).seconds)
+    assert 1.02 * seconds < simulate(before.problem, before.plan).total_seconds
+    assert found.bound_seconds <= found.objective_seconds
+    assert not found.proven_optimal
+
+
 def with_a_large_variant(budget_bytes: int) -> Problem:
     """`problem` with a variant of four times the bytes, that must be allowed."""
     of = problem(budget_bytes)

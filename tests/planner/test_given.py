@@ -25,7 +25,7 @@ def test_a_given_stage_is_neither_planned_nor_loaded_and_its_value_lives_from_th
     assert [phase.name for phase in left.phases] == ["denoise/0:transformer", "decode/0:vae"]
     assert [component.name for component in left.components] == ["transformer", "vae"]
     assert {value.name: (value.first_phase, value.last_phase) for value in left.values} == {
-        "encode.embeds": (0, 1),
+        "encode.embeds": (0, 0),
         "denoise.latents": (1, 1),
     }
     assert left.digest != problem.digest

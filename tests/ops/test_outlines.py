@@ -1,0 +1,86 @@
+"""Embeddings go when the last stage that reads their numbers is done; the decoder's pipeline is told their shapes alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphrun
+from graphrun.components.build import build
+from graphrun.graph.graph import Reference
+from graphrun.graph.order import read_by
+from graphrun.ops import Stages
+from graphrun.ops.outlines import Outline, filled, outlined
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+CPU = torch.device("cpu")
+
+
+def test_a_sequence_is_one_long_and_all_else_is_as_it_was() -> None:
+    value = {
+        "prompt_embeds": torch.rand(2, 64, 32, dtype=torch.bfloat16),
+        "pooled": torch.rand(2, 48),
+        "layers": torch.rand(6, 2, 64, 32),
+        "mask": torch.ones(2, 64, dtype=torch.int64),
+        "each": [torch.rand(7, 32)],
+        "scale": 0.5,
+    }
+    kept = outlined(value)
+    assert kept["layers"] == Outline((6, 2, 1, 32), torch.float32)
+    made = filled(kept, CPU)
+    assert {name: tuple(made[name].shape) for name in ("prompt_embeds", "pooled", "mask")} == {
+        "prompt_embeds": (2, 1, 32),
+        "pooled": (2, 48),
+        "mask": (2, 1),
+    }
+    assert made["prompt_embeds"].dtype == torch.bfloat16
+    assert made["mask"].all()  # a mask is one of tokens, never empty
+    assert made["each"][0].shape == (7, 32)  # it could as well be pooled
+    assert made["scale"] == 0.5
+
+
+def test_a_decoder_reads_latents_and_no_embeddings() -> None:
+    decode = graphrun.load(GRAPHS / "sdxl-tiny.yaml").stage("decode")
+    assert Reference("stage", "encode", "embeds") in decode.references
+    assert [str(of) for of in read_by(decode) if of.kind == "stage"] == ["$denoise.latents"]
+
+
+def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
+    problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram=1 << 40, ram=1 << 40, hardware="sim")
+    embeds = next(value for value in problem.values if value.name == "encode.embeds")
+    assert embeds.consumers == ("denoise",)
+    assert problem.phases[embeds.last_phase].stage == "denoise"
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_while_the_decoder_computes_no_embedding_is_there(given: bool) -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    modules = {name: build(component, graph) for name, component in graph.components.items()}
+    inputs, values, alive, seen = graph.resolve({"steps": 1}), dict[str, Any](), list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
+        if stage == "encode":
+            alive.extend(weakref.ref(tensor) for tensor in outputs["embeds"].values())
+        values.update({f"{stage}.{name}": value for name, value in outputs.items() if given})
+
+    def before_decoding(*_: Any) -> None:
+        gc.collect()
+        seen.append(sum(embedding() is not None for embedding in alive))
+
+    modules["vae"].decoder.register_forward_pre_hook(before_decoding)
+    whole = Stages(graph, modules, CPU, inputs, after_stage=after_stage).run()["image"]
+    if given:  # handed in, as where stages are run apart
+        alone = graph.with_given(["encode", "denoise"])
+        handed = {str(of)[1:]: values[str(of)[1:]] for of in alone.given}
+        stages = Stages(alone, modules, CPU, inputs, given=handed)
+        assert isinstance(stages.named["encode.embeds"]["prompt_embeds"], Outline)
+        assert stages.run()["image"].tobytes() == whole.tobytes()
+    else:
+        assert len(alive) >= 2
+        assert seen == [0]
