@@ -53,7 +53,9 @@ def solved(problem: Problem) -> Solution | None:
     if found is None or not (names := _cramped(found)):
         return found
     finer, enough = cut(found.problem, names), _seconds(found) / FASTER
-    if problem.runs == 1 and not undercuts([program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]], enough):
+    if problem.runs == 1 and not undercuts(
+        [program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]], enough
+    ):
         return found
     other = (_solved if problem.runs == 1 else _repeated)(finer)
     return other if other is not None and _seconds(other) <= enough else found
