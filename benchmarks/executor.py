@@ -249,9 +249,26 @@ def overlap(name: str) -> list[dict[str, Any]]:
                 "one_block_seconds": block,
                 "over_bound": round(seconds / bound, 4),
                 "within": seconds <= bound,
+                "by_class_seconds": (classes := by_class(problem, solution.plan.slots[index], rate)),
+                "within_by_class": seconds <= SLACK * max(classes, transfer) + block,
             }
         )
     return found
+
+
+def by_class(problem: Any, slot: Any, rate: float) -> float:
+    """The longer of compute and transfer of each class of the streamed component in ``slot``, added up."""
+    from graphrun.planner.plan import Stream
+
+    (stream,) = (action for action in slot.actions if isinstance(action, Stream))
+    component, kept = problem.component(stream.component), {name: len(blocks) for name, blocks in stream.keep or ()}
+    phase = next(phase for phase in problem.phases if phase.name == slot.phase)
+    use, total = next(use for use in phase.uses if use.component == stream.component), 0.0
+    calls, sizes = use.class_calls_in(slot.part), component.variants[0].block_bytes
+    for k, of in enumerate(component.classes):
+        copied = (len(of.blocks) - kept.get(of.name, 0)) * sizes[k] * use.passes_of(k) if of.streamable else 0
+        total += calls[k] * max(len(of.blocks) * use.seconds[k], copied / rate)
+    return total
 
 
 def main() -> None:
