@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_cases import FAILING
+from tiny_cases import ALONE, FAILING
 from tiny_pipelines import cases
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
@@ -14,6 +14,7 @@ HEAD = "| pipeline | family | result |\n|---|---|---|\n"
 
 def table() -> str:
     rows = {name: (case.family, "works") for name, case in cases().items()}
+    rows |= {name: (family, "works") for name, family in ALONE.items()}
     rows |= {name: (family, why) for name, (family, why) in FAILING.items()}
     return HEAD + "".join(f"| {name} | {family} | {result} |\n" for name, (family, result) in sorted(rows.items()))
 

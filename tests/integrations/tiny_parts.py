@@ -226,6 +226,17 @@ def dit(kind: Any, **options: Any) -> Any:
     return kind(**{"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_attention_heads": 4, "num_layers": 6, **options})
 
 
+def plain_unet() -> Any:
+    return d.UNet2DModel(
+        sample_size=8,
+        layers_per_block=2,
+        block_out_channels=(32, 64, 64),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    )
+
+
 def wan(kind: Any = d.WanTransformer3DModel, channels: int = 16, **options: Any) -> Any:
     return kind(
         patch_size=(1, 2, 2),
