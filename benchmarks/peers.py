@@ -3,7 +3,7 @@
 python benchmarks/peers.py                         every model and tool on the simulated accelerator; writes results/peers-sim.json
 python benchmarks/peers.py --device cuda           the same at full size, with random weights, on a card
 python benchmarks/peers.py --models flux --tools graphrun,"diffusers model offload" --steps 2
-python benchmarks/peers_report.py results/peers-sim.json      tables (Markdown) and plots (SVG) from the results
+python benchmarks/peers_report.py results/peers-sim.json      tables (Markdown) and plots (PNG) from the results
 
 Peers that are not diffusers' own are installed beside graphrun, in an environment of one's own; one that is missing is reported:
 

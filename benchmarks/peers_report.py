@@ -1,6 +1,6 @@
 """Renders the results of peers.py: tables as Markdown, time against budget and peak against cap as pictures (SVG).
 
-python benchmarks/peers_report.py [results/peers-sim.json]      writes peers-sim.md and peers-sim-*.svg beside it
+python benchmarks/peers_report.py [results/peers-sim.json]      writes peers-sim.md and peers-sim-*.png beside it
 
 It computes nothing but ratios. A cell that was not run, because its tool does not look at the cap, shows what the tool did without.
 """
@@ -281,7 +281,7 @@ def markdown(of: Results, name: str) -> str:
             f"{facts['graph']}: weights {mib(facts['weight_bytes'])} MiB, resident {mib(facts['resident_peak_bytes'])} MiB.",
             f"Run 1, from weights in host memory, milliseconds\n\n{time_table(of, model, first)}",
             f"Run 2, milliseconds\n\n{time_table(of, model, second)}",
-            f"![time]({name}-{model}-time.svg) ![peak]({name}-{model}-peak.svg)",
+            f"![time]({name}-{model}-time.png) ![peak]({name}-{model}-peak.png)",
             f"`encode_prompt` alone, without a cap\n\n{encode_table(of, model)}",
             f"Whole runs without a cap\n\n{books_table(of, model)}",
             f"Within {mib(facts['tight_ram_bytes'])} MiB of RAM\n\n{ram_table(of, model)}" if "tight_ram_bytes" in facts else "",
@@ -315,7 +315,8 @@ def main() -> None:
             ("time", f"{model}: run 1 against budget", times, "ms"),
             ("peak", f"{model}: peak against cap", peaks, "MiB"),
         ):
-            path.with_name(f"{path.stem}-{model}-{kind}.svg").write_text(plot(title, lines, "cap, MiB", unit, GRAPHRUN))
+            picture = path.with_name(f"{path.stem}-{model}-{kind}.png")
+            plot(title, lines, "cap, MiB", unit, GRAPHRUN).savefig(picture, metadata={"Software": None})
     print(f"wrote {path.with_suffix('.md')} and {2 * len(of.models)} pictures")
 
 
