@@ -84,7 +84,7 @@ def test_where_graphrun_fits_no_peer_makes_the_first_run_faster(bench: dict[str,
 
 
 def test_a_session_finds_in_its_second_run_what_the_first_left(bench: dict[str, Any]) -> None:
-    one, two = cells(bench, "graphrun, session of 2")[0]["runs"]
+    one, two = max(cells(bench, "graphrun, session of 2"), key=lambda cell: cell["cap_bytes"] or 0)["runs"]
     assert two["seconds"] < one["seconds"]
     assert two["in_bytes"] < one["in_bytes"] / 10
     assert one["left_bytes"] == two["before_bytes"] == two["left_bytes"] > 0
