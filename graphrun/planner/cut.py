@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from graphrun.planner.needs import Need
-from graphrun.planner.problem import PhaseNumbers, Problem, Use
+from graphrun.planner.problem import ComponentNumbers, PhaseNumbers, Problem, Use
 
 T = TypeVar("T")
 
@@ -46,12 +46,19 @@ def cut(problem: Problem, names: Collection[str]) -> Problem:
 def finer(problem: Problem, needs: Sequence[Need]) -> Problem | None:
     """``problem`` with the components of the phases that cannot fit cut into layers; None where nothing more can be cut.
 
-    ``needs``: the least that each phase takes. Where every phase fits by itself, what is demanded of components binds, or the host.
+    ``needs``: the least that each phase takes. Where every phase fits by itself, what is demanded of components binds, or the host:
+    then those are cut that take less of it so, since layers are read from disk through a smaller buffer.
     """
     short = {need.phase for need in needs if need.short_bytes > 0}
     phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
     names = {use.component for phase in phases if phase.name in short for use in phase.uses} & set(cuttable(problem))
+    if not short:
+        names = {c.name for c in problem.components if c.layers is not None and _least_host(c.layers) < _least_host(c)}
     return cut(problem, names) if names else None
+
+
+def _least_host(component: ComponentNumbers) -> int:
+    return min((variant.host_bytes for variant in component.variants), default=0)
 
 
 def until_it_fits(problem: Problem, attempt: Callable[[Problem], T | None], needs: Callable[[Problem], Sequence[Need]]) -> T | None:

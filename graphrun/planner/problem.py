@@ -16,6 +16,7 @@ A `Problem` knows no torch, no file and no clock; its JSON form is the whole of 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -349,12 +350,30 @@ class Problem:
     def digest(self) -> str:
         """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later counts only where it is used, so that
         plans made before keep their digests."""
-        text = json.dumps(_used(asdict(self)), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest_of(_Itself(self))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, complete: an equal problem can be made from it."""
         return asdict(self)
+
+
+class _Itself:
+    """A problem that is equal to itself alone: 1 and 1.0 are equal, their JSON forms are not."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.problem is other.problem
+
+    def __hash__(self) -> int:
+        return id(self.problem)
+
+
+@functools.lru_cache(maxsize=16)  # asked for with every plan that is made or checked
+def _digest_of(itself: _Itself) -> str:
+    text = json.dumps(_used(asdict(itself.problem)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _used(content: Any) -> Any:

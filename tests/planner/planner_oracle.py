@@ -232,7 +232,7 @@ class Choice:
                 fits &= ~table[f"copies {name}"]
         seconds = np.maximum(table["own"], np.maximum(table["transfer"] + crossing_seconds, table["disk"] + fill_seconds))[fits]
         units = np.rint(seconds * SCALE).astype(np.int64)
-        assert np.allclose(units / SCALE, seconds, rtol=0, atol=1e-9), "seconds that are no multiples"
+        assert np.abs(units / SCALE - seconds).max(initial=0.0) <= 1e-9, "seconds that are no multiples"
         return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored
 
     def run(self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, homes: Homes | None) -> dict[Homes, np.ndarray]:
