@@ -22,6 +22,7 @@ FURTHER = 256  # times as much is kept free when keeping a slot's excess did not
 # found, whatever others tie with it. In a large one seconds, bytes moved and memory may be so far from the least, relatively.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
+HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
 ROUGH = 0.02
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
@@ -114,9 +115,9 @@ def _least(matrices: list[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, f
     for goal, most in zip(goals, LARGE_GAPS, strict=False):
         of = list(alive) if limits else list(range(len(matrices)))
         large = any(matrices[n].model.size > LARGE for n in of)
-        finer, best, least = passed(
-            matrices, of, replace(goal, gap=max(goal.gap, most)) if large else goal, limits, staged=large, fixed=settled
-        )
+        most = max(most, HUGE_GAP) if any(matrices[n].model.size > HUGE for n in of) else most
+        wanted = replace(goal, gap=max(goal.gap, most)) if large else goal
+        finer, best, least = passed(matrices, of, wanted, limits, staged=large, fixed=settled)
         if not finer:
             break
         alive = dict(finer)
