@@ -6,6 +6,7 @@ rest |  block  |  block  | rest |  block  | rest |      the ring, and the buffer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graphrun.planner.problem import Use, Variant
 
@@ -46,4 +47,4 @@ def read_from_disk(use: Use, variant: Variant, counts: Sequence[int]) -> Use:
         return use
     shares = zip(hiding_seconds(use.order, variant), counts, use.class_calls, strict=True)
     seconds = tuple(use.calls * total / (count * max(1, calls)) for total, count, calls in shares)
-    return Use(use.component, use.calls, use.class_calls, seconds, use.order, use.passes, use.beside_bytes, use.layers)
+    return replace(use, seconds=seconds)

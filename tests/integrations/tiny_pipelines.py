@@ -15,6 +15,8 @@ import tiny_parts as p
 import torch
 from PIL import Image
 
+from graphrun.report.summary import broken_caps
+
 PROMPT = "a lighthouse at dusk"
 SAFE = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 SMALL = {"height": 16, "width": 16}
@@ -464,3 +466,13 @@ def cases() -> dict[str, Case]:
     from tiny_cases import listed
 
     return {name: Case(*row) for name, row in listed().items()}
+
+
+def kept_peak_bytes(attached: Any, device: Any) -> int:
+    """The peak of the run that ended, which left nothing on ``device``, took no detour and broke no cap."""
+    assert device.allocated_bytes == 0
+    assert attached.solution is not None
+    assert attached.trace is not None
+    assert broken_caps(attached.solution, attached.trace) == []
+    assert attached.detours == ()
+    return int(attached.trace.peak_bytes)
