@@ -77,7 +77,7 @@ def _variants(component: ComponentNumbers, hardware: Hardware) -> Iterator[Varia
                 precision=precision,
                 home=home,  # type: ignore[arg-type]
                 block_bytes=sizes,
-                load_seconds=tuple(nbytes / rates.get(home, rates["pinned"]) for nbytes in sizes),
+                load_seconds=tuple(hardware.copy_start_seconds + n / rates.get(home, rates["pinned"]) for n in sizes),
                 host_bytes=2 * max(sizes) if disk else total,
                 disk_seconds=tuple(nbytes / hardware.disk_bytes_per_second for nbytes in sizes) if disk else (),
                 block_seconds=tuple(slower * nbytes for nbytes in sizes) if slower else (),

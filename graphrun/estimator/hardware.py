@@ -6,7 +6,7 @@ copies reach a third to a half of pinned ones (0.4 here). Host-to-device falls t
 direction runs (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading)
 to 667 MB (eager); the larger is used. Device memory, from NVIDIA's data sheets (GB/s): 360, 272, 1008, 1792, 2039 (A100 80 GB),
 3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (eight cores with AVX2 in fp32 come to about that). cuBLAS workspace: 8.125
-MiB, 32 MiB from compute capability 9.0.
+MiB, 32 MiB from compute capability 9.0. Submitting a copy takes 5 to 7 us, however small (arXiv:2602.21548, 5.2); 7 here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from graphrun.planner.problem import Hardware
 from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
+COPY_START_SECONDS = 7e-6
 DEFAULT = "rtx4090"
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
@@ -46,6 +47,7 @@ def _card(
         disk_bytes_per_second=1.2e9,
         flops_per_second=tflops * 1e12,
         memory_bytes_per_second=memory_gb * 1e9,
+        copy_start_seconds=COPY_START_SECONDS,
         spares_large_copies=name in HOPPER,
     )
 

@@ -78,12 +78,13 @@ def _in_homes(
         if home == "disk" and not (stored or (not quantized and component.source is not None)):
             continue  # nothing there can be read block by block
         rate = hardware.pageable_bytes_per_second if home == "pageable" else hardware.h2d_bytes_per_second
+        start = hardware.copy_start_seconds
         yield Variant(
             precision=precision,
             home=home,
             device="device",
             block_bytes=block_bytes,
-            load_seconds=tuple(nbytes / rate for nbytes in block_bytes),
+            load_seconds=tuple(start + nbytes / rate if nbytes else 0.0 for nbytes in block_bytes),
             host_bytes=2 * max(block_bytes) if home == "disk" else whole,
             fill_seconds=() if home == "disk" else read,
             disk_seconds=read if home == "disk" else (),

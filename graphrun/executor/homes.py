@@ -9,7 +9,7 @@ disk                files --read--> | bounce buffer |    two of the largest bloc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -35,11 +35,25 @@ class Blocks(Protocol):
 
 @dataclass(slots=True)
 class _Filling:
-    """A block's fill: ``join`` returns when it is done, and then ``marks`` say from when to when it was read."""
+    """A block's read: ``join`` returns when it is done, and then ``marks`` say from when to when it was read."""
 
     join: Callable[[], None]
     marks: list[Mark]
     read: list[int]  # bytes, once it is done
+
+    def abandon(self) -> None:
+        """Returns when it is done or has failed: whoever waited for it was told."""
+        with contextlib.suppress(GraphrunError, OSError, RuntimeError):
+            self.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A block on its way into the bounce buffer, where it has this placement."""
+
+    number: int
+    buffer: torch.Tensor
+    filling: _Filling
 
 
 class Arena:
@@ -128,8 +142,7 @@ class Arena:
         """The memory is gone, when nothing else holds views of it. What is still to be read is not."""
         self._dropped = True
         for filling in self._fillings.values():
-            with contextlib.suppress(GraphrunError, OSError, RuntimeError):  # whoever waited for it was told
-                filling.join()
+            filling.abandon()
         self._fillings.clear()
         self._jobs.clear()
         self.wanted = None
@@ -146,34 +159,58 @@ class Disk:
         self._ring = Ring(bounce_bytes)
         self.before_read: Callable[[int, bool], None] = _nothing  # told of each read: its bytes, and whether the buffer was full
         self._copied: dict[int, Mark] = {}
+        self._ahead: dict[str, _Reading] = {}  # begun, and not yet copied
+        self._dropped = False
         self._placements = 0
         self.reads: list[tuple[str, int, Marks]] = []
 
     def hold(self) -> None:
         """The bounce buffer is there, with locked pages."""
-        self.memory = self._device.arena(self.nbytes)
+        self.memory, self._dropped = self._device.arena(self.nbytes), False
         self._device.pin(self.memory)
 
-    def copy(self, path: str, target: torch.Tensor) -> Marks:
-        """Reads block ``path`` and queues its copy into ``target``. The read waits for copies out of the place it takes."""
+    def begin(self, path: str) -> None:
+        """Begins to read block ``path``, which is copied once. The read waits for copies out of the place it takes."""
         layout, device = self._layouts[path], self._device
-        if layout.nbytes == 0:
-            return device.mark("copy"), device.mark("copy")
+        if path in self._ahead or layout.nbytes == 0:
+            return
         assert self.memory is not None, f"the bounce buffer of block {path!r} is not held"
         place = self._ring.place(layout.nbytes)
         self.before_read(layout.nbytes, bool(place.released))
-        for number in place.released:
-            device.wait("disk", self._copied.pop(number))
         buffer = self.memory[place.offset : place.offset + layout.nbytes]
         marks, read = list[Mark](), list[int]()
-        _job(device, self._writer, layout, buffer, marks, read)()
-        self.reads.append((path, sum(read), (marks[0], marks[1])))
-        device.wait("copy", marks[1])
-        start = device.mark("copy")
-        device.copy_in(target, buffer, pageable=False)
-        end = self._copied[self._placements] = device.mark("copy")
+        job = _job(device, self._writer, layout, buffer, marks, read, lambda: self._dropped, self._leaving(place.released))
+        self._ahead[path] = _Reading(self._placements, buffer, _Filling(device.background(job), marks, read))
         self._placements += 1
+
+    def ready(self, path: str) -> bool:
+        """Whether block ``path`` was begun and is read."""
+        return self._layouts[path].nbytes == 0 or (path in self._ahead and self._device.reached(self._ahead[path].filling.marks))
+
+    def copy(self, path: str, target: torch.Tensor) -> Marks:
+        """Queues the copy of block ``path`` into ``target``, behind its read."""
+        device = self._device
+        if self._layouts[path].nbytes == 0:
+            return device.mark("copy"), device.mark("copy")
+        self.begin(path)
+        reading = self._ahead.pop(path)
+        filling = reading.filling
+        filling.join()
+        self.reads.append((path, sum(filling.read), (filling.marks[0], filling.marks[1])))
+        device.wait("copy", filling.marks[1])
+        start = device.mark("copy")
+        device.copy_in(target, reading.buffer, pageable=False)
+        end = self._copied[reading.number] = device.mark("copy")
         return start, end
+
+    def _leaving(self, numbers: Iterable[int]) -> Callable[[], None]:
+        marks = [self._copied.pop(number) for number in numbers]
+
+        def wait() -> None:
+            for mark in marks:
+                self._device.wait("disk", mark)
+
+        return wait
 
     def settle(self) -> list[tuple[str, int, Marks]]:
         """Blocks that were read since the last call, as of an `Arena`. Called when a slot ends: a barrier empties the buffer."""
@@ -189,6 +226,10 @@ class Disk:
 
     def drop(self) -> None:
         """The bounce buffer is gone, and files are closed. Behind a barrier."""
+        self._dropped = True
+        for reading in self._ahead.values():
+            reading.filling.abandon()
+        self._ahead.clear()
         self.memory = None
         self._restart()
         self._writer.close()
@@ -205,11 +246,14 @@ def _job(
     buffer: torch.Tensor,
     marks: list[Mark],
     read_bytes: list[int],
-    dropped: Callable[[], bool] = lambda: False,
+    dropped: Callable[[], bool],
+    wait: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     def read() -> None:
         if dropped():
             return
+        if wait is not None:
+            wait()
         start = device.mark("disk")
         read_bytes.append(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
         device.read(read_bytes[0])

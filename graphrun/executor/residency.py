@@ -193,10 +193,6 @@ class Residency:
             if (marks := self.home.filled(path)) is not None:
                 self.device.wait("compute", marks[1])
 
-    def ready(self, path: str) -> bool:
-        """Whether a copy of block ``path`` would wait for nothing but other copies."""
-        return not isinstance(self.home, Arena) or self.home.ready(path)
-
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """The tensors of block ``path`` are those that lie in ``buffer``."""
         for entry in self._blocks[path].entries if self.joined else ():

@@ -112,13 +112,13 @@ class OpenSlot:
         device.wait("copy", device.mark("compute"))
         filled = {action.component for action in self.slot.actions if isinstance(action, Fill)}
         later = sorted((name for name in loads if name not in self._uses), key=lambda name: name in filled)
-        self._prefetch += [(self._residencies[name], path) for name in later for path in loads[name]]
-        self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in self._prefetch)
         for streamer in self._streamers.values():
             streamer.open()
         for name in loads:
             if name in self._uses:
                 self._load_for_use(name, loads[name])
+        self._prefetch += [(self._residencies[name], path) for name in later for path in loads[name]]
+        self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in self._prefetch)
         self._pace()
 
     def begin(self, component: str) -> None:
@@ -135,6 +135,8 @@ class OpenSlot:
         self._entries[component] += 1
         if component in self._streamers:
             self._streamers[component].begin_call()
+        else:
+            self._pace()
         return self._device.mark("compute")
 
     def close(self) -> SlotTrace:
@@ -265,10 +267,15 @@ class OpenSlot:
         self._recorder.note(kind, component, path, nbytes, marks)
 
     def _pace(self) -> None:
-        """Issues prefetch in step with streaming: the share of it that was issued stays at most one block ahead of the other's."""
-        while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
-            if not self._prefetch[0][0].ready(self._prefetch[0][1]):
-                break  # it is still being read; streamed blocks do not wait behind it
+        """Issues prefetch in step with streaming, as far as it is in RAM: the share of it that was issued stays at most one block
+        ahead of the other's. Of a home on disk the next block is read meanwhile."""
+        while self._prefetch:
+            residency, path = self._prefetch[0]
+            if isinstance(residency.home, Disk):
+                residency.home.begin(path)
+            due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
+            if not due or not residency.home.ready(path):
+                break  # streamed blocks do not wait behind it
             self._issue_prefetch()
 
     def _issue_prefetch(self) -> None:

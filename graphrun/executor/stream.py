@@ -52,7 +52,8 @@ class Streaming:
 
 
 class Streamer:
-    """Streams a component for one slot. ``idle`` is called when no room is left in the ring. Raises what the device raises."""
+    """Streams a component for one slot. ``idle`` is called when the ring has no room left, and when it has
+    some again. Raises what the device raises."""
 
     def __init__(self, device: Device, residency: Residency, streaming: Streaming, note: Note, idle: Callable[[], None]) -> None:
         self._device, self._residency = device, residency
@@ -143,6 +144,8 @@ class Streamer:
         if (mark := self._leave(place)) is not None:
             self._device.wait("copy", mark)
         buffer = self._room_for(place, nbytes)
+        if place.released or place.alone:
+            self._idle()
         marks = self._residency.stage(path, buffer, self._device)
         self._note("stream", self._residency.name, path, nbytes, marks)
         self._issued.append(_Passing(self._placements, path, buffer, marks[1]))

@@ -4,8 +4,8 @@
                      -> a phase cannot fit: its components cut into layers -> plan again
                      -> no phase can be cut further: nothing fits
 
-Layers pass in many small copies, of which each may come alone; so blocks are taken wherever they fit. Must not know how a plan is
-found.
+Layers pass in many small copies, of which each may come alone: blocks are taken where they fit and layers do not gain. Must not
+know how a plan is found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from graphrun.planner.needs import Need
-from graphrun.planner.problem import ComponentNumbers, PhaseNumbers, Problem, Use
+from graphrun.planner.problem import ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 
 T = TypeVar("T")
 
@@ -23,6 +23,12 @@ T = TypeVar("T")
 def cuttable(problem: Problem) -> tuple[str, ...]:
     """Components that can be cut into layers and are not yet."""
     return tuple(component.name for component in problem.components if component.layers is not None)
+
+
+def smaller_as_layers(problem: Problem) -> set[str]:
+    """Components that take less of the device at their least as layers than as blocks; where experts that data chooses stay with
+    the rest, one takes more."""
+    return {c.name for c in problem.components if c.layers is not None and _least_device(c.layers) < _least_device(c)}
 
 
 def cut(problem: Problem, names: Collection[str]) -> Problem:
@@ -55,6 +61,18 @@ def finer(problem: Problem, needs: Sequence[Need]) -> Problem | None:
     if not short:
         names = {c.name for c in problem.components if c.layers is not None and _least_host(c.layers) < _least_host(c)}
     return cut(problem, names) if names else None
+
+
+def _least_device(component: ComponentNumbers) -> int:
+    """Least bytes with which one of its variants can be used: what cannot be streamed, and a ring for the largest other."""
+
+    def least(variant: Variant) -> int:
+        streamed = [k.streamable and variant.streamable for k in component.classes]
+        sized = list(zip(component.classes, variant.block_bytes, streamed, strict=True))
+        fixed = sum(len(k.blocks) * nbytes for k, nbytes, passes in sized if not passes)
+        return fixed + max((nbytes for _, nbytes, passes in sized if passes), default=0)
+
+    return min(map(least, component.variants), default=0)
 
 
 def _least_host(component: ComponentNumbers) -> int:

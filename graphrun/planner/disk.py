@@ -47,12 +47,21 @@ class Disk:
         self._filled: dict[Key, float] = {}
         self._bounces = {name: Ring(nbytes) for name, nbytes in bounces.items()}
         self._left: dict[str, list[float]] = {name: [] for name in bounces}  # when each read was copied on
+        self._ahead: dict[Key, float] = {}  # when reads end that were begun before their copies' turn
         if not read_bytes:
             self.finish()
 
     def arrives(self, key: Key) -> float:
         """When the block is in RAM for a copy: its own read's end (one read a copy), its own fill's, or the slot's start."""
-        return self._read(key) if key[0] in self._bounces else self.filled(key)
+        if key[0] not in self._bounces:
+            return self.filled(key)
+        self.begin(key)
+        return self._ahead.pop(key)
+
+    def begin(self, key: Key) -> None:
+        """Begins the read of a block that will be copied once; nothing where its home is not on disk."""
+        if key[0] in self._bounces and key not in self._ahead:
+            self._ahead[key] = self._read(key)
 
     def filled(self, key: Key) -> float:
         """When the block's fill ends; the slot's start where its home is not filled in this slot."""
@@ -63,7 +72,9 @@ class Disk:
         return self._filled[key]
 
     def holds(self, key: Key, at_seconds: float) -> bool:
-        """Whether the block need not be waited for then: its home is not filled in this slot, or this block of it is by then."""
+        """Whether the block need not be waited for then: what was begun is read by then, and its home, or this block, is filled."""
+        if key[0] in self._bounces:
+            return self._ahead.get(key, at_seconds + 1.0) <= at_seconds
         return key[0] not in self._filling or self._filled.get(key, at_seconds + 1.0) <= at_seconds
 
     def fills(self, component: str) -> bool:

@@ -81,6 +81,7 @@ class Hardware:
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of the host's cores together, 16-bit
     memory_bytes_per_second: float = 1e12  # the device's own memory, read or written
+    copy_start_seconds: float = 0.0  # of one copy to the device, whatever its size
     spares_large_copies: bool = False  # whether convolutions do without copies of outputs where tensors have 2 GiB or more
     basis: Basis = "prior"
 

@@ -23,7 +23,7 @@ FURTHER = 256  # times as much is kept free when keeping a slot's excess did not
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
-ROUGH = 0.02
+ROUGH, CLOSE = 0.02, 5e-4
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
 
@@ -90,12 +90,15 @@ def choose(
 
 
 def undercuts(programs: Sequence[Program], seconds: float) -> bool:
-    """Whether an answer of ``programs`` may take less than ``seconds``. Quick: with fractions for integers, then roughly."""
-    matrices = (Matrix(program, (1.0,) * len(program.intervals)) for program in programs)
+    """Whether an answer of ``programs`` takes no more than ``seconds``; where one is large, whether it may take much less."""
+    matrices = [Matrix(program, (1.0,) * len(program.intervals)) for program in programs]
     if all(low is None or low > seconds for low in (_relaxed(matrix, GOALS[0], ()) for matrix in matrices)):
         return False
-    answer = choose(programs, goals=(replace(GOALS[0], gap=0.5 * ROUGH),))
-    return answer is not None and answer.bound <= seconds
+    large = any(matrix.model.size > MOST_LARGE for matrix in matrices)
+    answer = choose(programs, goals=(replace(GOALS[0], gap=0.5 * ROUGH if large else CLOSE),))
+    if answer is None:
+        return False
+    return answer.bound <= seconds * (1 - ROUGH) if large else answer.program.seconds(answer.choice) <= seconds
 
 
 def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:

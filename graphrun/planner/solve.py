@@ -13,16 +13,15 @@ from dataclasses import replace
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
 from graphrun.planner.check import check
-from graphrun.planner.cut import cut, cuttable, until_it_fits
+from graphrun.planner.cut import cut, smaller_as_layers, until_it_fits
 from graphrun.planner.infeasible import refusal, surely_infeasible
 from graphrun.planner.least import least_needs_of
 from graphrun.planner.modes import MODES, fitting
 from graphrun.planner.orders import Arrangement, arrangements
-from graphrun.planner.plan import Fill, Free, Plan, Stream
-from graphrun.planner.problem import ALLOCATION_BYTES, Problem
+from graphrun.planner.plan import Fill, Free, Plan
+from graphrun.planner.problem import Problem
 from graphrun.planner.program import Choice, Program, program_of
 from graphrun.planner.search import AGAIN, Answer, choose, undercuts
-from graphrun.planner.settle import settle
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.planner.variants import over, plainest, worthwhile
@@ -30,11 +29,9 @@ from graphrun.planner.variants import over, plainest, worthwhile
 TOLERATED = 1.01  # simulated over promised seconds
 ROUNDS = 3  # one alone for large programs
 DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for two
-NEARLY = 1.001  # as above; beyond it plain ways to run the pipeline are tried too
+NEARLY = 1.001  # as above; beyond it deeper rings and plain ways to run the pipeline are tried too. Layers must gain more than that
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
-CRAMPED = 4  # a ring of more than this part of all memory leaves little to choose
-FASTER = 1.02  # layers are many small copies, whose starts no plan counts: they are taken where they gain more than this
 
 
 def solve(problem: Problem) -> Solution:
@@ -50,15 +47,26 @@ def solve(problem: Problem) -> Solution:
 def solved(problem: Problem) -> Solution | None:
     """As `solve`; None where nothing fits, without saying why. The solution's problem is ``problem`` as finely cut as it takes."""
     found = until_it_fits(problem, _solved, least_needs_of)
-    if found is None or not (names := _cramped(found)):
+    if found is None or (name := _gaining(found)) is None:
         return found
-    finer, enough = cut(found.problem, names), _seconds(found) / FASTER
-    if problem.runs == 1 and not undercuts(
-        [program_of(of.problem, worthwhile(of.problem)) for of in arrangements(finer)[0]], enough
-    ):
-        return found
-    other = (_solved if problem.runs == 1 else _repeated)(finer)
-    return other if other is not None and _seconds(other) <= enough else found
+    finer = cut(found.problem, {name})
+    other = _solved(finer, plain=False) if problem.runs == 1 else _repeated(finer)
+    return other if other is not None and _seconds(other) * NEARLY <= _seconds(found) else found
+
+
+def _gaining(found: Solution) -> str | None:
+    """The largest component that can be cut, where the plan gets faster by it: smaller rings leave more room to what stays, and
+    what is in no block no longer keeps a slot waiting for all of its home."""
+    problem = found.problem
+    if not (names := smaller_as_layers(problem)):
+        return None
+    name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
+    faster = problem.runs > 1 or undercuts(_programs(cut(problem, {name})), found.objective_seconds / NEARLY)
+    return name if faster else None
+
+
+def _programs(problem: Problem) -> list[Program]:
+    return [program_of(of.problem, worthwhile(of.problem)) for of in arrangements(problem)[0]]
 
 
 def _repeated(problem: Problem) -> Solution | None:
@@ -78,26 +86,12 @@ def _repeated(problem: Problem) -> Solution | None:
     return Solution(problem, plan, False, bound, objective, 1 - bound / objective, once.objective_seconds)
 
 
-def _cramped(solution: Solution) -> set[str]:
-    """Components that could be cut into layers and whose ring has room for one block alone, or is much of what there is: passing as
-    layers they may leave more room to what stays."""
-    settled, found = settle(solution.problem, solution.plan), set[str]()
-    names = cuttable(solution.problem)
-    for slot in (*solution.plan.slots, *solution.plan.again):
-        for action in slot.actions:
-            if isinstance(action, Stream) and action.component in names:
-                largest = max(settled.component(action.component).variants[0].block_bytes[1:], default=0)
-                if action.ring_bytes < largest + ALLOCATION_BYTES or action.ring_bytes * CRAMPED > settled.effective_bytes:
-                    found.add(action.component)
-    return found
-
-
 def _seconds(solution: Solution) -> float:
     return simulate(solution.problem, solution.plan).total_seconds
 
 
-def _solved(problem: Problem) -> Solution | None:
-    """The plan with components cut as they are in ``problem``."""
+def _solved(problem: Problem, *, plain: bool = True) -> Solution | None:
+    """The plan with components cut as they are in ``problem``. ``plain``: plain ways to run it are tried too."""
     if surely_infeasible(problem):
         return None
     found, every = arrangements(problem)
@@ -105,7 +99,7 @@ def _solved(problem: Problem) -> Solution | None:
     if first is None:
         return None
     chosen = found[first.number]
-    program, choice, plan = _settled(problem, chosen, first)
+    program, choice, plan = _settled(problem, chosen, first, plain)
     if broken := check(problem, plan):
         raise BrokenPlan(f"the planner broke its own rules, which is a bug: {broken[0]}")
     objective, least = program.seconds(choice), first.program.seconds(first.choice)
@@ -115,7 +109,7 @@ def _solved(problem: Problem) -> Solution | None:
     return Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again)
 
 
-def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Program, Choice, Plan]:
+def _settled(problem: Problem, chosen: Arrangement, first: Answer, plain: bool) -> tuple[Program, Choice, Plan]:
     """The plan of the arrangement and variants that were chosen, its slots solved again where they take longer than promised."""
     variants, choice = plainest(chosen.problem, tuple(way.variant for way in first.program.ways), first.choice)
     program = first.program.taking(variants)
@@ -138,10 +132,10 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer) -> tuple[Prog
             break
         choice = answer.choice
     assert best is not None
-    for within, choices in ((TOLERATED, _deeper(program, best[1])), (NEARLY, _plain_choices(program))):
-        if best[0].total_seconds <= within * program.seconds(best[1]):
-            continue
+    for choices in (_deeper(program, best[1]), _plain_choices(program) if plain else ()):
         for choice in choices:
+            if best[0].total_seconds <= NEARLY * program.seconds(best[1]):
+                break
             plan = plan_of(program, choice, problem, chosen.options, chosen.order)
             if not check(problem, plan) and _rank(simulation := simulate(problem, plan)) < _rank(best[0]):
                 best = (simulation, choice, plan)

@@ -6,8 +6,9 @@
 
 Copies run one after the other. Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls.
 A prefetch goes in where the ring is full, in step with the streamed bytes (the executor issues copies by the same rule, since it
-cannot know how long they take); what is left of it comes last. One whose home is filled in the same slot comes behind the others,
-and is left for later until it is there. A block's compute waits for its own copy; on the CPU, for its own fill in that slot.
+cannot know how long they take), once it is in RAM: of a home on disk the next block is read meanwhile. What is left of it comes
+last. One whose home is filled in the same slot comes behind the others. A block's compute waits for its own copy; on the CPU, for
+its own fill in that slot.
 """
 
 from __future__ import annotations
@@ -105,17 +106,24 @@ class Timeline:
         ready = self._left[key[0]][place.released[-1]] if place.released else self._start
         ready = self._computed if place.alone else ready
         if place.released or place.alone:
-            while self._prefetch and self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes:
-                if not self._disk.holds(self._prefetch[-1], max(self._copied, ready)):
-                    break
-                self._issue_prefetch()
+            self._pace(self._copied)
+            self._pace(max(self._copied, ready))
         self._streamed_bytes += self._sizes[key].nbytes
         return self._copy("stream", key, max(ready, self._disk.arrives(key)))
 
-    def _issue_prefetch(self) -> None:
+    def _pace(self, at_seconds: float) -> None:
+        """Prefetch whose turn it is, as far as it is in RAM by then: streamed blocks do not wait behind it."""
+        while self._prefetch:
+            self._disk.begin(self._prefetch[-1])
+            due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
+            if not due or not self._disk.holds(self._prefetch[-1], at_seconds):
+                break
+            self._issue_prefetch(at_seconds)
+
+    def _issue_prefetch(self, at_seconds: float = 0.0) -> None:
         key = self._prefetch.pop()
         self._prefetched_bytes += self._sizes[key].nbytes
-        self._copy("load", key, self._disk.arrives(key))
+        self._copy("load", key, max(at_seconds, self._disk.arrives(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
         start = max(self._copied, ready)

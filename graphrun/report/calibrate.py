@@ -17,6 +17,7 @@ def calibrate_screen(found: Mapping[str, Any]) -> str:
         ("pageable_bytes_per_second", "host to device, pageable"),
         ("d2h_bytes_per_second", "device to host, pinned"),
         ("bidirectional", "host to device while the other way runs"),
+        ("copy_start_seconds", "a copy's start"),
         ("disk_bytes_per_second", "disk, cold"),
         ("flops_per_second", "compute"),
         ("context_bytes", "context"),
@@ -30,6 +31,8 @@ def calibrate_screen(found: Mapping[str, Any]) -> str:
 def _show(name: str, value: float) -> str:
     if name == "bidirectional":
         return f"{value:.0%}"
+    if name == "copy_start_seconds":
+        return f"{1e6 * value:.1f} us"
     if "flops" in name:
         return f"{value / 1e12:.2f} TFLOP/s" if value >= 1e11 else f"{value / 1e9:.2f} GFLOP/s"
     return show_size(value) if name == "context_bytes" else f"{value / 1e9:.2f} GB/s"

@@ -20,6 +20,7 @@ def test_the_simulated_accelerator_comes_out_as_it_is_declared(tmp_path: Path) -
     for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "flops_per_second"):
         assert getattr(measured, name) == pytest.approx(getattr(declared, name), rel=1e-6)
     assert measured.bidirectional == pytest.approx(0.5), "one copy engine serves both ways"
+    assert measured.copy_start_seconds == pytest.approx(0.0, abs=1e-12)
     assert (measured.basis, measured.device, measured.context_bytes) == ("measured", "sim", 0)
     assert figures["disk_bytes_per_second"] > 0
     assert not list(tmp_path.iterdir()), "the file that was read is gone"
@@ -44,7 +45,7 @@ def test_compute_is_flux_s_mixture_of_products_and_attention(tmp_path: Path, mon
             return self.clock
 
         def copy(self, kind: str) -> None:
-            self.clock += {"h2d": 1.0, "d2h": 2.0, "pageable": 4.0, "both": 1.25}[kind]
+            self.clock += {"h2d": 1.0, "d2h": 2.0, "pageable": 4.0, "both": 1.25, "small": 5.12 * 256 + 0.5 * 256}[kind]
 
         def compute(self, kind: str) -> float:
             self.clock += {"matmul": 1.0, "attention": 2.0}[kind]
@@ -54,6 +55,7 @@ def test_compute_is_flux_s_mixture_of_products_and_attention(tmp_path: Path, mon
     measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
     rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
     assert rates == pytest.approx((100.0, 50.0, 25.0, 0.8))
+    assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
     assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
 
 
