@@ -88,7 +88,7 @@ def choose(
             return None
         number, answer, bound, proven = found
         if layers := matrices[number].layers:
-            answer = matrices[number].model.nearest(answer, layers, matrices[number].seconds) or answer
+            answer = matrices[number].model.nearest(answer, layers, _light(matrices[number])[0]) or answer
         variants, choice = matrices[number].choice(answer.values)
         program = matrices[number].program.taking(variants)
         excess = over(program, choice)
