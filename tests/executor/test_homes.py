@@ -230,3 +230,43 @@ def test_a_fill_keeps_step_with_reads_for_copies_as_simulated(tmp_path: Path) ->
     assert [order[1:] for order in measured] == [order[1:] for order in simulated]
     assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
+
+
+BESIDE_STREAM = """
+    slot s0/0:a load
+      fill a
+      load a rest[0] from pinned
+    slot s0/0:a first
+      stream a keep rest[0] ring {ring} B
+      run
+    slot s0/0:a rest x9
+      stream a keep rest[0] ring {ring} B
+      load b all from disk
+      run
+    slot s1/0:b load
+      free a
+      evict a rest[0]
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+def test_what_is_streamed_passes_by_a_prefetch_that_is_still_being_read_as_simulated(tmp_path: Path) -> None:
+    case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
+    case.problem = replace(case.problem, components=(at_home("pinned", "a", ON), case.problem.components[1]))
+    case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring=2 * WIDE))
+    case.host = hosted(case.problem, case.folders, case.device)
+    trace, planned = case.run(), case.planned()
+    assert torch.equal(trace.outputs["x"], case.expected)
+    kinds = ("read", "load", "stream")
+    measured, simulated = (
+        sorted((e.start_seconds, e.kind, e.component, e.detail) for e in of if e.kind in kinds and e.slot == 2)
+        for of in (trace.events, planned.events)
+    )
+    assert [order[1:] for order in measured] == [order[1:] for order in simulated]
+    assert [order[0] for order in measured] == pytest.approx([order[0] for order in simulated], rel=0.02, abs=2e-5)
+    for event in (e for e in trace.events if e.kind == "load" and e.component == "b"):
+        (read,) = (e for e in trace.events if (e.kind, e.component, e.detail) == ("read", "b", event.detail))
+        assert read.end_seconds <= event.start_seconds + 1e-9

@@ -1,8 +1,9 @@
-"""Cutting into layers: where blocks do not fit, and only there; rings that count on what does not live while a layer runs."""
+"""Cutting into layers: where blocks do not fit, or layers are faster; rings that count on what does not live while a layer runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import planner_problems as make
 import pytest
@@ -50,12 +51,38 @@ def problem(budget_bytes: int) -> Problem:
     return replace(of, components=(own,), phases=(phase,), values=(), precedence=None, options=(), directives=())
 
 
-def test_blocks_are_taken_where_they_fit_and_layers_where_they_do_not() -> None:
-    ample, tight = solve(problem(100 * MB)), solve(problem(12 * MB))
-    assert [c.grain for c in ample.problem.components] == ["blocks"]
+def by_block_alone(of: Problem) -> Problem:
+    components = tuple(replace(component, layers=None) for component in of.components)
+    uses = tuple(replace(phase, uses=tuple(replace(use, layers=None) for use in phase.uses)) for phase in of.phases)
+    return replace(of, components=components, phases=uses)
+
+
+def test_layers_are_taken_where_blocks_do_not_fit() -> None:
+    tight = solve(problem(12 * MB))
     assert [c.grain for c in tight.problem.components] == ["layers"]
     assert not check(tight.problem, tight.plan)
     assert simulate(tight.problem, tight.plan).peak_bytes <= 12 * MB
+    with pytest.raises(Infeasible):
+        solve(by_block_alone(problem(12 * MB)))
+
+
+def test_where_blocks_fit_layers_are_taken_if_they_gain_a_thousandth() -> None:
+    quick = problem(100 * MB)
+    (phase,) = quick.phases
+    (use,) = phase.uses
+    assert use.layers is not None
+    slower = replace(use, seconds=(1.0, 5.0), layers=replace(use.layers, order=(), seconds=(1.0, 1.0, 1.0)))
+    slow = replace(quick, phases=(replace(phase, uses=(slower,)),))
+    assert [solve(of).problem.components[0].grain for of in (quick, slow)] == ["layers", "blocks"]
+    seconds = [solution.objective_seconds for of in (quick, slow) for solution in (solve(by_block_alone(of)), solve(of))]
+    assert seconds[0] - seconds[1] > 0.005, "the rest of 8 MB is no longer waited for"
+    assert seconds[2] == seconds[3] > 8 * seconds[0]
+
+
+def test_more_memory_costs_no_time_where_layers_give_way_to_blocks() -> None:
+    budgets = [nbytes * MB for nbytes in (10, 12, 16, 20, 22, 24, 28, 32, 36, 40, 44, 48, 56, 100)]
+    seconds = [simulate(of.problem, of.plan).seconds for of in (solve(problem(nbytes)) for nbytes in budgets)]
+    assert all(more <= 1.001 * less for less, more in pairwise(seconds)), seconds
 
 
 def test_a_layer_finds_room_among_the_activation_that_is_not_there_while_it_runs() -> None:
@@ -85,9 +112,7 @@ def test_a_ring_that_is_too_small_is_a_violation() -> None:
 
 def test_a_session_by_layer_is_one_runs_plan_again_and_again() -> None:
     of = replace(problem(24 * MB), runs=3)
-    blocks = tuple(replace(component, layers=None) for component in of.components)
-    uses = tuple(replace(phase, uses=tuple(replace(use, layers=None) for use in phase.uses)) for phase in of.phases)
-    before, once, found = solve(replace(of, components=blocks, phases=uses)), solve(replace(of, runs=1)), solve(of)
+    before, once, found = solve(by_block_alone(of)), solve(replace(of, runs=1)), solve(of)
     assert [c.grain for c in (*once.problem.components, *found.problem.components)] == ["layers", "layers"]
     assert found.plan.again == found.plan.slots == once.plan.slots
     assert not check(found.problem, found.plan)
@@ -96,6 +121,20 @@ def test_a_session_by_layer_is_one_runs_plan_again_and_again() -> None:
     assert 1.02 * seconds < simulate(before.problem, before.plan).total_seconds
     assert found.bound_seconds <= found.objective_seconds
     assert not found.proven_optimal
+
+
+def test_a_session_by_layer_from_disk_moves_nothing_again_where_all_of_it_stays() -> None:
+    of = replace(problem(100 * MB), runs=2, ram_bytes=10 * MB)
+
+    def on_disk(component: ComponentNumbers) -> ComponentNumbers:
+        (plain,) = component.variants
+        read = tuple(nbytes / 1e9 for nbytes in plain.block_bytes)
+        disk = replace(plain, home="disk", host_bytes=2 * max(plain.block_bytes), disk_seconds=read)
+        return replace(component, variants=(disk,), layers=component.layers and on_disk(component.layers))
+
+    found = solve(replace(of, components=tuple(map(on_disk, of.components))))
+    assert [c.grain for c in found.problem.components] == ["layers"], "blocks are read through 16 MB"
+    assert simulate(found.problem, found.plan).again_moved_bytes == 0
 
 
 def with_a_large_variant(budget_bytes: int) -> Problem:
@@ -119,7 +158,7 @@ def test_a_component_held_as_one_variant_is_cut_into_layers_of_that_variant() ->
         assert [(v.precision, v.block_bytes, v.needs) for v in of.variants] == [("float64", sizes, "")]
     solution = solve(with_a_large_variant(50 * MB))
     planned, *others = alternatives(solution, "m")
-    assert planned.moved_bytes == 40 * MB
+    assert planned.moved_bytes == 36 * MB + 512, "each of its layers once"
     (found,) = (of for of in others if of.variant)
     assert found.fits, "its layers do"
     assert found.moved_bytes > 128 * MB, "they are those of the large variant"

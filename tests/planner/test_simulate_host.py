@@ -159,6 +159,21 @@ def test_a_prefetch_whose_fill_is_late_does_not_hold_up_what_is_streamed() -> No
     assert [start for _, start, _ in spans(found, 1, "load")] == [4, 8]
 
 
+def test_a_prefetch_that_is_still_being_read_does_not_hold_up_what_is_streamed() -> None:
+    of = disk_home(0, 0.0, 1.0, 3.0, calls=3)
+    pinned = replace(of.components[0].variants[0], home="pinned", disk_seconds=(), host_bytes=4 * K)
+    late = component("late", ("b", 2, K))
+    late = replace(
+        late, variants=(replace(late.variants[0], home="disk", host_bytes=2 * K, disk_seconds=(9.0,), load_seconds=(2.0,)),)
+    )
+    of = replace(of, components=(replace(of.components[0], variants=(pinned,)), late))
+    found = run(of, STREAMED.replace("  run\n", "  load late b[0-1] from disk\n  run\n"))
+    # read     0..9|9..18        copies  s0 0..1|s1 1..2|s2 4..5|s3 7..8|l0 10..12|l1 18..20: s2 and s3 wait for compute alone
+    assert [span[1:] for span in spans(found, 1, "read")] == [(0, 9), (9, 18)]
+    assert [span[1:] for span in spans(found, 1, "stream")] == [(0, 1), (1, 2), (4, 5), (7, 8)]
+    assert [span[1:] for span in spans(found, 1, "load")] == [(9, 11), (18, 20)]
+
+
 def test_on_the_cpu_a_block_waits_for_its_own_fill_and_copies_go_on_beside_it() -> None:
     text = COLD.replace("  fill te\nslot encode/0:te first\n", "slot encode/0:te first\n  fill te\n  load up all from pinned\n")
     text = text.replace("  free te\n  spill embeds\n  load up all from pinned\n", "  free te\n  spill embeds\n")
