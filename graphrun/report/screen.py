@@ -80,7 +80,7 @@ def choices(plan: Plan) -> list[str]:
 def by_layer(problem: Problem) -> list[str]:
     """A line for the components that are cut into layers."""
     names = [component.name for component in problem.components if component.grain == "layers"]
-    return [f"by layer {', '.join(names)}: blocks do not fit, or leave too little room beside their ring"] if names else []
+    return [f"by layer {', '.join(names)}: blocks do not fit, or are slower"] if names else []
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:

@@ -16,6 +16,7 @@ from graphrun.estimator.probe import probe
 from graphrun.executor.executor import follow, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
+from graphrun.planner.cut import cut, cuttable
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.settle import settle
 from graphrun.planner.simulate import simulate
@@ -75,18 +76,19 @@ def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision:
     graph = replace(whole.graph, components={**own, **changed})
     probed = probe(graph, whole.inputs)
 
-    def image(budget_bytes: int) -> tuple[Any, set[str], int]:
-        solution = solve(problem_of(graph, probed, simulated(), Limits(budget_bytes, AMPLE), whole.inputs))
+    def image(budget_bytes: int, finer: bool) -> tuple[Any, set[str], int]:
+        of = problem_of(graph, probed, simulated(), Limits(budget_bytes, AMPLE), whole.inputs)
+        solution = solve(cut(of, cuttable(of)) if finer else of)
         problem, plan, device = settle(solution.problem, solution.plan), solution.plan, SimulatedDevice(Machine())
         given = {} if precision == "int8" else {name: build(component, graph) for name, component in graph.components.items()}
         host = Host.of_graph(graph, problem, device, given)
         trace = follow(solution.problem, plan, host, device, stages_for(plan, graph, whole.inputs, device, host))
         assert trace.left_bytes == device.allocated_bytes == 0
-        cut = {component.name for component in problem.components if component.grain == "layers"}
-        return pixels(trace.outputs["image"]), cut & streamed(plan), trace.peak_bytes
+        finer_ones = {component.name for component in problem.components if component.grain == "layers"}
+        return pixels(trace.outputs["image"]), finer_ones & streamed(plan), trace.peak_bytes
 
     least = smallest_budget(problem_of(graph, probed, simulated(), Limits(AMPLE, AMPLE), whole.inputs))
-    resident, by_layer = image(AMPLE), image(least)
+    resident, by_layer = image(AMPLE, False), image(least, True)
     assert np.array_equal(resident[0], by_layer[0])
     assert not resident[1]
     assert "transformer" in by_layer[1]

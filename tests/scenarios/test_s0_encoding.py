@@ -122,9 +122,9 @@ def test_s0_3_with_room_for_one_the_vae_comes_twice() -> None:
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
 def test_s0_4_an_unlimited_budget_evicts_nothing_that_is_used_again_and_loads_nothing_twice(make_problem, name: str) -> None:
     of = make_problem(name, 1 << 40)
-    plan = solve(of).plan
-    assert not evictions_before_a_use(of, plan)
-    assert simulate(of, plan).moved_bytes <= sum(c.weight_bytes() for c in of.components)
+    solution = solve(of)
+    assert not evictions_before_a_use(of, solution.plan)
+    assert simulate(solution.problem, solution.plan).moved_bytes <= sum(c.weight_bytes() for c in of.components)
 
 
 class Reserving(SimulatedDevice):

@@ -90,6 +90,6 @@ def test_s2_4_tables_and_rings_are_counted(whole: Whole) -> None:
 def test_s2_6_seconds_are_never_below_bytes_over_bandwidth(make_problem: Any, mib: int) -> None:
     of = make_problem("flux-tiny", mib << 20)
     solution = solve(of)
-    simulated = simulate(of, solution.plan)
+    simulated = simulate(solution.problem, solution.plan)
     assert simulated.seconds >= simulated.moved_bytes / of.hardware.h2d_bytes_per_second
     assert solution.bound_seconds <= simulated.seconds * 1.0001
