@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from graphrun.components.classes import resolve_class
-from graphrun.errors import InputError
+from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Part
 from graphrun.graph.load import PICKLED
 
@@ -56,7 +56,7 @@ class Thing:
 class Recipe:
     """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``place`` is
     the folder where its small files are now. ``settings`` are constructor arguments that are plain. ``origin`` is how the user
-    called it, ``notes`` what else a reader of the file should know."""
+    called it, ``notes`` what else a reader of the file should know, ``workflow`` the way through a modular pipeline's blocks."""
 
     origin: str
     name: str
@@ -68,6 +68,7 @@ class Recipe:
     revision: str | None = None
     allow: tuple[str, ...] = DEFAULT_ALLOW
     notes: tuple[str, ...] = ()
+    workflow: str = ""
 
     @property
     def kind(self) -> type[Any]:
@@ -170,6 +171,22 @@ def _annotated(pipeline: type[Any], name: str) -> list[str]:
 def is_module(class_path: str, allow: Sequence[str], origin: str) -> bool:
     """Whether the class is one of modules, which have weights."""
     return issubclass(resolve_class(class_path, allow, origin), nn.Module)
+
+
+def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
+    """The class path of ``kind``, and the packages that a graph has to allow for it.
+
+    Raises InputError where it cannot be imported by its name.
+    """
+    package = kind.__module__.split(".")[0]
+    allow = tuple(dict.fromkeys((*DEFAULT_ALLOW, package)))
+    for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
+        try:
+            if resolve_class(path, allow) is kind:
+                return path, allow
+        except GraphError:
+            continue
+    raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
 
 
 def slug(text: str) -> str:
