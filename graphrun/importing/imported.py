@@ -24,7 +24,7 @@ from graphrun.importing.cut import lay_out
 from graphrun.importing.document import document_of
 from graphrun.importing.folder import of_folder, of_hub
 from graphrun.importing.layout import Layout
-from graphrun.importing.modular import with_workflow
+from graphrun.importing.modular import WORKFLOW, with_workflow
 from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe
 from graphrun.importing.rehearse import in_one_dtype, rehearse
 from graphrun.importing.single import ONE_FILE, of_file
@@ -109,7 +109,7 @@ def recipe_of(source: str, asked: Asked) -> Recipe:
     if looks_local:
         return of_folder(place, asked.without, source)
     if named:
-        return of_class(source, asked.configs, asked.without)
+        return of_class(source, asked.configs, asked.without, str((asked.sets or {}).get(WORKFLOW, "")))
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         return of_hub(source, asked.revision, asked.without)
     raise InputError(f"{source} is no folder here, no hub id (owner/name) and no class (diffusers.FluxPipeline)")

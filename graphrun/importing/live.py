@@ -5,18 +5,15 @@ Decides where the weights and tokenizers can be found again by a graph file. Rea
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.importing.modular import blocks_of, fresh_configs, loaded_from
-from graphrun.importing.recipe import OF_FILES, Recipe, Thing, path_of, plain_settings, slug
+from graphrun.importing.recipe import OF_FILES, Recipe, Thing, path_of, plain, plain_config, plain_settings, slug
 from graphrun.integrations.live import own_class
 from graphrun.ops.modular import is_modular_class
 
@@ -44,7 +41,7 @@ def of_pipeline(pipe: Any) -> Recipe:
         if nets:
             lists[name] = [f"${name}_{number}" for number in range(len(nets))]
     absent = [name for name, value in pipe.components.items() if value is None]
-    given = {name: _plain(value) for name, value in pipe.config.items() if name not in pipe.components and not name.startswith("_")}
+    given = {name: plain(value) for name, value in pipe.config.items() if name not in pipe.components and not name.startswith("_")}
     return Recipe(
         origin=origin,
         name=slug(kind.__name__.removesuffix("Pipeline")),
@@ -60,7 +57,7 @@ def of_pipeline(pipe: Any) -> Recipe:
 def of_blocks(pipe: Any, path: str, allow: tuple[str, ...], origin: str) -> Recipe:
     """The recipe of the modular pipeline ``pipe``, whose components come each from where it was loaded."""
     settings, workflow, more = blocks_of(pipe._blocks, own_class(pipe), origin)
-    settings |= {name: _plain(pipe.config[name]) for name, spec in fresh_configs(pipe).items() if pipe.config[name] != spec}
+    settings |= {name: plain(pipe.config[name]) for name, spec in fresh_configs(pipe).items() if pipe.config[name] != spec}
     things = list[Thing]()
     for name, value in pipe.components.items():
         if value is not None:
@@ -83,8 +80,8 @@ def _thing(name: str, value: Any, origin: str) -> Thing:
     path = path_of(type(value))[0]
     config = getattr(value, "config", None)
     if not isinstance(value, nn.Module):
-        plain = _json(config) if config is not None and hasattr(value, "from_config") else None
-        return Thing(name, path, plain, live=value, source=_found_again(value) if plain is None else None)
+        own = plain_config(config) if config is not None and hasattr(value, "from_config") else None
+        return Thing(name, path, own, live=value, source=_found_again(value) if own is None else None)
     if config is None:
         raise InputError(f"{origin}: {name} is a {path} without a configuration, and a graph file needs one: give its class one")
     tensors = [(t, t.numel() * t.element_size()) for t in (*value.parameters(), *value.buffers()) if t.is_floating_point()]
@@ -93,7 +90,7 @@ def _thing(name: str, value: Any, origin: str) -> Thing:
         dtype = str(tensor.dtype).removeprefix("torch.")
         sizes[dtype] = sizes.get(dtype, 0) + nbytes
     dtype = max(sizes, key=lambda key: sizes[key], default="float32")
-    return Thing(name, path, _json(config), dtype=dtype, why=OF_FILES, live=value)
+    return Thing(name, path, plain_config(config), dtype=dtype, why=OF_FILES, live=value)
 
 
 def _several(value: Any) -> list[nn.Module]:
@@ -107,17 +104,3 @@ def _found_again(value: Any) -> str | None:
     """The folder that a tokenizer or processor was loaded from, if it is still there."""
     loaded = getattr(value, "name_or_path", "")
     return str(Path(loaded).resolve()) if loaded and Path(loaded).is_dir() else None
-
-
-def _json(config: Any) -> dict[str, Any]:
-    plain: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    found: dict[str, Any] = json.loads(json.dumps(_plain(dict(plain)), default=str, sort_keys=True))
-    return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

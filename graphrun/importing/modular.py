@@ -14,8 +14,8 @@ from graphrun.components.classes import resolve_class
 from graphrun.errors import InputError
 from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.graph.values import did_you_mean
-from graphrun.importing.recipe import Recipe, path_of
-from graphrun.ops.modular import BLOCKS, is_modular_class
+from graphrun.importing.recipe import Recipe, Thing, path_of, plain_config
+from graphrun.ops.modular import BLOCKS, is_modular_class, quietly
 
 WORKFLOW = "workflow"
 # What an instance of blocks has of its class, or of nobody.
@@ -28,7 +28,7 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
     Raises InputError for blocks that were put together by code, and for code that came with a checkpoint.
     """
     if type(blocks).__module__.startswith("diffusers_modules"):
-        raise InputError(f"{origin}: {_own_code(type(blocks).__name__)}")
+        raise InputError(f"{origin}: {own_code(type(blocks).__name__)}")
     usual = _default_blocks(kind)
     if usual is not None:
         if _same(usual, blocks):
@@ -48,7 +48,8 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
     )
 
 
-def _own_code(name: str) -> str:
+def own_code(name: str) -> str:
+    """What to do with blocks called ``name`` that came with a checkpoint."""
     return (
         f"{name} is code that came with a checkpoint, and such code is never run by a graph: install it as a package, and make the "
         "pipeline of its class; or attach to it: graphrun.attach(pipe, vram=...)"
@@ -89,6 +90,31 @@ def _told(value: Any) -> Any:
         return {key: _told(item) for key, item in value.items()}
     plain = value is None or isinstance(value, (bool, int, float, str))
     return value if plain else (type(value).__name__, getattr(value, "name", ""))
+
+
+def made_by_itself(pipeline: Any, name: str) -> list[Thing]:
+    """The guider, processor or the like that the blocks of ``pipeline`` make for themselves under ``name``, where a file can show
+    it."""
+    made = getattr(pipeline, name)
+    return [Thing(name, path_of(type(made))[0], plain_config(made.config))] if hasattr(made, "config") else []
+
+
+def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
+    """A modular pipeline of class ``kind`` without components, of blocks of the class path ``blocks`` in place of its own.
+
+    Raises InputError where the class alone does not say which blocks it is of.
+    """
+    if blocks is None and _default_blocks(kind) is None:
+        raise InputError(f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline")
+    with quietly():
+        return kind(blocks=resolve_class(blocks, DEFAULT_ALLOW)() if blocks else None)
+
+
+def needed_by(blocks: Any, workflow: str) -> set[str]:
+    """Names of the components that ``blocks`` use in ``workflow``, else in the first that they name."""
+    workflows = blocks._workflow_map or {}
+    way = workflow if workflow in workflows else next(iter(workflows), None)
+    return set((blocks.get_workflow(way) if way else blocks).component_names)
 
 
 def fresh_configs(pipe: Any) -> dict[str, Any]:

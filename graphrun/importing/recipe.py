@@ -11,6 +11,7 @@ Decides which class, configuration and dtype each has. Reads no weights, runs no
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphrun.components.classes import resolve_class
@@ -187,6 +189,22 @@ def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
         except GraphError:
             continue
     raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A live object's configuration as JSON has it."""
+    own: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    found: dict[str, Any] = json.loads(json.dumps(plain(dict(own)), default=str, sort_keys=True))
+    return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
+
+
+def plain(value: Any) -> Any:
+    """``value`` with dtypes by their names, and lists for tuples."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def slug(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tiny_pipelines import mask, picture
 import graphrun
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Graph, Reference
+from graphrun.importing.imported import Asked, import_source
 from graphrun.integrations.description import LivePipeline
 
 THREE = ["text_encoder", "denoise", "decode"]
@@ -53,6 +56,10 @@ def inputs_of(call: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
 def expected(pipe: Any, call: Mapping[str, Any]) -> Any:
     output = "videos" if "videos" in pipe.blocks.output_names else "images"
     return pipe(**call, generator=torch.Generator().manual_seed(SEED), output_type="pil", output=output)
+
+
+def imported(source: object, sets: Mapping[str, Any], configs: Mapping[str, str] | None = None) -> Any:
+    return import_source(str(source), Asked(configs or {}, {}, sets=sets))
 
 
 def written(pipe: Any, call: Mapping[str, Any], path: Path, workflow: str = "", **more: Any) -> tuple[LivePipeline, Graph]:
@@ -188,3 +195,68 @@ def test_what_blocks_do_not_know_is_an_error_at_its_stage(before: str, after: st
     with pytest.raises(GraphError, match=said) as caught:
         planned(graphrun.load(file))
     assert "graph.yaml:" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny modular FLUX as `save_pretrained` leaves it."""
+    place = tmp_path_factory.mktemp("saved") / "flux"
+    modular("FluxPipeline").save_pretrained(str(place), overwrite_modular_index=True)
+    return place
+
+
+def changed(folder: Path, **entries: Any) -> None:
+    file = folder / "modular_model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def test_a_folder_is_the_same_graph_with_its_weights(folder: Path, tmp_path: Path) -> None:
+    """Also one that was moved, of which a component lies elsewhere."""
+    pipe = modular("FluxPipeline")
+    call = call_of("FluxPipeline", pipe)
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    (moved / "vae").rename(tmp_path / "decoder")
+    index = json.loads((moved / "modular_model_index.json").read_text())
+    library, kind, said = index["vae"]
+    changed(moved, vae=[library, kind, {**said, "pretrained_model_name_or_path": str(tmp_path), "subfolder": "decoder"}])
+    graph = imported(moved, sets_of(call)).write(tmp_path / "graph.yaml")
+    assert {name: component.source for name, component in graph.components.items()} == {
+        **{name: str(moved / name) for name in ("text_encoder", "text_encoder_2", "transformer")},
+        "vae": str(tmp_path / "decoder"),
+    }
+    assert graph.stages == written(pipe, call, tmp_path / "live.yaml")[1].stages
+    inputs = inputs_of(call, graph)
+    assert equal(run(graph, planned(graph), inputs).outputs["image"], expected(pipe, call))
+
+
+def test_a_class_wants_what_its_workflow_uses(folder: Path, tmp_path: Path) -> None:
+    configs = {name: f"{folder / name}/config.json" for name in ("text_encoder", "text_encoder_2", "transformer", "vae")}
+    small = {"height": 16, "width": 16, "max_sequence_length": 16}
+    for workflow, stages in (("text2image", THREE), ("image2image", IMAGED)):
+        found = imported("diffusers.FluxModularPipeline", small | {"workflow": workflow}, configs)
+        assert [stage.name for stage in found.layout.stages] == stages
+    graph = found.write(tmp_path / "graph.yaml")
+    assert graph.parts["tokenizer"].file is not None
+    assert planned(graph).plan
+    configs.pop("vae")
+    with pytest.raises(InputError, match=r"add --config vae=FILE \(AutoencoderKL\)$"):
+        imported("diffusers.FluxModularPipeline", {}, configs)
+
+
+def test_modular_folders_that_cannot_be_imported(folder: Path, tmp_path: Path) -> None:
+    def refused(**entries: Any) -> str:
+        place = Path(shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir())))))
+        changed(place, **entries)
+        with pytest.raises(InputError) as caught:
+            imported(place, {})
+        return str(caught.value)
+
+    assert "MyBlocks is code that came with a checkpoint, and such code is never run" in refused(_blocks_class_name="MyBlocks")
+    assert "such code is never run" in refused(_class_name=["mine", "MyPipeline"])
+    assert "is of diffusers.FluxPipeline, which is not modular" in refused(_class_name="FluxPipeline")
+    said = {"pretrained_model_name_or_path": "/nowhere", "subfolder": "other", "type_hint": ["diffusers", "AutoencoderKL"]}
+    assert "vae lies in /nowhere, and there is no such folder" in refused(vae=["diffusers", "AutoencoderKL", said])
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    (own / "modular_config.json").write_text("{}")
+    with pytest.raises(InputError, match="modular_config.json is code that came with a checkpoint"):
+        imported(own, {})
