@@ -34,6 +34,7 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     if not is_modular_class(type(pipeline)):
         refuse(context, f"{type(pipeline).__name__} has no blocks, as modular pipelines do: use the op call")
     whole = pipeline._blocks
+    blocks = [blocks] if isinstance(blocks, str) else blocks
     for name in blocks:
         if name not in whole.sub_blocks:
             refuse(context, f"with.blocks: {type(whole).__name__} has no {name!r}{did_you_mean(name, list(whole.sub_blocks))}")
@@ -42,10 +43,8 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     given = {name: value for name, value in arguments.items() if value is not None and name not in handed_on}
     given |= _drawing(context, given.get(GENERATOR), seed)
     taken = _taken(whole)
-    if unknown := sorted(arguments.keys() - taken):
-        refuse(
-            context, f"with.{unknown[0]}: {type(whole).__name__} takes no {unknown[0]!r}{did_you_mean(unknown[0], sorted(taken))}"
-        )
+    for name in sorted(arguments.keys() - taken):
+        refuse(context, f"with.{name}: {type(whole).__name__} takes no {name!r}{did_you_mean(name, sorted(taken))}")
     if "output_type" in taken and any(name in ("image", "video") for name in wanted):
         given.setdefault("output_type", "pil")
     if context.planning and given.get("output_type") == "pil" and not arguments.get("padding_mask_crop"):

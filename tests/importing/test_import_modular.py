@@ -22,6 +22,7 @@ from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Graph, Reference
 from graphrun.importing.imported import Asked, import_source
 from graphrun.integrations.description import LivePipeline
+from graphrun.ops.modular import begun
 
 THREE = ["text_encoder", "denoise", "decode"]
 IMAGED = ["text_encoder", "vae_encoder", "denoise", "decode"]
@@ -94,6 +95,12 @@ def test_values_are_handed_on_by_name_and_random_numbers_go_on(tmp_path: Path) -
     assert "seed" not in graph.stage("denoise").arguments
     assert graph.stage("decode").uses == ("vae",)
     assert (graph.inputs["height"].multiple_of, graph.kinds()) == (4, {"image": "image"})
+
+
+def test_what_is_handed_on_is_in_the_groups_that_blocks_ask_for() -> None:
+    state = begun(modular("FluxPipeline"), {"height": 16}, {"prompt_embeds": torch.ones(1)})
+    assert list(state.get_by_kwargs("denoiser_input_fields")) == ["prompt_embeds"]
+    assert (state.height, state.width, state.num_inference_steps) == (16, None, 50)
 
 
 def test_a_batch_is_what_the_pipeline_makes_of_it(tmp_path: Path) -> None:
