@@ -250,6 +250,14 @@ def test_a_class_wants_what_its_workflow_uses(folder: Path, tmp_path: Path) -> N
         imported("diffusers.FluxModularPipeline", {}, configs)
 
 
+def test_a_class_wants_no_component_that_its_workflow_has_no_use_for() -> None:
+    for workflow, wanted in (("text2image", False), ("controlnet_text2image", True)):
+        with pytest.raises(InputError, match="add --config text_encoder=FILE") as caught:
+            imported("diffusers.StableDiffusionXLModularPipeline", {"workflow": workflow})
+        assert ("--config controlnet=FILE" in str(caught.value)) is wanted
+        assert "image_encoder" not in str(caught.value)
+
+
 def test_modular_folders_that_cannot_be_imported(folder: Path, tmp_path: Path) -> None:
     def refused(**entries: Any) -> str:
         place = Path(shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir())))))
