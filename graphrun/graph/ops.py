@@ -99,4 +99,12 @@ OPERATIONS: Mapping[str, Operation] = _table(
         options={"tiling": "tiling", "slicing": ""},
         open=True,
     ),
+    Operation(
+        "block",
+        required={},
+        optional={"blocks": "any", "seed": "int"},
+        outputs={"image": "image", "video": "video", "audio": "audio"},
+        options={"tiling": "tiling", "slicing": ""},
+        open=True,
+    ),
 )

@@ -19,24 +19,25 @@ from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.graph.values import did_you_mean
-from graphrun.importing.folder import modular_advice
+from graphrun.importing.modular import made_by_itself, needed_by, pipeline_of
 from graphrun.importing.recipe import Recipe, Thing, dtype_of, is_module, plain_settings, slug
 from graphrun.importing.standin import MARKS
+from graphrun.ops.modular import is_modular_class
 
 # Of CLIP's tokenizers; others get `MARKS`.
 CLIP_LENGTH = 77
 USUAL_SCHEDULER = "EulerDiscreteScheduler"
 
 
-def of_class(class_path: str, configs: Mapping[str, str], without: Collection[str] = ()) -> Recipe:
+def of_class(class_path: str, configs: Mapping[str, str], without: Collection[str] = (), workflow: str = "") -> Recipe:
     """The recipe of the pipeline class ``class_path``; ``configs``: argument of its constructor -> ``FILE``, ``CLASS:FILE`` or a
-    folder (a tokenizer's), or a plain value.
+    folder (a tokenizer's), or a plain value. Of a modular pipeline only what ``workflow`` uses has to be given.
 
     Raises InputError for a class that is none, an unknown argument, and for components whose configuration is not given.
     """
     kind = resolve_class(class_path, DEFAULT_ALLOW)
-    if hasattr(kind, "blocks_name") or "Modular" in kind.__name__:
-        raise InputError(modular_advice(class_path))
+    if is_modular_class(kind):
+        return _of_blocks(class_path, kind, configs, without, workflow)
     from diffusers import DiffusionPipeline
 
     if not issubclass(kind, DiffusionPipeline):
@@ -72,6 +73,32 @@ def of_class(class_path: str, configs: Mapping[str, str], without: Collection[st
         things=tuple(things),
         settings=plain_settings(kind, plain, absent),
     )
+
+
+def _of_blocks(class_path: str, kind: type[Any], configs: Mapping[str, str], without: Collection[str], workflow: str) -> Recipe:
+    """The recipe of a modular pipeline's class: components as its blocks expect them."""
+    pipeline = pipeline_of(kind)
+    specs, plain = pipeline._component_specs, pipeline._config_specs
+    if unknown := sorted({*configs, *without} - {*specs, *plain}):
+        raise InputError(f"{unknown[0]}: {class_path} takes no such argument{did_you_mean(unknown[0], [*specs, *plain])}")
+    needed, things, missing = needed_by(pipeline._blocks, workflow), list[Thing](), list[str]()
+    for name, spec in specs.items():
+        classes = [spec.type_hint] if spec.type_hint is not None else []
+        if name in without:
+            continue
+        if name in configs:
+            things.append(_given(name, configs[name], classes, class_path))
+        elif getattr(pipeline, name) is not None:
+            things += made_by_itself(pipeline, name)
+        elif name in needed and (made := _unsaid(name, classes) if classes else None) is not None:
+            things.append(made)
+        elif name in needed:
+            missing.append(f"--config {name}=FILE ({classes[0].__name__})" if classes else f"--config {name}=CLASS:FILE")
+    if missing:
+        raise InputError(f"{class_path} needs configurations of its components: add {', '.join(missing)}")
+    settings = {name: value for name in plain if name in configs and (value := _value(configs[name])) != plain[name].default}
+    name = slug(kind.__name__.removesuffix("ModularPipeline"))
+    return Recipe(origin=class_path, name=name, pipeline=class_path, source=None, things=tuple(things), settings=settings)
 
 
 def _optional(kind: type[Any], name: str, parameter: inspect.Parameter) -> bool:

@@ -72,9 +72,10 @@ def imported_screen(found: Imported, path: Path) -> str:
     """What was written, in a few lines: stages with what they enter, and the command to go on with."""
     layout = found.layout
     lines = [f"wrote {path}: {found.recipe.pipeline}, {len(found.recipe.components)} components"]
+    wide = max(len(stage.name) for stage in layout.stages)
     for stage in layout.stages:
         names = dict.fromkeys(str(entered) for entered in layout.entered[stage.name])
-        lines.append(f"  {stage.name:8} {stage.op:14} {', '.join(names)}")
+        lines.append(f"  {stage.name:{max(wide, 8)}} {stage.op:14} {', '.join(names)}")
     if layout.why:
         lines.append(f"  one stage: {layout.why}")
     lines.append(f"next: graphrun plan {path} --vram 8G")

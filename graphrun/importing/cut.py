@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
+from graphrun.importing.blocks import cut_at_blocks
 from graphrun.importing.echo import Entered
-from graphrun.importing.rehearse import STEPS, Rehearsed, called, media_kind
-from graphrun.importing.signature import Wanted, further_inputs, plain_inputs, set_inputs
-from graphrun.ops.call import FIELDS
+from graphrun.importing.layout import OWN, Layout, first_words, handed_in, options_of, outputs_in
+from graphrun.importing.rehearse import STEPS, Rehearsed, called
+from graphrun.importing.signature import NAMED_SIZES, NAMES, Wanted, further_inputs, plain_inputs, set_inputs
 
 # Inputs that the three ops take, by the argument they are passed as.
 ENCODE = {
@@ -41,19 +42,6 @@ OF_ENCODER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What a graph file says beside classes: inputs (entries), stages, outputs. ``entered``: per stage what it enters, in order;
-    ``unused``: components that nothing enters; ``why``: what speaks against three stages, empty where there are three."""
-
-    inputs: Mapping[str, Mapping[str, Any]]
-    stages: tuple[Stage, ...]
-    outputs: Mapping[str, str]
-    entered: Mapping[str, tuple[Entered, ...]]
-    unused: tuple[str, ...]
-    why: str = ""
-
-
 def lay_out(rehearsed: Rehearsed, sets: Mapping[str, Any], *, whole: bool = False) -> Layout:
     """The stages of a recipe that is on meta. ``sets``: defaults of inputs in place of the pipeline's; ``whole``: do not cut.
 
@@ -61,18 +49,23 @@ def lay_out(rehearsed: Rehearsed, sets: Mapping[str, Any], *, whole: bool = Fals
     """
     kind, pipeline = rehearsed.recipe.kind, rehearsed.pipeline
     literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
-    plain = set_inputs(kind, plain_inputs(kind, pipeline, {}), sets)
+    parameters = rehearsed.parameters
+    given = {parameter: sets[name] for parameter in NAMED_SIZES if (name := NAMES.get(parameter, parameter)) in sets}
+    plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, given), sets)
     sizes = _picture_sizes(pipeline, plain, sets)
     called(rehearsed, plain, sizes, literals)
-    plain = set_inputs(kind, plain_inputs(kind, pipeline, rehearsed.echo.seen), sets)
+    plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, rehearsed.echo.seen | given), sets)
     arguments = called(rehearsed, plain, sizes, literals)
-    why = "it was asked for whole" if whole else _against(rehearsed, [*plain, *literals])
+    why = "it was asked for whole" if whole else ""
+    if rehearsed.modular:
+        return cut_at_blocks(rehearsed, handed_in(rehearsed, plain, arguments, sizes), why)
+    why = why or _against(rehearsed, [*plain, *literals])
     if not why:
         found = _cut(rehearsed, plain)
         if isinstance(found, Layout):
             return found
         why = found
-    return _uncut(rehearsed, plain | further_inputs(kind, plain), arguments, sizes, why)
+    return _uncut(rehearsed, plain | further_inputs(parameters, plain), arguments, sizes, why)
 
 
 def _picture_sizes(pipeline: Any, plain: Mapping[str, Wanted], sets: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +120,8 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
             found = rehearsed.staged(graph, values)
             same = _flat(found) == _plain_call(rehearsed, kept, values)
             why = "cut in three it enters its components with other numbers" if not same else ""
-        except (GraphrunError, *_OWN) as error:
-            found, why = {}, f"cut in three its own code fails: {_first_words(error)}"
+        except (GraphrunError, *OWN) as error:
+            found, why = {}, f"cut in three its own code fails: {first_words(error)}"
         if why and not blamed:
             return why
         if why:
@@ -146,15 +139,6 @@ def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
     return _layout(rehearsed, _staged(rehearsed.graph, kept, encoder), kept, uses, first)
 
 
-# What the pipeline's own code raises where it was not written for a part of its call.
-_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
-
-
-def _first_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' if text else ''}{text if len(text) <= 80 else text[:77] + '...'}"
-
-
 def _layout(
     rehearsed: Rehearsed,
     graph: Graph,
@@ -167,7 +151,7 @@ def _layout(
     uses = {**uses, "denoise": (*uses["denoise"], *unused)}
     return Layout(
         inputs={name: wanted.entry for name, wanted in kept.items()},
-        stages=tuple(replace(s, uses=uses[s.name], options=_options(rehearsed, s, uses[s.name])) for s in graph.stages),
+        stages=tuple(replace(s, uses=uses[s.name], options=options_of(rehearsed, s, uses[s.name])) for s in graph.stages),
         outputs={"image": "$decode.image"},
         entered=entered,
         unused=unused,
@@ -219,46 +203,10 @@ def _uncut(
     """One stage that runs the call whole."""
     steps = {"num_inference_steps": plain["steps"].default} if "steps" in plain else {}
     entries = rehearsed.whole({**arguments, **steps})
-    more = {*arguments, *further_inputs(rehearsed.recipe.kind, {})}
-    kept = {name: wanted for name, wanted in plain.items() if wanted.parameter in more or name in ("seed", "steps")}
-    if "negative_prompt" in plain:
-        kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
-    inputs: dict[str, Mapping[str, Any]] = {name: wanted.entry for name, wanted in plain.items() if name in kept}
-    inputs |= {name: _media_entry(name, inputs, sizes) for name in rehearsed.media}
-    inputs = {name: kept[name].entry if name in kept else entry for name, entry in inputs.items()}
-    passed: dict[str, Any] = {}
-    for name in inputs:
-        parameter = kept[name].parameter if name in kept else name
-        passed["seed" if parameter == "generator" else parameter] = Reference("input", name)
-    for name in (name for name in rehearsed.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
-        own = [f"{name}_{number}" for number in range(len(arguments[name]))]  # one for each of several ControlNets
-        inputs |= dict.fromkeys(own, inputs.pop(name))
-        passed[name] = [Reference("input", each) for each in own]
-    passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in rehearsed.media}
+    handed = handed_in(rehearsed, plain, arguments, sizes)
     uses = tuple(dict.fromkeys(entered.component for entered in entries))
-    outputs = _outputs(rehearsed.made)
+    outputs = outputs_in(rehearsed.made)
     unused = tuple(name for name in rehearsed.ghosts if name not in uses)
-    stage = Stage("make", "call", (*uses, *unused), passed, outputs=tuple(outputs))
-    stage = replace(stage, options=_options(rehearsed, stage, uses))
-    return Layout(inputs, (stage,), {name: f"$make.{name}" for name in outputs}, {"make": entries}, unused, why)
-
-
-def _options(rehearsed: Rehearsed, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
-    """Other ways to run ``stage`` that its components have: tiles."""
-    able = any(hasattr(rehearsed.ghosts[name], "enable_tiling") for name in uses)
-    return ("tiling",) if able and "tiling" in OPERATIONS[stage.op].options else ()
-
-
-def _media_entry(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a picture or the like: its sizes are those of the call where it has any."""
-    kind = media_kind(name) or "image"
-    wanted = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(kind, ("height", "width"))
-    return {"type": kind, **{size: f"${size}" if size in inputs else sizes[size] for size in wanted}}
-
-
-def _outputs(made: Any) -> tuple[str, ...]:
-    """What a call returned, in the words of the op: image, video, audio, else its fields that hold tensors."""
-    fields = dict(made) if isinstance(made, Mapping) else dict(vars(made)) if hasattr(made, "__dict__") else {}
-    if usual := [ours for ours, names in FIELDS.items() if any(fields.get(name) is not None for name in names)]:
-        return tuple(usual)
-    return tuple(name for name, value in fields.items() if hasattr(value, "shape")) or ("image",)
+    stage = Stage("make", "call", (*uses, *unused), handed.passed, outputs=outputs)
+    stage = replace(stage, options=options_of(rehearsed, stage, uses))
+    return Layout(handed.inputs, (stage,), {name: f"$make.{name}" for name in outputs}, {"make": entries}, unused, why)

@@ -15,13 +15,14 @@ from typing import Any
 import yaml
 
 from graphrun.graph.graph import DEFAULT_ALLOW, Reference, Stage
-from graphrun.importing.cut import Layout
 from graphrun.importing.echo import Entered
+from graphrun.importing.layout import Layout
 from graphrun.importing.recipe import OF_CONFIG, OF_FILES, Recipe, Thing
 from graphrun.importing.standin import stand_in_words
 
 WIDTH = 128  # of a line
 SHORT = 90  # characters of a configuration that stands in the line
+COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 STAND_IN = "tokenizers/bytes.json"
 
 
@@ -67,7 +68,7 @@ def document_of(recipe: Recipe, layout: Layout, name: str) -> Document:
 def _head(recipe: Recipe, layout: Layout) -> list[str]:
     kind = recipe.kind.__name__
     lines = [f"# Imported from {recipe.origin}. Sizes are those of the configurations here; weights are read when it runs."]
-    if recipe.source is None:
+    if recipe.source is None and not any(thing.source for thing in recipe.components.values()):
         lines = [
             f"# Imported from {recipe.origin}. Without a source: weights are random; add the folder or repository that has them."
         ]
@@ -75,7 +76,8 @@ def _head(recipe: Recipe, layout: Layout) -> list[str]:
     if layout.why:
         lines.append(f"# {kind} runs whole, in one stage: {layout.why}.")
     else:
-        lines.append(f"# Three stages that enter every component with the same numbers as {kind} does in one call.")
+        several = COUNTS.get(len(layout.stages), str(len(layout.stages)))
+        lines.append(f"# {several} stages that enter every component with the same numbers as {kind} does in one call.")
     if layout.unused:
         lines.append(f"# Nothing enters {', '.join(layout.unused)} for these inputs.")
     return lines

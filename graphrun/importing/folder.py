@@ -5,19 +5,24 @@ Decides which files count. No weights are fetched; of those that lie in a folder
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import diffusers
 
 from graphrun.components.classes import resolve_class
 from graphrun.components.weights import has_weights, stored_tensors
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.importing.modular import made_by_itself, own_code, pipeline_of
 from graphrun.importing.recipe import Recipe, Thing, class_in, dtype_of, existing_kind, is_module, plain_settings, slug
+from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
+MODULAR_INDEX, OWN_BLOCKS = "modular_model_index.json", "modular_config.json"
 # Configurations, tokenizers, processors, schedulers; never weights, nor what other frameworks are run from.
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*onnx*", "*.msgpack", "*.h5", "*openvino*", "*.pb")
@@ -38,11 +43,21 @@ def of_hub(repository: str, revision: str | None = None, without: Collection[str
     A ``revision`` is pinned: the recipe has the commit that it is now, as its configurations are of that one.
     Raises InputError where the hub cannot be reached and the files are not in the cache, or there is no such repository.
     """
+    folder = _fetched(repository, revision, SMALL)
+    if revision is None:
+        return _read(folder, repository, None, without, repository)
+    commit = folder.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+    recipe = _read(folder, repository, commit, without, repository)
+    return recipe if commit == revision else replace(recipe, notes=(f"The revision is the commit that {revision} was.",))
+
+
+def _fetched(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder in the hub's cache with the files of ``repository`` that ``patterns`` name, and no weights."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        folder = snapshot_download(repository, revision=revision, allow_patterns=list(SMALL), ignore_patterns=list(LARGE))
+        folder = snapshot_download(repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(LARGE))
     except (OSError, ValueError, HfHubHTTPError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         at = f"{repository} at {revision}" if revision else repository
@@ -50,14 +65,12 @@ def of_hub(repository: str, revision: str | None = None, without: Collection[str
             f"cannot get the configurations of {at} from the hub ({said}). If it is meant to be a folder, there is none of this "
             "name here; if this machine has no network, give a folder with the pipeline's files"
         ) from error
-    if revision is None:
-        return _read(Path(folder), repository, None, without, repository)
-    commit = Path(folder).name  # of the hub's cache: models--owner--name/snapshots/COMMIT
-    recipe = _read(Path(folder), repository, commit, without, repository)
-    return recipe if commit == revision else replace(recipe, notes=(f"The revision is the commit that {revision} was.",))
+    return Path(folder)
 
 
 def _read(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> Recipe:
+    if (folder / MODULAR_INDEX).is_file() and not any((folder / name).is_file() for name in (INDEX, OWN_BLOCKS)):
+        return _of_blocks(folder, source, revision, without, origin)
     index = _index(folder, origin)
     kind, path = _pipeline(index.get("_class_name"), origin)
     listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
@@ -84,24 +97,66 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
     )
 
 
+def _of_blocks(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> Recipe:
+    """The recipe of a modular pipeline, of which each component may lie elsewhere."""
+    index = read_json(folder / MODULAR_INDEX)
+    kind, path = _pipeline(index.get("_class_name"), origin)
+    if not is_modular_class(kind):
+        raise InputError(f"{origin}/{MODULAR_INDEX} is of {path}, which is not modular: it belongs into {INDEX}")
+    named = str(index.get("_blocks_class_name"))
+    classes = getattr(getattr(diffusers, named, None), "block_classes", None)
+    if classes is None:
+        raise InputError(f"{origin}: {own_code(named)}")
+    own = f"diffusers.{named}" if classes and named != kind.default_blocks_name else None
+    pipeline = pipeline_of(kind, own)
+    if unknown := sorted(set(without) - pipeline._component_specs.keys()):
+        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(pipeline._component_specs)}")
+    things = list[Thing]()
+    for name in (name for name in pipeline._component_specs if name not in without):
+        entry = index.get(name)
+        if not isinstance(entry, list) or len(entry) != 3:
+            things += made_by_itself(pipeline, name)
+        elif isinstance(said := entry[2], dict) and said.get("pretrained_model_name_or_path"):
+            at = str(said.get("subfolder") or "")
+            here = bool(at) and (folder / at).is_dir()
+            place, found = (folder, source) if here else _elsewhere(said, at, f"{origin}/{name}")
+            thing = _thing(
+                place, at, [str(text) for text in (entry[:2] if entry[0] else said.get("type_hint", entry))[:2]], kind, origin
+            )
+            things.append(replace(thing, name=name, source=None if here and at == name else f"{found}/{at}".rstrip("/")))
+    plain = {name: index[name] for name, spec in pipeline._config_specs.items() if name in index and index[name] != spec.default}
+    return Recipe(
+        origin=origin,
+        name=slug(source),
+        pipeline=path,
+        source=source,
+        things=tuple(things),
+        settings=plain | ({BLOCKS: own} if own else {}),
+        place=str(folder.resolve()),
+        revision=revision,
+    )
+
+
+def _elsewhere(said: Mapping[str, Any], subfolder: str, origin: str) -> tuple[Path, str]:
+    """The folder with a component's small files, where it is another one than its pipeline's, and the source that it is."""
+    place, revision = str(said["pretrained_model_name_or_path"]), said.get("revision")
+    if (folder := Path(place).expanduser()).is_dir():
+        return folder, str(folder.resolve())
+    if place.startswith((".", "/", "~")) or place.count("/") != 1:
+        raise InputError(f"{origin} lies in {place}, and there is no such folder: move it to {subfolder}/ beside {MODULAR_INDEX}")
+    files = tuple(f"{subfolder}/{kind}" for kind in SMALL) if subfolder else SMALL
+    return _fetched(place, revision, files), f"{place}@{revision.replace('/', '%2F')}" if revision else place
+
+
 def _index(folder: Path, origin: str) -> Mapping[str, Any]:
     if not folder.is_dir():
         raise InputError(f"no such folder: {folder}")
     if not (folder / INDEX).is_file():
-        modular = (folder / "modular_model_index.json").is_file() or (folder / "modular_config.json").is_file()
-        if modular:
-            raise InputError(modular_advice(origin))
+        if (folder / OWN_BLOCKS).is_file():
+            raise InputError(f"{origin}: {own_code(OWN_BLOCKS)}")
         what = "a component's folder: give the one above it" if (folder / "config.json").is_file() else "no pipeline of diffusers"
         raise InputError(f"{origin} has no {INDEX}: it is {what}")
     return read_json(folder / INDEX)
-
-
-def modular_advice(origin: str) -> str:
-    """What to do with a modular pipeline."""
-    return (
-        f"{origin} is a modular pipeline: its blocks are put together by code and take their components as they run, which a graph "
-        "does not declare. Import the plain pipeline of the same model (its repository, or diffusers.<Name>Pipeline with configs)"
-    )
 
 
 def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
@@ -116,8 +171,6 @@ def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
     except GraphError as error:
         text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
         raise GraphError(f"{error}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from error
-    if hasattr(kind, "blocks_name") or "Modular" in name:
-        raise InputError(modular_advice(origin))
     return kind, path
 
 

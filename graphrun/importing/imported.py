@@ -20,9 +20,11 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.load import load
 from graphrun.graph.values import did_you_mean
 from graphrun.importing.by_class import of_class
-from graphrun.importing.cut import Layout, lay_out
+from graphrun.importing.cut import lay_out
 from graphrun.importing.document import document_of
 from graphrun.importing.folder import of_folder, of_hub
+from graphrun.importing.layout import Layout
+from graphrun.importing.modular import WORKFLOW, with_workflow
 from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe
 from graphrun.importing.rehearse import in_one_dtype, rehearse
 from graphrun.importing.single import ONE_FILE, of_file
@@ -107,7 +109,7 @@ def recipe_of(source: str, asked: Asked) -> Recipe:
     if looks_local:
         return of_folder(place, asked.without, source)
     if named:
-        return of_class(source, asked.configs, asked.without)
+        return of_class(source, asked.configs, asked.without, str((asked.sets or {}).get(WORKFLOW, "")))
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         return of_hub(source, asked.revision, asked.without)
     raise InputError(f"{source} is no folder here, no hub id (owner/name) and no class (diffusers.FluxPipeline)")
@@ -153,6 +155,7 @@ def _is_cast(recipe: Recipe, name: str, config: Mapping[str, Any]) -> bool:
 
 def stage(recipe: Recipe, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
     """``recipe`` with its stages. Raises ProbeError where its call cannot be probed."""
+    recipe, sets = with_workflow(recipe, sets)
     try:
         return Imported(recipe, lay_out(rehearse(recipe), sets, whole=whole))
     except ProbeError:

@@ -5,19 +5,17 @@ Decides where the weights and tokenizers can be found again by a graph file. Rea
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from graphrun.components.classes import resolve_class
-from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import DEFAULT_ALLOW
-from graphrun.importing.recipe import OF_FILES, Recipe, Thing, plain_settings, slug
+from graphrun.errors import InputError
+from graphrun.importing.modular import blocks_of, fresh_configs, loaded_from
+from graphrun.importing.recipe import OF_FILES, Recipe, Thing, path_of, plain, plain_config, plain_settings, slug
 from graphrun.integrations.live import own_class
+from graphrun.ops.modular import is_modular_class
 
 
 def of_pipeline(pipe: Any) -> Recipe:
@@ -27,7 +25,9 @@ def of_pipeline(pipe: Any) -> Recipe:
     """
     kind = own_class(pipe)
     origin = f"from_pipeline({kind.__name__})"
-    path, allow = _path_of(kind)
+    path, allow = path_of(kind)
+    if is_modular_class(kind):
+        return of_blocks(pipe, path, allow, origin)
     loaded = str(pipe.config.get("_name_or_path") or "")
     here = bool(loaded) and Path(loaded).is_dir()
     source = str(Path(loaded).resolve()) if here else None if loaded.startswith((".", "/")) else loaded or None
@@ -37,11 +37,11 @@ def of_pipeline(pipe: Any) -> Recipe:
         for key, item in {f"{name}_{n}": net for n, net in enumerate(nets)}.items() if nets else [(name, value)]:
             if item is not None:
                 things.append(_thing(key, item, origin))
-                allow = (*allow, *_path_of(type(item))[1])
+                allow = (*allow, *path_of(type(item))[1])
         if nets:
             lists[name] = [f"${name}_{number}" for number in range(len(nets))]
     absent = [name for name, value in pipe.components.items() if value is None]
-    given = {name: _plain(value) for name, value in pipe.config.items() if name not in pipe.components and not name.startswith("_")}
+    given = {name: plain(value) for name, value in pipe.config.items() if name not in pipe.components and not name.startswith("_")}
     return Recipe(
         origin=origin,
         name=slug(kind.__name__.removesuffix("Pipeline")),
@@ -54,25 +54,34 @@ def of_pipeline(pipe: Any) -> Recipe:
     )
 
 
-def _path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
-    """The class path of ``kind``, and the packages that a graph has to allow for it."""
-    package = kind.__module__.split(".")[0]
-    allow = tuple(dict.fromkeys((*DEFAULT_ALLOW, package)))
-    for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
-        try:
-            if resolve_class(path, allow) is kind:
-                return path, allow
-        except GraphError:
-            continue
-    raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
+def of_blocks(pipe: Any, path: str, allow: tuple[str, ...], origin: str) -> Recipe:
+    """The recipe of the modular pipeline ``pipe``, whose components come each from where it was loaded."""
+    settings, workflow, more = blocks_of(pipe._blocks, own_class(pipe), origin)
+    settings |= {name: plain(pipe.config[name]) for name, spec in fresh_configs(pipe).items() if pipe.config[name] != spec}
+    things = list[Thing]()
+    for name, value in pipe.components.items():
+        if value is not None:
+            thing, spec = _thing(name, value, origin), pipe._component_specs[name]
+            things.append(replace(thing, source=loaded_from(spec) or thing.source))
+            more = (*more, *path_of(type(value))[1])
+    return Recipe(
+        origin=origin,
+        name=slug(own_class(pipe).__name__.removesuffix("ModularPipeline")),
+        pipeline=path,
+        source=None,
+        things=tuple(things),
+        settings=settings,
+        allow=tuple(dict.fromkeys((*allow, *more))),
+        workflow=workflow,
+    )
 
 
 def _thing(name: str, value: Any, origin: str) -> Thing:
-    path = _path_of(type(value))[0]
+    path = path_of(type(value))[0]
     config = getattr(value, "config", None)
     if not isinstance(value, nn.Module):
-        plain = _json(config) if config is not None and hasattr(value, "from_config") else None
-        return Thing(name, path, plain, live=value, source=_found_again(value) if plain is None else None)
+        own = plain_config(config) if config is not None and hasattr(value, "from_config") else None
+        return Thing(name, path, own, live=value, source=_found_again(value) if own is None else None)
     if config is None:
         raise InputError(f"{origin}: {name} is a {path} without a configuration, and a graph file needs one: give its class one")
     tensors = [(t, t.numel() * t.element_size()) for t in (*value.parameters(), *value.buffers()) if t.is_floating_point()]
@@ -81,7 +90,7 @@ def _thing(name: str, value: Any, origin: str) -> Thing:
         dtype = str(tensor.dtype).removeprefix("torch.")
         sizes[dtype] = sizes.get(dtype, 0) + nbytes
     dtype = max(sizes, key=lambda key: sizes[key], default="float32")
-    return Thing(name, path, _json(config), dtype=dtype, why=OF_FILES, live=value)
+    return Thing(name, path, plain_config(config), dtype=dtype, why=OF_FILES, live=value)
 
 
 def _several(value: Any) -> list[nn.Module]:
@@ -95,17 +104,3 @@ def _found_again(value: Any) -> str | None:
     """The folder that a tokenizer or processor was loaded from, if it is still there."""
     loaded = getattr(value, "name_or_path", "")
     return str(Path(loaded).resolve()) if loaded and Path(loaded).is_dir() else None
-
-
-def _json(config: Any) -> dict[str, Any]:
-    plain: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    found: dict[str, Any] = json.loads(json.dumps(_plain(dict(plain)), default=str, sort_keys=True))
-    return {key: value for key, value in found.items() if key != "_name_or_path"}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

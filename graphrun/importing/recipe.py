@@ -11,6 +11,7 @@ Decides which class, configuration and dtype each has. Reads no weights, runs no
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphrun.components.classes import resolve_class
-from graphrun.errors import InputError
+from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import DEFAULT_ALLOW, Component, Graph, Part
 from graphrun.graph.load import PICKLED
 
@@ -56,7 +58,7 @@ class Thing:
 class Recipe:
     """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``place`` is
     the folder where its small files are now. ``settings`` are constructor arguments that are plain. ``origin`` is how the user
-    called it, ``notes`` what else a reader of the file should know."""
+    called it, ``notes`` what else a reader of the file should know, ``workflow`` the way through a modular pipeline's blocks."""
 
     origin: str
     name: str
@@ -68,6 +70,7 @@ class Recipe:
     revision: str | None = None
     allow: tuple[str, ...] = DEFAULT_ALLOW
     notes: tuple[str, ...] = ()
+    workflow: str = ""
 
     @property
     def kind(self) -> type[Any]:
@@ -170,6 +173,38 @@ def _annotated(pipeline: type[Any], name: str) -> list[str]:
 def is_module(class_path: str, allow: Sequence[str], origin: str) -> bool:
     """Whether the class is one of modules, which have weights."""
     return issubclass(resolve_class(class_path, allow, origin), nn.Module)
+
+
+def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
+    """The class path of ``kind``, and the packages that a graph has to allow for it.
+
+    Raises InputError where it cannot be imported by its name.
+    """
+    package = kind.__module__.split(".")[0]
+    allow = tuple(dict.fromkeys((*DEFAULT_ALLOW, package)))
+    for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
+        try:
+            if resolve_class(path, allow) is kind:
+                return path, allow
+        except GraphError:
+            continue
+    raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A live object's configuration as JSON has it."""
+    own: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    found: dict[str, Any] = json.loads(json.dumps(plain(dict(own)), default=str, sort_keys=True))
+    return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
+
+
+def plain(value: Any) -> Any:
+    """``value`` with dtypes by their names, and lists for tuples."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def slug(text: str) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,17 +20,15 @@ from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.importing.echo import Echo, Entered, digest_of, explained
 from graphrun.importing.recipe import Recipe, Thing
-from graphrun.importing.signature import Wanted
+from graphrun.importing.signature import Wanted, call_parameters, media_kind
 from graphrun.importing.standin import stand_in
 from graphrun.integrations.rehearsal import ProbeError
 from graphrun.ops import run_stages
 from graphrun.ops.diffusion import without_pictures
+from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
 
 STEPS = 2
-# Parameters that take pictures, videos and sound, by what they are called.
-MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
-NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
 HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
 
 
@@ -46,11 +44,19 @@ class Rehearsed:
     media: tuple[str, ...] = ()
     made: Any = None  # what the last whole call returned
     known: dict[Any, tuple[Entered, ...]] = field(default_factory=dict)
+    _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Of the pipeline's call."""
-        return inspect.signature(self.recipe.kind.__call__).parameters
+        if not self._parameters:
+            self._parameters.update(call_parameters(self.pipeline, self.recipe.workflow))
+        return self._parameters
+
+    @property
+    def modular(self) -> bool:
+        """Whether it is a modular pipeline, made of blocks."""
+        return is_modular_class(self.recipe.kind)
 
     @property
     def pipeline(self) -> Any:
@@ -63,16 +69,25 @@ class Rehearsed:
         if key not in self.known:
             given = dict(arguments)
             if "num_inference_steps" in self.parameters:  # of which a strength leaves only a share
-                given.setdefault("num_inference_steps", math.ceil(STEPS / given.get("strength", 1)))
+                given.setdefault("num_inference_steps", few_steps(given.get("strength")))
             if "generator" in self.parameters:
                 given["generator"] = torch.Generator("cpu").manual_seed(seed)
-            with explained(f"{self.recipe.pipeline}({', '.join(given)})", self.echo, self._advice()), self.echo.listening():
+            with self.explained(given), self.echo.listening():
                 pipeline = self.pipeline
                 if "padding_mask_crop" not in given:
                     without_pictures(pipeline)
                 self.made = pipeline(**given)
+            if self.modular:
+                self.made = self.made.values
+                self.echo.seen = {name: value for name, value in self.made.items() if isinstance(value, (int, float))}
             self.known[key] = tuple(self.echo.heard)
         return self.known[key]
+
+    @contextmanager
+    def explained(self, given: Iterable[str]) -> Iterator[None]:
+        """Whatever the call with the arguments ``given`` raises here is a ProbeError that says after which entry."""
+        with explained(f"{self.recipe.pipeline}({', '.join(given)})", self.echo, self._advice()), quietly():
+            yield
 
     def staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[Entered, ...]]:
         """What each stage of ``graph`` enters for ``values``. Raises whatever the ops raise."""
@@ -81,18 +96,28 @@ class Rehearsed:
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
             found[stage] = tuple(self.echo.heard[sum(map(len, found.values())) :])
 
-        with self.echo.listening():
+        with quietly(), self.echo.listening():
             means = {"parts": self.parts, "ghosts": self.ghosts, "planning": True, "after_stage": after_stage}
             run_stages(graph, self.ghosts, sim.device, values, **means)
         return found
 
     def _advice(self) -> str:
         components = [thing.name for thing in self.recipe.things if thing.is_component]
-        constructor = inspect.signature(self.recipe.kind.__init__).parameters
         there = {"self", *(thing.name for thing in self.recipe.things), *self.recipe.settings}
-        absent = [name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))]
+        if self.modular:
+            absent = self.pipeline.null_component_names
+        else:
+            constructor = inspect.signature(self.recipe.kind.__init__).parameters
+            absent = [
+                name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
+            ]
         without = f"; without {', '.join(absent)}" if absent else ""
         return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
+
+
+def few_steps(strength: float | None) -> int:
+    """Steps of which a call of ``strength`` runs two."""
+    return math.ceil(STEPS / (strength or 1))
 
 
 def rehearse(recipe: Recipe) -> Rehearsed:
@@ -130,7 +155,7 @@ def called(
         arguments["prompt"] = PLANNING_TEXT
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
-    needed = [name for name in candidates if _leads(name, parameters)]
+    needed = [name for name in candidates if _leads(name, parameters, rehearsed.modular)]
     empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
     tensors = [
         n
@@ -169,15 +194,8 @@ def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[l
         yield [*needed, *optional[:count]]
 
 
-def _leads(name: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether the parameter has to be given, or stands before the prompt: what the pipeline is about."""
+def _leads(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
+    """Whether the parameter has to be given, or stands before the prompt in a signature: what the pipeline is about."""
     names = list(parameters)
-    before = "prompt" in names and names.index(name) < names.index("prompt")
+    before = not modular and "prompt" in names and names.index(name) < names.index("prompt")
     return before or parameters[name].default is inspect.Parameter.empty
-
-
-def media_kind(name: str) -> str | None:
-    """What is handed to a parameter called ``name``: image, mask, video or audio; None for anything else."""
-    if NOT_MEDIA.search(name):
-        return None
-    return next((kind for kind, pattern in MEDIA.items() if re.search(pattern, name)), None)

@@ -16,13 +16,17 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.graph.values import did_you_mean
+from graphrun.ops.modular import blocks_in, is_modular_class
 
 # Names of inputs for parameters of a call; others are called as they are.
 NAMES = {"num_inference_steps": "steps", "num_frames": "frames", "num_images_per_prompt": "batch", "num_videos_per_prompt": "batch"}
 PARAMETERS = {"num_waveforms_per_prompt": "batch"} | NAMES
-SIZES = ("height", "width", "num_frames")
+NAMED_SIZES = ("height", "width", "num_frames")
 BOUNDED = ("max_sequence_length",)
 # Sizes of pictures, videos and sound that a call is handed, whether it takes them as arguments too or not.
+# Parameters that take pictures, videos and sound, by what they are called.
+MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
+NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
 MEASURES = ("height", "width", "frames", "rate", "seconds")
 
 
@@ -40,17 +44,39 @@ class Wanted:
         return self.entry.get("default")
 
 
+def call_parameters(pipeline: Any, workflow: str = "") -> Mapping[str, inspect.Parameter]:
+    """The parameters of ``pipeline``'s call; of a modular one the inputs of its blocks, of which it must have a prompt and media
+    that every way through them needs, and what ``workflow`` is about."""
+    if not is_modular_class(type(pipeline)):
+        return inspect.signature(type(pipeline).__call__).parameters
+    about = (pipeline._blocks._workflow_map or {}).get(workflow, ())
+    found: dict[str, inspect.Parameter] = {}
+    for declared in pipeline._blocks.inputs:
+        if declared.name:
+            needed = declared.name in about or (declared.required and (declared.name == "prompt" or media_kind(declared.name)))
+            default = inspect.Parameter.empty if needed else declared.default
+            found[declared.name] = inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    return found
+
+
+def media_kind(name: str) -> str | None:
+    """What is handed to a parameter called ``name``: image, mask, video or audio; None for anything else."""
+    if NOT_MEDIA.search(name):
+        return None
+    return next((kind for kind, pattern in MEDIA.items() if re.search(pattern, name)), None)
+
+
 def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, Wanted]:
     """The plain inputs of ``pipeline``'s call by name: texts, sizes, counts, scales. ``seen``: what its code made of sizes that the
     signature leaves open; without one an input is left out."""
-    parameters = inspect.signature(kind.__call__).parameters
+    parameters = call_parameters(pipeline)
     found: dict[str, Wanted] = {}
     for parameter in ORDER:
         if parameter not in parameters:
             continue
         default = parameters[parameter].default
         if default in (None, inspect.Parameter.empty):
-            default = seen.get(parameter) if parameter in SIZES else None
+            default = seen.get(parameter) if parameter in NAMED_SIZES else None
         entry = _entry(kind, pipeline, parameter, default)
         name = PARAMETERS.get(parameter, "seed" if parameter == "generator" else parameter)
         if entry is not None and name not in found:
@@ -80,23 +106,24 @@ ORDER = (
 MORE = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$")
 
 
-def further_inputs(kind: type[Any], taken: Mapping[str, Wanted]) -> dict[str, Wanted]:
+def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[str, Wanted]) -> dict[str, Wanted]:
     """Numbers that a call run whole is asked for beside `plain_inputs`: a prior's steps, a second guidance."""
     known = {wanted.parameter for wanted in taken.values()}
     found: dict[str, Wanted] = {}
-    for name, parameter in inspect.signature(kind.__call__).parameters.items():
+    for name, parameter in parameters.items():
         default = parameter.default
         if name not in known and MORE.search(name) and isinstance(default, (int, float)) and not isinstance(default, bool):
             found[name] = Wanted(name, name, {"type": type(default).__name__, "default": default})
     return found
 
 
-def set_inputs(kind: type[Any], plain: Mapping[str, Wanted], sets: Mapping[str, Any]) -> dict[str, Wanted]:
-    """``plain`` with the defaults in ``sets``; other parameters of the call that are set there become inputs too.
+def set_inputs(
+    kind: type[Any], parameters: Mapping[str, inspect.Parameter], plain: Mapping[str, Wanted], sets: Mapping[str, Any]
+) -> dict[str, Wanted]:
+    """``plain`` with the defaults in ``sets``; other ``parameters`` of the call that are set there become inputs too.
 
     Raises InputError for what the call has not.
     """
-    parameters = inspect.signature(kind.__call__).parameters
     found = {name: replace(w, entry={**w.entry, "default": sets[name]}) if name in sets else w for name, w in plain.items()}
     taken = {wanted.parameter for wanted in plain.values()} | {"self"}
     for name, value in sets.items():
@@ -132,7 +159,7 @@ def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict
 
 def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
     """What the class's code wants the argument ``name`` to be a multiple of, at least what its VAE does: the largest of both."""
-    found = [1, *_evaluated(kind, pipeline, _divided(kind, name))]
+    found = [1, *_evaluated(kind, pipeline, _divided(kind, pipeline, name))]
     if not found[1:]:
         found.append(getattr(pipeline, "vae_scale_factor", 0) or getattr(pipeline, "vae_scale_factor_spatial", 0) or 1)
     return max(number for number in found if isinstance(number, int) and number > 0)
@@ -140,36 +167,42 @@ def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
 
 def maximum(kind: type[Any], pipeline: Any, name: str) -> int | None:
     """The largest value of ``name`` that the class's code does not refuse, None where it says nothing."""
-    numbers = [n for n in _evaluated(kind, pipeline, _limits(kind, name)) if isinstance(n, int)]
+    numbers = [n for n in _evaluated(kind, pipeline, _limits(kind, pipeline, name)) if isinstance(n, int)]
     return min(numbers, default=None)
 
 
-def _tree(kind: type[Any]) -> Iterator[ast.AST]:
-    for name in ("check_inputs", "__call__"):
-        method = getattr(kind, name, None)
+def _tree(kind: type[Any], pipeline: Any) -> Iterator[ast.AST]:
+    kinds = [kind] if not is_modular_class(kind) else list(dict.fromkeys(map(type, blocks_in(pipeline._blocks))))
+    for owner, name in ((owner, name) for owner in kinds for name in ("check_inputs", "__call__")):
+        method = getattr(owner, name, None)
         if method is not None:
             yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))))
 
 
-def _divided(kind: type[Any], name: str) -> Iterator[ast.expr]:
+def _divided(kind: type[Any], pipeline: Any, name: str) -> Iterator[ast.expr]:
     """``N`` of every ``name % N`` and ``name // N``."""
-    for node in _tree(kind):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)) and getattr(node.left, "id", "") == name:
+    for node in _tree(kind, pipeline):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)) and _is(node.left, name):
             yield node.right
 
 
-def _limits(kind: type[Any], name: str) -> Iterator[ast.expr]:
+def _limits(kind: type[Any], pipeline: Any, name: str) -> Iterator[ast.expr]:
     """``N`` of every ``name > N``."""
-    for node in _tree(kind):
-        if isinstance(node, ast.Compare) and getattr(node.left, "id", "") == name and isinstance(node.ops[0], ast.Gt):
+    for node in _tree(kind, pipeline):
+        if isinstance(node, ast.Compare) and _is(node.left, name) and isinstance(node.ops[0], ast.Gt):
             yield node.comparators[0]
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    """Whether ``node`` is the argument ``name``, or a block's value of that name."""
+    return name in (getattr(node, "id", ""), getattr(node, "attr", ""))
 
 
 def _evaluated(kind: type[Any], pipeline: Any, expressions: Iterator[ast.expr]) -> Iterator[Any]:
     """The values of those expressions that are made of numbers, products, the pipeline's own attributes and names for these."""
     named = {
         node.targets[0].id: node.value
-        for node in _tree(kind)
+        for node in _tree(kind, pipeline)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     for expression in expressions:
@@ -182,7 +215,7 @@ def _evaluated(kind: type[Any], pipeline: Any, expressions: Iterator[ast.expr]) 
 def _value(node: ast.AST, pipeline: Any) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
-    if isinstance(node, ast.Name) and node.id == "self":
+    if isinstance(node, ast.Name) and node.id in ("self", "components"):
         return pipeline
     if isinstance(node, ast.Attribute):
         return getattr(_value(node.value, pipeline), node.attr)

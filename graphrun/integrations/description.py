@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import InputError
 from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.integrations.live import components_of, graph_of, is_modular, is_pipeline
+from graphrun.integrations.live import components_of, graph_of, is_pipeline
 from graphrun.integrations.rehearsal import Call, Rehearsal
 from graphrun.planner.problem import Hardware, Problem
 
@@ -68,10 +68,7 @@ class LivePipeline:
         return self._imported(inputs or {}, whole=whole).write(path, force=force)
 
     def _imported(self, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
-        from graphrun.importing.folder import modular_advice
         from graphrun.importing.imported import stage
         from graphrun.importing.live import of_pipeline
 
-        if is_modular(self.pipe):
-            raise InputError(f"{modular_advice(type(self.pipe).__name__)}, or attach to it: graphrun.attach(pipe, vram=...)")
         return stage(of_pipeline(self.pipe), sets, whole=whole)

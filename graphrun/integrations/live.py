@@ -25,6 +25,7 @@ from graphrun.components.forms import Form
 from graphrun.components.quantize import settle_layers
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
+from graphrun.ops.modular import blocks_in, is_modular_class
 
 # Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a ghost shares them.
 SHARED = ("transformers", "tokenizers", "sentencepiece")
@@ -35,9 +36,7 @@ ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 def is_modular(pipe: Any) -> bool:
     """Whether ``pipe`` is one of diffusers' modular pipelines, which share no class with the others."""
-    from diffusers import ModularPipeline
-
-    return isinstance(pipe, ModularPipeline)
+    return is_modular_class(type(pipe))
 
 
 def is_pipeline(value: Any) -> bool:
@@ -133,12 +132,7 @@ def _showing_progress(owner: Any) -> list[Any]:
     """``owner``, or of a modular pipeline its blocks that show their progress, at any depth."""
     if not is_modular(owner):
         return [owner]
-    found, waiting = list[Any](), [owner._blocks]
-    while waiting:
-        block = waiting.pop()
-        found += [block] if hasattr(block, "set_progress_bar_config") else []
-        waiting += getattr(block, "sub_blocks", {}).values()
-    return found
+    return [block for block in blocks_in(owner._blocks) if hasattr(block, "set_progress_bar_config")]
 
 
 def _hang_on(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:

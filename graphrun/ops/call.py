@@ -62,10 +62,10 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
         given["output_type"] = kind
     if context.planning and given.get("output_type") == "pil" and "padding_mask_crop" not in given:
         without_pictures(pipeline)
-    with _explained(context), torch.no_grad():
+    with explained(context), torch.no_grad():
         made = pipeline(**given)
     fields = dict(made) if isinstance(made, Mapping) else {} if not hasattr(made, "__dict__") else dict(vars(made))
-    return {name: _found(context, fields, name) for name in wanted}
+    return {name: field_in(context, fields, name) for name in wanted}
 
 
 def _refuse_unknown(
@@ -75,14 +75,14 @@ def _refuse_unknown(
     what = f"{_class_of(context)}.__call__"
     for name in arguments:
         if name == "generator":
-            _refuse(context, f"with.{name}: give a seed: instead")
+            refuse(context, f"with.{name}: give a seed: instead")
         if name not in takes:
-            _refuse(context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}")
+            refuse(context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}")
     if seed is not None and "generator" not in known:
-        _refuse(context, f"with.seed: {what} takes no generator, so it has no seed: leave it out")
+        refuse(context, f"with.seed: {what} takes no generator, so it has no seed: leave it out")
     missing = [name for name in takes if known[name].default is inspect.Parameter.empty and name not in arguments]
     if missing:
-        _refuse(context, f"{what} needs {', '.join(sorted(missing))}: add it to with:")
+        refuse(context, f"{what} needs {', '.join(sorted(missing))}: add it to with:")
 
 
 def _refuse_masks(context: StageContext, arguments: Mapping[str, Any]) -> None:
@@ -103,19 +103,20 @@ def _sound_as_tensor(value: Any) -> Any:
 def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
     if "latents" in wanted:
         if others := [name for name in wanted if is_media(name)]:
-            _refuse(context, f"one call returns latents or {others[0]}: read one of them")
+            refuse(context, f"one call returns latents or {others[0]}: read one of them")
         return "latent"
     return "pil" if "image" in wanted or "video" in wanted else None
 
 
-def _found(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
+def field_in(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
+    """The output ``name`` in ``fields``; of one picture, video or sound, itself. Raises GraphError where it is not there."""
     if name == "latents" and name not in fields and fields:
         return next(iter(fields.values()))
     field = next((each for each in FIELDS.get(name, (name,)) if each in fields), None)
     if field is None:
         usual = {each: ours for ours, names in FIELDS.items() for each in names}
         there = {usual.get(each, each) for each in fields}
-        _refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, there)}")
+        refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, there)}")
         return None
     value = fields[field]
     if name == "audio":
@@ -138,12 +139,12 @@ def _rate(context: StageContext) -> int:
         for owner in (part, getattr(part, "config", None)):
             if isinstance(rate := getattr(owner, "sampling_rate", None), int):
                 return rate
-    _refuse(context, f"{_class_of(context)} does not say how many samples a second its sound has")
+    refuse(context, f"{_class_of(context)} does not say how many samples a second its sound has")
     return 0
 
 
 @contextmanager
-def _explained(context: StageContext) -> Iterator[None]:
+def explained(context: StageContext) -> Iterator[None]:
     """What the pipeline's own code refuses is an error at the stage; while planning, whatever it raises."""
     kinds = (Exception,) if context.planning else (ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError)
     try:
@@ -164,5 +165,6 @@ def _where(context: StageContext) -> str:
     return context.declared.where if context.declared is not None else ""
 
 
-def _refuse(context: StageContext, text: str) -> None:
+def refuse(context: StageContext, text: str) -> None:
+    """Raises GraphError at the stage's line."""
     raise GraphError(f"stages.{context.stage}: {text}", _where(context))

@@ -152,7 +152,8 @@ def decode(
 def without_pictures(pipeline: Any) -> None:
     """What ``pipeline`` makes is not copied to the host, where a dry run needs none of it."""
     for name in ("image_processor", "video_processor"):
-        if (processor := getattr(pipeline, name, None)) is not None:
+        processor: Any = getattr(pipeline, name, None)
+        if hasattr(processor, "pt_to_numpy"):  # another kind of processor may be called so
             processor.pt_to_numpy = _one_pixel
 
 

@@ -16,6 +16,7 @@ import torch
 from graphrun.components.build import resolve_class
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference
+from graphrun.ops.modular import assemble_blocks, is_modular_class
 
 
 def assemble(
@@ -28,6 +29,8 @@ def assemble(
     prompt needs no VAE and no transformer, and nothing of its sizes is read from them.
     """
     kind = resolve_class(graph.pipeline, graph.allow)
+    if is_modular_class(kind):
+        return assemble_blocks(graph, kind, modules, parts, device)
     arguments: dict[str, Any] = {
         name: [modules[item.removeprefix("$")] for item in value] if isinstance(value, list) else value
         for name, value in graph.pipeline_config.items()

@@ -18,6 +18,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
+from graphrun.ops.block import block
 from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
 from graphrun.ops.options import applied
@@ -30,6 +31,7 @@ OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "denoise": denoise,
     "decode": decode,
     "call": call,
+    "block": block,
 }
 
 Observer = Callable[[str, Mapping[str, Any]], None]

@@ -57,6 +57,8 @@ def _described(value: Any, tensors: dict[int, torch.Tensor]) -> list[Any]:
         return ["list" if type(value) is list else "tuple", [_described(item, tensors) for item in value]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
     kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
     if kind == "numpy.ndarray":
         tensor = torch.from_numpy(value.copy())
@@ -82,6 +84,8 @@ def _made(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return items if kind == "list" else tuple(items)
     if kind == "plain":
         return content
+    if kind == "dtype":
+        return getattr(torch, content)
     if kind == "array":
         return tensors[str(content)].numpy()
     if kind == "picture":

@@ -86,7 +86,8 @@ def test_classes_that_are_none(graphrun: Cli) -> None:
     assert "takes no such argument; did you mean 'transformer'" in refused(
         graphrun, "diffusers.FluxPipeline", "--config", "transforme=x"
     )
-    assert "is a modular pipeline" in refused(graphrun, "diffusers.FluxModularPipeline")
+    assert "--config vae=FILE (AutoencoderKL)" in refused(graphrun, "diffusers.FluxModularPipeline")
+    assert "has no blocks of its own" in refused(graphrun, "diffusers.ModularPipeline")
 
 
 def test_options_that_mean_nothing(graphrun: Cli, pipeline: Path) -> None:

@@ -18,6 +18,7 @@ def test_nested_values_come_back_bit_for_bit() -> None:
     value = {
         "embeds": {"a": tensor, "again": tensor, "view": tensor[:, 1:3].t(), "ids": torch.arange(3)},
         "list": [1, 2.5, None, True, "text", (torch.zeros(0), 0.1)],
+        "dtype": torch.bfloat16,
         "array": np.arange(6.0).reshape(2, 3),
         "picture": Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)),
     }
@@ -28,6 +29,7 @@ def test_nested_values_come_back_bit_for_bit() -> None:
     assert found["embeds"]["again"] is found["embeds"]["a"], "one tensor stays one"
     assert found["list"][:5] == value["list"][:5]  # type: ignore[index]
     assert isinstance(found["list"][5], tuple)
+    assert found["dtype"] is torch.bfloat16
     assert np.array_equal(found["array"], value["array"])  # type: ignore[arg-type]
     assert found["picture"].tobytes() == value["picture"].tobytes()  # type: ignore[attr-defined]
 

@@ -1,0 +1,277 @@
+"""Modular pipelines as graphs, a stage for each of their blocks, run by their plans: what the pipeline itself makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers as d
+import pytest
+import torch
+from diffusers.modular_pipelines import ModularPipelineBlocks, SequentialPipelineBlocks
+from import_whole import NAMES, SEED, equal, planned, run
+from tiny_cases import listed
+from tiny_modular import modular
+from tiny_pipelines import mask, picture
+
+import graphrun
+from graphrun.errors import GraphError, InputError
+from graphrun.graph.graph import Graph, Reference
+from graphrun.importing.imported import Asked, import_source
+from graphrun.integrations.description import LivePipeline
+from graphrun.ops.modular import begun
+
+THREE = ["text_encoder", "denoise", "decode"]
+IMAGED = ["text_encoder", "vae_encoder", "denoise", "decode"]
+CASES = {  # name and workflow: stages
+    "FluxPipeline": THREE,
+    "FluxPipeline:image2image": IMAGED,
+    "QwenImagePipeline:inpainting": IMAGED,
+    "StableDiffusionXLPipeline": THREE,
+    "WanImageToVideoPipeline": ["text_encoder", "image_encoder", "vae_encoder", "denoise", "decode"],
+    "WanPipeline-two-experts": THREE,
+}
+
+
+def call_of(name: str, pipe: Any, workflow: str = "") -> dict[str, Any]:
+    """Arguments of a small call."""
+    given = {k: v for k, v in listed()[name][3]().items() if k in pipe.blocks.input_names and k != "output_type"}
+    media = {"image": picture(16), "mask_image": mask(16)} if workflow else {}
+    about = pipe.blocks._workflow_map[workflow] if workflow else ()
+    return {**given, "num_inference_steps": 2, **({"strength": 0.9} if about else {}), **{k: media[k] for k in about if k in media}}
+
+
+def sets_of(call: Mapping[str, Any], workflow: str = "") -> dict[str, Any]:
+    plain = {NAMES.get(key, key): value for key, value in call.items() if isinstance(value, (int, float))}
+    return plain | ({"workflow": workflow} if workflow else {})
+
+
+def inputs_of(call: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    given = {NAMES.get(key, key): value for key, value in call.items()} | {"seed": SEED}
+    return {name: value for name, value in given.items() if name in graph.inputs}
+
+
+def expected(pipe: Any, call: Mapping[str, Any]) -> Any:
+    output = "videos" if "videos" in pipe.blocks.output_names else "images"
+    return pipe(**call, generator=torch.Generator().manual_seed(SEED), output_type="pil", output=output)
+
+
+def imported(source: object, sets: Mapping[str, Any], configs: Mapping[str, str] | None = None) -> Any:
+    return import_source(str(source), Asked(configs or {}, {}, sets=sets))
+
+
+def written(pipe: Any, call: Mapping[str, Any], path: Path, workflow: str = "", **more: Any) -> tuple[LivePipeline, Graph]:
+    live = graphrun.from_pipeline(pipe)
+    return live, live.to_yaml(path, inputs=sets_of(call, workflow), **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_modular_pipeline_is_cut_at_its_blocks(case: str, tmp_path: Path) -> None:
+    name, _, workflow = case.partition(":")
+    pipe = modular(name)
+    call = call_of(name, pipe, workflow)
+    live, graph = written(pipe, call, tmp_path / "graph.yaml", workflow)
+    assert [stage.name for stage in graph.stages] == CASES[case]
+    assert all(stage.op == "block" for stage in graph.stages)
+    inputs = inputs_of(call, graph)
+    more: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {})]
+    more += [({"negative_prompt": "blurry"},) * 2] if name.startswith("StableDiffusion") else []
+    for changed, in_call in more:
+        trace = run(graph, planned(graph, inputs | changed), inputs | changed, live.graph_modules)
+        assert equal(next(iter(trace.outputs.values())), expected(pipe, call | in_call)), changed
+
+
+def test_values_are_handed_on_by_name_and_random_numbers_go_on(tmp_path: Path) -> None:
+    """The encoders wait for each other only where one draws numbers of which the next gets the following ones."""
+    pipe = modular("FluxPipeline")
+    _, graph = written(pipe, call_of("FluxPipeline", pipe, "image2image"), tmp_path / "graph.yaml", "image2image")
+    assert graph.stage("text_encoder").outputs == ("prompt_embeds", "pooled_prompt_embeds")
+    assert graph.stage("vae_encoder").outputs == ("image_latents", "generator")
+    assert graph.producers("vae_encoder") == ()
+    assert graph.stage("denoise").arguments["generator"] == Reference("stage", "vae_encoder", "generator")
+    assert "seed" not in graph.stage("denoise").arguments
+    assert graph.stage("decode").uses == ("vae",)
+    assert (graph.inputs["height"].multiple_of, graph.kinds()) == (4, {"image": "image"})
+
+
+def test_what_is_handed_on_is_in_the_groups_that_blocks_ask_for() -> None:
+    state = begun(modular("FluxPipeline"), {"height": 16}, {"prompt_embeds": torch.ones(1)})
+    assert list(state.get_by_kwargs("denoiser_input_fields")) == ["prompt_embeds"]
+    assert (state.height, state.width, state.num_inference_steps) == (16, None, 50)
+
+
+def test_a_batch_is_what_the_pipeline_makes_of_it(tmp_path: Path) -> None:
+    pipe = modular("FluxPipeline")
+    call = call_of("FluxPipeline", pipe)
+    live, graph = written(pipe, call, tmp_path / "graph.yaml")
+    inputs = inputs_of(call, graph) | {"batch": 2}
+    made = run(graph, planned(graph, inputs), inputs, live.graph_modules).outputs["image"]
+    assert equal(made, expected(pipe, call | {"num_images_per_prompt": 2}))
+
+
+def test_a_pipeline_pruned_to_a_workflow_is_that_workflow(tmp_path: Path) -> None:
+    blocks = d.FluxAutoBlocks().get_workflow("image2image")
+    pipe = modular("FluxPipeline", blocks)
+    live = graphrun.from_pipeline(pipe)
+    graph = live.to_yaml(tmp_path / "graph.yaml", inputs={"height": 16, "width": 16, "max_sequence_length": 16})
+    assert [stage.name for stage in graph.stages] == IMAGED
+    assert "image" in graph.inputs
+
+
+def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
+    pipe = modular("FluxPipeline")
+    call = call_of("FluxPipeline", pipe)
+    live, graph = written(pipe, call, tmp_path / "graph.yaml", whole=True)
+    assert [(stage.name, stage.op) for stage in graph.stages] == [("make", "block")]
+    inputs = inputs_of(call, graph)
+    assert equal(run(graph, planned(graph), inputs, live.graph_modules).outputs["image"], expected(pipe, call))
+
+
+class Sized(ModularPipelineBlocks):
+    """Enters nothing, and hands on what no graph holds."""
+
+    @property
+    def inputs(self) -> list[Any]:
+        return [d.modular_pipelines.InputParam("height")]
+
+    @property
+    def intermediate_outputs(self) -> list[Any]:
+        return [d.modular_pipelines.OutputParam("asked")]
+
+    def __call__(self, components: Any, state: Any) -> Any:
+        state.set("asked", {state.get("height")})
+        return components, state
+
+
+class Decoding(type(d.FluxAutoBlocks().sub_blocks["decode"])):  # type: ignore[misc]
+    """A decoder that looks at it."""
+
+    def __call__(self, components: Any, state: Any) -> Any:
+        assert isinstance(state.get("asked"), set)
+        return super().__call__(components, state)
+
+
+class SizedBlocks(SequentialPipelineBlocks):
+    """FLUX's blocks, of which the first hands something to the last."""
+
+    model_name = "flux"
+    block_classes = [Sized, *(type(block) for block in list(d.FluxAutoBlocks().sub_blocks.values())[:-1]), Decoding]
+    block_names = ["size", *d.FluxAutoBlocks().sub_blocks]
+
+
+def test_blocks_that_hand_on_what_no_graph_holds_stay_together(tmp_path: Path) -> None:
+    pipe = modular("FluxPipeline", SizedBlocks())
+    call = call_of("FluxPipeline", pipe)
+    live, graph = written(pipe, call, tmp_path / "graph.yaml")
+    assert [stage.name for stage in graph.stages] == ["make"]
+    assert "hand on to each other what no graph holds" in (tmp_path / "graph.yaml").read_text()
+    assert graph.pipeline_config == {"blocks": f"{__name__}.SizedBlocks"}
+    assert graph.allow == ("diffusers", "transformers", __name__.partition(".")[0])
+    inputs = inputs_of(call, graph)
+    assert equal(run(graph, planned(graph), inputs, live.graph_modules).outputs["image"], expected(pipe, call))
+
+
+def test_blocks_put_together_by_code_have_no_name(tmp_path: Path) -> None:
+    blocks = d.FluxAutoBlocks()
+    blocks.sub_blocks.pop("vae_encoder")
+    with pytest.raises(InputError, match=r"put together or changed by code.*class MyBlocks\(FluxAutoBlocks\).*graphrun\.attach"):
+        graphrun.from_pipeline(modular("FluxPipeline", blocks)).to_yaml(tmp_path / "graph.yaml")
+
+
+def test_a_workflow_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="workflow image2imag: FluxAutoBlocks has no such workflow; did you mean 'image2image'"):
+        written(modular("FluxPipeline"), {}, tmp_path / "graph.yaml", "image2imag")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("blocks: [denoise]", "blocks: [denois]", "FluxAutoBlocks has no 'denois'; did you mean 'denoise'"),
+        ("guidance_scale: $guidance_scale", "guidanc_scale: $guidance_scale", "FluxAutoBlocks takes no 'guidanc_scale'; did you"),
+        ("latents: $denoise.latents", "latents: $denoise.latent", "its blocks make no latent"),
+    ],
+)
+def test_what_blocks_do_not_know_is_an_error_at_its_stage(before: str, after: str, said: str, tmp_path: Path) -> None:
+    pipe, file = modular("FluxPipeline"), tmp_path / "graph.yaml"
+    written(pipe, call_of("FluxPipeline", pipe), file)
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+    with pytest.raises(GraphError, match=said) as caught:
+        planned(graphrun.load(file))
+    assert "graph.yaml:" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny modular FLUX as `save_pretrained` leaves it."""
+    place = tmp_path_factory.mktemp("saved") / "flux"
+    modular("FluxPipeline").save_pretrained(str(place), overwrite_modular_index=True)
+    return place
+
+
+def changed(folder: Path, **entries: Any) -> None:
+    file = folder / "modular_model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def test_a_folder_is_the_same_graph_with_its_weights(folder: Path, tmp_path: Path) -> None:
+    """Also one that was moved, of which a component lies elsewhere."""
+    pipe = modular("FluxPipeline")
+    call = call_of("FluxPipeline", pipe)
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    (moved / "vae").rename(tmp_path / "decoder")
+    index = json.loads((moved / "modular_model_index.json").read_text())
+    library, kind, said = index["vae"]
+    changed(moved, vae=[library, kind, {**said, "pretrained_model_name_or_path": str(tmp_path), "subfolder": "decoder"}])
+    graph = imported(moved, sets_of(call)).write(tmp_path / "graph.yaml")
+    assert {name: component.source for name, component in graph.components.items()} == {
+        **{name: str(moved / name) for name in ("text_encoder", "text_encoder_2", "transformer")},
+        "vae": str(tmp_path / "decoder"),
+    }
+    assert graph.stages == written(pipe, call, tmp_path / "live.yaml")[1].stages
+    inputs = inputs_of(call, graph)
+    assert equal(run(graph, planned(graph), inputs).outputs["image"], expected(pipe, call))
+
+
+def test_a_class_wants_what_its_workflow_uses(folder: Path, tmp_path: Path) -> None:
+    configs = {name: f"{folder / name}/config.json" for name in ("text_encoder", "text_encoder_2", "transformer", "vae")}
+    small = {"height": 16, "width": 16, "max_sequence_length": 16}
+    for workflow, stages in (("text2image", THREE), ("image2image", IMAGED)):
+        found = imported("diffusers.FluxModularPipeline", small | {"workflow": workflow}, configs)
+        assert [stage.name for stage in found.layout.stages] == stages
+    graph = found.write(tmp_path / "graph.yaml")
+    assert graph.parts["tokenizer"].file is not None
+    assert planned(graph).plan
+    configs.pop("vae")
+    with pytest.raises(InputError, match=r"add --config vae=FILE \(AutoencoderKL\)$"):
+        imported("diffusers.FluxModularPipeline", {}, configs)
+
+
+def test_a_class_wants_no_component_that_its_workflow_has_no_use_for() -> None:
+    for workflow, wanted in (("text2image", False), ("controlnet_text2image", True)):
+        with pytest.raises(InputError, match="add --config text_encoder=FILE") as caught:
+            imported("diffusers.StableDiffusionXLModularPipeline", {"workflow": workflow})
+        assert ("--config controlnet=FILE" in str(caught.value)) is wanted
+        assert "image_encoder" not in str(caught.value)
+
+
+def test_modular_folders_that_cannot_be_imported(folder: Path, tmp_path: Path) -> None:
+    def refused(**entries: Any) -> str:
+        place = Path(shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir())))))
+        changed(place, **entries)
+        with pytest.raises(InputError) as caught:
+            imported(place, {})
+        return str(caught.value)
+
+    assert "MyBlocks is code that came with a checkpoint, and such code is never run" in refused(_blocks_class_name="MyBlocks")
+    assert "such code is never run" in refused(_class_name=["mine", "MyPipeline"])
+    assert "is of diffusers.FluxPipeline, which is not modular" in refused(_class_name="FluxPipeline")
+    said = {"pretrained_model_name_or_path": "/nowhere", "subfolder": "other", "type_hint": ["diffusers", "AutoencoderKL"]}
+    assert "vae lies in /nowhere, and there is no such folder" in refused(vae=["diffusers", "AutoencoderKL", said])
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    (own / "modular_config.json").write_text("{}")
+    with pytest.raises(InputError, match="modular_config.json is code that came with a checkpoint"):
+        imported(own, {})
