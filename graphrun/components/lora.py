@@ -2,7 +2,7 @@
 
 Decides which tensors of a LoRA's file change which weight. Reads the layouts that diffusers writes: ``lora_A.weight`` with
 ``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's name in front; ``alpha`` as a
-tensor or in the file's metadata, else equal to the rank. Rounded as diffusers does it with peft on the CPU: both factors cast to the
+tensor or in the file's metadata, else equal to the rank. Rounded as diffusers does with peft on the CPU: both factors cast to the
 weight's dtype, their product in fp32, cast to the weight's dtype, then added in that.
 """
 
