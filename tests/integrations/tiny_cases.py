@@ -426,6 +426,6 @@ ALONE = {
 }
 # Classes that were tried and do not work, or cannot be tried here: family, and why.
 FAILING = {
-    "AnyFlowFARPipeline": ("video", "fails: its attention is compiled for the device (FlexAttention), and has no form on meta"),
+    "AnyFlowFARPipeline": ("video", "fails: FlexAttention refuses devices that it knows no kernels for, meta and sim among them"),
     "ConsisIDPipeline": ("video", "not tried: needs OpenCV"),
 }
