@@ -42,3 +42,37 @@ def export(
     else:
         planfile.write_text(out, text)
         typer.echo(f"wrote {out}")
+
+
+@cli.app.command("map")
+def map_(
+    plan: Annotated[
+        Path, typer.Argument(help="A plan saved with -o, for whose graph and budgets the maps are.", show_default=False)
+    ],
+    maps: Annotated[Path, typer.Argument(help="Device maps by component, JSON, as export --as accelerate writes them.")],
+    out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    as_json: cli.AsJson = False,
+) -> None:
+    """Show the plan that does what accelerate's device maps say: what it takes, and how long. Refused where it does not fit."""
+    from graphrun.integrations.device_map import plan_for
+    from graphrun.report.screen import plan_screen
+    from graphrun.report.summary import summarize
+
+    problem, _, saved = planfile.read(plan)
+    solution = plan_for(problem, _maps_in(maps))
+    planfile.refuse_violations(maps, solution.problem, solution.plan)
+    summary = summarize(solution, None, None)
+    if out is not None:
+        planfile.save(out, planfile.graph_path(plan, saved), solution, summary)
+    typer.echo(json.dumps(summary, indent=1) if as_json else plan_screen(solution))
+
+
+def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
+    """The device maps in the file at ``path``. Raises InputError where it holds something else."""
+    found = planfile.read_json(path)
+    inner = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(places, dict) and all(isinstance(at, int | str) for at in places.values()) for places in inner):
+        raise InputError(
+            f'{path}: these are no device maps by component, such as {{"transformer": {{"transformer_blocks": "cpu", "": 0}}}}'
+        )
+    return found  # type: ignore[no-any-return]

@@ -2,8 +2,8 @@
 
 Decides which tensors of a LoRA's file change which weight. Reads the layouts that diffusers writes: ``lora_A.weight`` with
 ``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's name in front; ``alpha`` as a
-tensor or in the file's metadata, else equal to the rank. Rounded as peft does: the product in fp32, cast to the weight's dtype,
-then added in that.
+tensor or in the file's metadata, else equal to the rank. Rounded as diffusers does with peft on the CPU: both factors cast to the
+weight's dtype, their product in fp32, cast to the weight's dtype, then added in that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Delta:
         from safetensors import safe_open
 
         with safe_open(self.file, framework="pt") as opened:
-            down, up = opened.get_tensor(self.down).float(), opened.get_tensor(self.up).float()
+            down, up = (opened.get_tensor(name).to(weight.dtype).float() for name in (self.down, self.up))
         weight += (up.flatten(1) @ down.flatten(1) * self.factor).reshape(weight.shape).to(weight.dtype)
 
 

@@ -47,6 +47,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def computing_on(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that name the device which an entry computes on, naming ``place`` instead."""
+
+    def there(value: Any) -> Any:
+        return place if isinstance(value, torch.device) and value.type != "cpu" else value
+
+    return tuple(map(there, args)), {name: there(value) for name, value in kwargs.items()}
+
+
 def _is_library_object(value: Any) -> bool:
     if isinstance(value, (nn.Module, type, types.FunctionType)) or not hasattr(value, "__dict__"):
         return False

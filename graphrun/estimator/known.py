@@ -1,8 +1,10 @@
-"""What is known of values on meta: small tensors that the code writes out, what is made of them, and the worst case of a choice.
+"""What is known of values on meta: small tensors that the code writes out, what is made of them, how much a mask lets through, and
+the worst case of a choice.
 
 Decides which values a dry run may read. Must not know components: it sees operators and tensors alone.
 
     torch.tensor([64, 64])                 known: the code says it; so is what is computed from it (a picture's size in patches)
+    mask.sum(dim=1).tolist()               a count of ones: every element, since the mask may be full
     topk(scores, 2).indices.bincount()     a choice that data makes (experts): at worst all tokens take the same two
 """
 
@@ -19,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 LARGEST = 64
 
 aten = torch.ops.aten
+SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
 
 
 class Known:
@@ -43,6 +46,10 @@ class Known:
         """Note what ``func(*args, **kwargs)``, which made ``out`` on meta, means for what is known."""
         if func is aten.topk.default:
             self._choices[_storage(out[1])] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
+        if func in SUMS and args[0].is_meta and args[0] not in self._values and not args[0].is_floating_point():
+            if 0 < out.numel() <= LARGEST:
+                self._values[out] = torch.full(out.shape, args[0].numel() // out.numel(), dtype=out.dtype, device="cpu")
+            return
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if not tensors or not self._values:
             return

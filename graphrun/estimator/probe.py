@@ -24,11 +24,12 @@ from graphrun.components.entry import Boundary, Casts
 from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
-from graphrun.components.trees import tensors_in, walk
+from graphrun.components.trees import computing_on, tensors_in, walk
 from graphrun.estimator.events import Call, Cut, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
 from graphrun.estimator.repeats import Repeats
+from graphrun.estimator.returned import Returned, returned
 from graphrun.estimator.weights import choices_among, classify, classify_layers, unit_paths
 from graphrun.graph.graph import Component, Graph
 from graphrun.ops import run_stages
@@ -76,14 +77,14 @@ class Prober:
         self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank, casts=casts)
         self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
         self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
-        self._known: dict[Any, tuple[Call, Any]] = {}
+        self._known: dict[Any, tuple[Call, Returned]] = {}
 
     def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
         """What two calls have in common that one trace serves: the shapes of what they are handed."""
         return component, entry, _signature(args), _signature(kwargs)
 
-    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Any]:
-        """The call as it is traced for its signature, and what it returns, on meta."""
+    def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
+        """The call as it is traced for its signature, and what it returns."""
         signature = self.signature(component, entry, args, kwargs)
         if signature not in self._known:
             self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
@@ -95,10 +96,10 @@ class Prober:
         return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the place of an entry: a mark on the tape, and zeros on `sim` in the shape of what it returns."""
-        call, template = self.trace(component, entry, proceed, args, kwargs)
+        """In the place of an entry: a mark on the tape, and zeros on `sim` as what it returns."""
+        call, made = self.trace(component, entry, proceed, args, kwargs)
         self.tape.items.append(Mark("enter", component, call))
-        return walk(template, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=sim.device) if t.is_meta else t)
+        return made.made((args, kwargs), sim.device)
 
     def facts(self, graph: Graph | None = None) -> dict[str, Facts]:
         """The facts of every component, with the classes of its blocks in the order in which they were entered; with ``graph``, in
@@ -126,46 +127,48 @@ class Prober:
 
     def _trace(
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
-    ) -> tuple[Call, Any]:
+    ) -> tuple[Call, Returned]:
         """The call on ``place``: on meta, or on the CPU, where ``component`` has its weights."""
         module = self.ghosts[component]
         units = unit_paths(module, self.choices[component])
-        recorder, template = self._record(module, units, proceed, args, kwargs, place)
+        recorder, made = self._record(module, units, proceed, args, kwargs, place)
         if picked := choices_among(units, set(recorder.entered)):
             self.choices[component] |= picked
-            recorder, template = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs, place)
+            recorder, made = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs, place)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
-            round_up(t.untyped_storage().nbytes(), ROUND_BYTES) for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
+            round_up(t.untyped_storage().nbytes(), ROUND_BYTES)
+            for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
+            if t.device.type != "cpu"
         )
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
         spans, outside, loose = tuple(recorder.spans), frozenset(recorder.outside), frozenset(recorder.loose)
-        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose), template
+        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose), made
 
     def _record(
         self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device
-    ) -> tuple[Recorder, Any]:
+    ) -> tuple[Recorder, Returned]:
         on_meta = place == META
         self.boundary.device = place
         recorder = Recorder(module, units, place)
         try:
             with _disable_current_modes():
-                handed = walk((args, kwargs), _blank_like if on_meta else torch.Tensor.cpu)
+                handed = computing_on(place, *walk((args, kwargs), _blank_like if on_meta else torch.Tensor.cpu))
                 recorder.ignore(tensors_in(handed))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with torch.no_grad(), repeats, fused, recorder:
                     out = proceed(*handed[0], **handed[1])
-                template = walk(out, lambda t: torch.empty_like(t, device=META))
+                made = returned(out, handed, recorder.weights, place)
                 del out
                 self.kept_bytes = recorder.live_bytes
         finally:
             self.boundary.device = sim.device
             recorder.close()
             forget([module])
-        return recorder, template
+        return recorder, made
 
 
 def _in_every_precision(facts: Facts, graph: Graph, component: Component, module: nn.Module) -> Facts:
@@ -206,12 +209,15 @@ def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` of the device on meta; what the host hands in stays there: bringing it to the device takes memory of its own."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
+        return tuple(value.shape), value.dtype, value.device.type == "cpu"
     if isinstance(value, dict):
         return tuple((key, _signature(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -122,6 +122,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sums: set[int] = set()  # results of ``mask.sum()``
 
     @property
+    def weights(self) -> Collection[int]:
+        """The storages of the module's weights."""
+        return self._names.keys()
+
+    @property
     def live_bytes(self) -> int:
         """Bytes that live now."""
         return self._now
@@ -238,7 +243,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = func(*args, **kwargs)
-            self.known.follow(func, args, kwargs, out)
+            if func is not aten.eq.Scalar or args[0].untyped_storage()._cdata not in self._sums:
+                self.known.follow(func, args, kwargs, out)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 self.touched.add(name)

@@ -126,7 +126,7 @@ def _attribute(value: Any) -> Any:
 
 
 def _told(leaf: Any) -> Any:
-    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
 
 
 def _like(leaf: Any) -> Any:

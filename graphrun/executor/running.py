@@ -14,7 +14,7 @@ import torch
 
 from graphrun.components.entry import Boundary
 from graphrun.components.precisions import QUANTIZED
-from graphrun.components.trees import walk
+from graphrun.components.trees import computing_on, walk
 from graphrun.errors import BrokenPlan, OutOfMemory
 from graphrun.executor.device import Device, Mark
 from graphrun.executor.holders import leftovers
@@ -206,7 +206,7 @@ class Running:
         assert self._boundary is not None
         self._open.begin(component)
         here, there = self._device.torch_device, torch.device("cpu")
-        args, kwargs = walk(args, lambda tensor: tensor.to(there)), walk(kwargs, lambda tensor: tensor.to(there))
+        args, kwargs = computing_on(there, *walk((args, kwargs), lambda tensor: tensor.to(there)))
         self._boundary.device = there
         try:
             with self._device.on_host(self._slowdowns[component]):

@@ -67,7 +67,7 @@ class Echo(Prober):
         """The entry is noted, and answered in the shape of what it returns. Raises ProbeError where it cannot be traced."""
         self._look()
         try:
-            _, template = self.trace(component, entry, proceed, args, kwargs)
+            _, made = self.trace(component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:
@@ -77,7 +77,7 @@ class Echo(Prober):
         digest = digest_of((component, entry, args, kwargs))
         self.heard.append(Entered(component, entry, digest))
         generator = torch.Generator().manual_seed(int(digest[:15], 16))
-        return walk(template, lambda t: _numbers(t, generator).to(sim.device) if t.is_meta else t)
+        return walk(made.template, lambda t: _numbers(t, generator).to(sim.device) if t.is_meta else t)
 
     def _look(self) -> None:
         frame = sys._getframe()

@@ -23,7 +23,6 @@ import torch
 
 from graphrun.components.entry import Boundary, entry_of
 from graphrun.components.forms import AtRest, Form
-from graphrun.components.trees import tensors_in
 from graphrun.errors import InputError
 from graphrun.estimator import hardware as devices
 from graphrun.estimator.events import Mark, Tape
@@ -31,7 +30,7 @@ from graphrun.estimator.numbers import Limits, problem_of
 from graphrun.executor.device import Device
 from graphrun.executor.executor import follow
 from graphrun.integrations.call import signature_of
-from graphrun.integrations.live import components_of, graph_of, pipelines_in, state_of
+from graphrun.integrations.live import components_of, graph_of, joined, pipelines_in, state_of
 from graphrun.integrations.rehearsal import Call, Rehearsal
 from graphrun.integrations.residence import Leftovers, LiveHost, device_bytes
 from graphrun.integrations.standing import Stand, cast_alone, lifted
@@ -76,7 +75,7 @@ class Attachment:
         self._plans: dict[Any, Planned] = {}  # by kind of call and what the caller had on the device
         self._solved: dict[str, Solution] = {}  # by digest of the problem
         self._by_text: set[Any] = set()
-        self._modules = components_of(pipe)
+        self._modules = joined(components_of(pipe))
         graph_of(pipe, self._modules).directed(*demands)
         boundaries = lifted(self._modules)  # of pipelines that share components
         try:
@@ -222,7 +221,7 @@ class Attachment:
 
     def _take_up(self) -> None:
         """The components are those that the pipeline has now."""
-        modules = components_of(self.pipe)
+        modules = joined(components_of(self.pipe), self._modules.values())
         if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
             return
         boundaries = lifted({**{f"{name} before": module for name, module in self._modules.items()}, **modules})
@@ -324,8 +323,8 @@ class _Detour:
         assert rehearsal is not None
         forms = self._attachment._host.forms
         assert forms is not None
-        traced, template = rehearsal.trace(forms.known[component], entry, args, kwargs)
-        made_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(template))
+        traced, made = rehearsal.trace(forms.known[component], entry, args, kwargs)
+        made_bytes = made.nbytes
         again = Mark("enter", component, traced)
         carried = max(0, live_bytes - self._reserve_bytes)
         tape = Tape([(1, carried), again, (2, made_bytes), again, (3, made_bytes), Mark("stage", entry)])

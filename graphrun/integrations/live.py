@@ -77,6 +77,38 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
     return found
 
 
+class Joined(nn.Module):
+    """Components that have weights in common, as one: what places them for one places them for all."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.config = {name: _plain(getattr(part, "config", {})) for name, part in parts.items()}
+
+
+def joined(modules: Mapping[str, nn.Module], before: Iterable[nn.Module] = ()) -> dict[str, nn.Module]:
+    """``modules``, those with weights in common as one component (Z-Image's ControlNet runs layers of the transformer).
+
+    ``before``: earlier results, of which a component that has the same parts is taken.
+    """
+    groups: list[tuple[set[int], dict[str, nn.Module]]] = []
+    for name, module in modules.items():
+        held, parts = {id(tensor) for tensor in _tensors(module)}, {name: module}
+        for group in [group for group in groups if group[0] & held]:
+            groups.remove(group)
+            held, parts = held | group[0], {**group[1], **parts}
+        groups.append((held, parts))
+    return {"_and_".join(parts): _one(parts, before) for _, parts in groups}
+
+
+def _one(parts: dict[str, nn.Module], before: Iterable[nn.Module]) -> nn.Module:
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    same = (old for old in before if isinstance(old, Joined) and old._modules == parts)  # modules are equal where they are the same
+    return next(same, None) or Joined(parts)
+
+
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
     for name, value in attributes.items():
         if isinstance(value, nn.Module):

@@ -28,8 +28,9 @@ from graphrun.estimator.events import Call as Traced
 from graphrun.estimator.events import Facts, Mark, Probed, Tape
 from graphrun.estimator.probe import Prober
 from graphrun.estimator.recorder import META
+from graphrun.estimator.returned import Returned
 from graphrun.integrations.call import described, rehearsed
-from graphrun.integrations.live import components_of, ghost_of
+from graphrun.integrations.live import components_of, ghost_of, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Rehearsal:
 
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
         self.pipe = ghost_of(pipe, sim.device)
-        self.ghosts = components_of(self.pipe)
+        self.ghosts = joined(components_of(self.pipe))
         self.prober = LiveProber(self.ghosts, modules)
         self.forms = self.prober.forms
         self._twins = {id(module): self.ghosts[name] for name, module in modules.items()}
@@ -88,8 +89,8 @@ class Rehearsal:
             ) from error
         return tape
 
-    def trace(self, form: Form, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Any]:
-        """An entry into a component in ``form``, wherever it comes: what it takes, and what it returns, on meta."""
+    def trace(self, form: Form, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Returned]:
+        """An entry into a component in ``form``, wherever it comes: what it takes, and what it returns."""
         self.prober.know(form)
         with self.forms.within(form):
             proceed = entry_of(self.ghosts[form.component], entry)
@@ -140,7 +141,7 @@ class LiveProber(Prober):
 
     def _trace(
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
-    ) -> tuple[Traced, Any]:
+    ) -> tuple[Traced, Returned]:
         try:
             traced = super()._trace(component, entry, proceed, args, kwargs)
             self._cached[id(traced[0])] = self.kept_bytes

@@ -39,7 +39,7 @@ def with_lora(component: Component, file: Path, scale: float = 1.0) -> Component
 
 
 def fused(weight: torch.Tensor, factor: float) -> torch.Tensor:
-    down, up = halves(weight)
+    down, up = (half.to(weight.dtype).float() for half in halves(weight))
     return weight + (up @ down * factor).to(weight.dtype)
 
 

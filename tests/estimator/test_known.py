@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,3 +65,19 @@ def test_at_worst_all_tokens_take_the_same_two_experts() -> None:
     assert out.shape == (32, 8)
     assert recorder.entered == ["experts.0", "experts.1"]
     assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token, whichever they are"
+
+
+class Packed(nn.Module):
+    """As Lumina 2's positions: how long each text is, its mask says."""
+
+    def forward(self, mask: torch.Tensor) -> torch.Tensor:
+        lengths = mask.sum(dim=1)
+        longest = max(lengths.tolist())
+        assert int(lengths.max()) == longest
+        return torch.zeros(len(mask), longest + 4, device=mask.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_count_of_what_a_mask_lets_through_is_that_of_a_full_one(dtype: torch.dtype) -> None:
+    out, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
+    assert out.shape == (2, 20)

@@ -19,7 +19,7 @@ from PIL import Image
 import graphrun
 from graphrun import sim
 from graphrun.components.build import build, build_part
-from graphrun.errors import InputError
+from graphrun.errors import InputError, PlanError
 from graphrun.graph.graph import Graph
 from graphrun.integrations.device_map import device_maps, plan_for
 from graphrun.integrations.diffusers_script import diffusers_script
@@ -27,6 +27,7 @@ from graphrun.planner.check import check
 from graphrun.planner.plan import Load, Stream
 from graphrun.planner.simulate import simulate
 from graphrun.planner.solution import Solution
+from graphrun.report import planfile
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 GIVEN: dict[str, Any] = {"ram": "1G", "hardware": "sim", "inputs": {"steps": 2}}
@@ -222,7 +223,7 @@ def test_a_map_that_leaves_out_something_is_refused(maps: dict[str, dict[str, in
         plan_for(problem, maps)
 
 
-def test_the_command_writes_both(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_commands_write_both_and_plan_a_map(saved: Callable[[str], Path], tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     import graphrun.commands  # noqa: F401
@@ -236,5 +237,18 @@ def test_the_command_writes_both(saved: Callable[[str], Path], tmp_path: Path) -
     compile(script.stdout, "script.py", "exec")
     assert run(cli.app, ["export", str(plan), "--as", "accelerate", "-o", str(tmp_path / "map.json")]).exit_code == 0
     assert json.loads((tmp_path / "map.json").read_text()).keys() == {"text_encoder", "text_encoder_2", "transformer", "vae"}
+    (tmp_path / "passing.json").write_text('{"transformer": {"": "cpu"}}')
+    back = run(cli.app, ["map", str(plan), str(tmp_path / "passing.json"), "-o", str(tmp_path / "back.json"), "--json"])
+    assert back.exit_code == 0
+    expected = plan_for(planfile.read(plan)[0], {"transformer": {"": "cpu"}}).plan
+    assert planfile.read(tmp_path / "back.json")[1] == expected
+    written = json.loads((tmp_path / "back.json").read_text())
+    assert {**written, **json.loads(back.stdout)} == written
+    assert run(cli.app, ["check", str(tmp_path / "back.json")]).exit_code == 0
+    with pytest.raises(PlanError, match=r"map.json: 1 rule is broken"):  # what a map keeps is there in all slots
+        run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
+    (tmp_path / "none.json").write_text('{"transformer": 0}')
+    with pytest.raises(InputError, match="none.json: these are no device maps by component"):
+        run(cli.app, ["map", str(plan), str(tmp_path / "none.json")], catch_exceptions=False)
     with pytest.raises(InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"):
         run(cli.app, ["export", str(plan), "--as", "comfy"], catch_exceptions=False)

@@ -53,9 +53,10 @@ Row = tuple[Any, ...]
 
 def listed() -> dict[str, Row]:
     """Rows by name."""
+    from tiny_further import further
     from tiny_more import more
 
-    groups = (stable_diffusion(), stable_diffusion_xl(), transformers(), videos(), priors(), others(), more())
+    groups = (stable_diffusion(), stable_diffusion_xl(), transformers(), videos(), priors(), others(), more(), further())
     return {name: row for group in groups for name, row in group.items()}
 
 
@@ -421,14 +422,10 @@ ALONE = {
     "FluxModularPipeline": "modular",
     "LEditsPPPipelineStableDiffusion": "image to image",
     "StableDiffusionXLModularPipeline": "modular",
+    "ZImageControlNetPipeline": "ControlNet",
 }
 # Classes that were tried and do not work, or cannot be tried here: family, and why.
 FAILING = {
-    "AnyFlowFARPipeline": ("video", "fails: its attention is compiled for the device (FlexAttention), and has no form on meta"),
+    "AnyFlowFARPipeline": ("video", "fails: FlexAttention refuses devices that it knows no kernels for, meta and sim among them"),
     "ConsisIDPipeline": ("video", "not tried: needs OpenCV"),
-    "WanVACEPipeline": (
-        "video",
-        "equal and within the budget; when its VAE encodes the second video, one slot takes the latents' bytes more than planned: "
-        "the first one's are a view, and keep what was encoded",
-    ),
 }

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 STAGES = 3
 OLDER = 8  # frames of history at half resolution
+TILE, STRIDE = 32, 24  # latents of a tile, and between the beginnings of two: a quarter overlaps, and is blended away
 
 
 class PyramidFluxTransformer(FluxTransformer2DModel):  # type: ignore[misc]
@@ -77,14 +78,15 @@ class Level(nn.Module):
         self.space = None if last else CausalConv(out, 4 * out if up else out, 3)
         self.time = None if last else CausalConv(out, 2 * out if up else out, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
         for resnet in self.resnets:
             x = resnet(x)
         if self.space is None or self.time is None:
             return x
         b, c, t, h, w = x.shape
         x = self.space(x).reshape(b, c, 2, 2, t, h, w).permute(0, 1, 4, 5, 2, 6, 3).reshape(b, c, t, 2 * h, 2 * w)
-        return self.time(x).reshape(b, c, 2, t, 2 * h, 2 * w).transpose(2, 3).reshape(b, c, 2 * t, 2 * h, 2 * w)
+        x = self.time(x).reshape(b, c, 2, t, 2 * h, 2 * w).transpose(2, 3).reshape(b, c, 2 * t, 2 * h, 2 * w)
+        return x[:, :, 1:] if first else x
 
 
 class Half(nn.Module):
@@ -101,15 +103,18 @@ class Half(nn.Module):
         self.middle = Middle(widths[-1], groups)
         self.conv_norm_out, self.conv_out = nn.GroupNorm(groups, order[-1]), CausalConv(order[-1], channels[1], 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
         x = self.middle(self.conv_in(x))
         for level in self.levels:
-            x = level(x)
+            x = level(x, first)
         return self.conv_out(functional.silu(self.conv_norm_out(x)))
 
 
 class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Latents ``[b c t h w]`` are decoded one by one, each to eight frames, the first to one; tiles of 32 latents if asked."""
+    """Latents ``[b c t h w]`` are decoded to 8 (t - 1) + 1 frames: two, then one by one; if asked, so in tiles that overlap.
+
+    What its convolutions keep from one piece for the next is left out.
+    """
 
     @register_to_config
     def __init__(self, latent_channels: int = 16, widths: tuple[int, ...] = (128, 256, 512, 512), groups: int = 32) -> None:
@@ -126,18 +131,18 @@ class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
     def disable_tiling(self) -> None:
         self.use_tiling = False
 
-    def _frames(self, latent: torch.Tensor) -> torch.Tensor:
-        if not self.use_tiling:
-            return self.decoder(latent)
-        rows = [[self.decoder(tile) for tile in row.split(32, dim=4)] for row in latent.split(32, dim=3)]
-        return torch.cat([torch.cat(row, dim=4) for row in rows], dim=3)
+    def _frames(self, z: torch.Tensor) -> torch.Tensor:
+        pieces = [z[:, :, :2], *(z[:, :, n : n + 1] for n in range(2, z.shape[2]))]
+        return torch.cat([self.decoder(self.post_quant_conv(piece), n == 0) for n, piece in enumerate(pieces)], dim=2)
 
     @apply_forward_hook  # type: ignore[untyped-decorator]
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        z = self.post_quant_conv(z)
-        frames = [self._frames(latent) for latent in z.split(1, dim=2)]
-        frames[0] = frames[0][:, :, -1:]
-        return torch.cat(frames, dim=2)
+        h, w = z.shape[-2:]
+        if not self.use_tiling or max(h, w) <= TILE:
+            return self._frames(z)
+        rows = [[self._frames(z[..., y : y + TILE, x : x + TILE]) for x in range(0, w, STRIDE)] for y in range(0, h, STRIDE)]
+        kept = 8 * STRIDE
+        return torch.cat([torch.cat([tile[..., :kept, :kept] for tile in row], dim=4) for row in rows], dim=3)
 
 
 class PyramidFlowPipeline(DiffusionPipeline):  # type: ignore[misc]

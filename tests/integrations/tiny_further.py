@@ -1,0 +1,159 @@
+"""More rows of the table of cases, each for what it does that no other does; and classes that were tried by hand like them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers as d
+import tiny_parts as p
+import transformers as t
+from tiny_pipelines import SMALL, film, t5_and, texts, wan
+
+Row = tuple[Any, ...]
+SIZE = {"height": 32, "width": 32}
+
+
+def further() -> dict[str, Row]:
+    """Rows by name."""
+    return {
+        # a view of what the VAE returned for the first video is kept while it encodes the second
+        "WanVACEPipeline": (
+            d.WanVACEPipeline,
+            "video",
+            wan(transformer=lambda: p.wan(d.WanVACETransformer3DModel, vace_layers=[0, 2], vace_in_channels=96)),
+            texts(video=lambda: film(5), num_frames=5, max_sequence_length=16, **SMALL),
+        ),
+        # a table made on the host goes to the device inside the transformer
+        "LuminaPipeline": (
+            d.LuminaPipeline,
+            "text to image",
+            t5_and(text_encoder=gemma, transformer=lumina),
+            texts(**SIZE),
+        ),
+        # the mask says how long a text is
+        "Lumina2Pipeline": (
+            d.Lumina2Pipeline,
+            "text to image",
+            t5_and(text_encoder=p.gemma, transformer=lumina2, vae=p.flow_vae),
+            texts(max_sequence_length=16, **SIZE),
+        ),
+    }
+
+
+def gemma() -> Any:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    return t.GemmaModel(t.GemmaConfig(hidden_size=p.WIDTH, intermediate_size=4096, num_hidden_layers=4, **heads, **p.TOKENS))
+
+
+def lumina() -> Any:
+    return d.LuminaNextDiT2DModel(
+        sample_size=4,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=24,
+        num_layers=2,
+        num_attention_heads=3,
+        num_kv_heads=1,
+        multiple_of=16,
+        cross_attention_dim=p.WIDTH,
+    )
+
+
+def lumina2() -> Any:
+    return d.Lumina2Transformer2DModel(
+        sample_size=4,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=[8, 4, 4],
+        axes_lens=[64, 64, 64],
+        cap_feat_dim=p.WIDTH,
+    )
+
+
+# Classes that were tried once by hand, with diffusers 0.42, in the way of the cases, and worked: by family.
+TRIED = {
+    "text to image": (
+        "AmusedPipeline",
+        "BriaPipeline",
+        "Flux2KleinPipeline",
+        "HiDreamImagePipeline",
+        "HunyuanDiTPAGPipeline",
+        "HunyuanDiTPipeline",
+        "Kandinsky3Pipeline",
+        "OvisImagePipeline",
+        "SanaSprintPipeline",
+    ),
+    "image to image": (
+        "ChromaImg2ImgPipeline",
+        "Flux2KleinKVPipeline",
+        "FluxKontextPipeline",
+        "Kandinsky3Img2ImgPipeline",
+        "SanaSprintImg2ImgPipeline",
+        "StableDiffusion3PAGImg2ImgPipeline",
+        "StableDiffusionDepth2ImgPipeline",
+        "StableDiffusionXLInstructPix2PixPipeline",
+    ),
+    "inpaint": (
+        "ChromaInpaintPipeline",
+        "Flux2KleinInpaintPipeline",
+        "FluxFillPipeline",
+        "FluxKontextInpaintPipeline",
+        "KandinskyV22InpaintCombinedPipeline",
+        "QwenImageInpaintPipeline",
+        "ZImageInpaintPipeline",
+    ),
+    "ControlNet": (
+        "AnimateDiffControlNetPipeline",
+        "AnimateDiffSparseControlNetPipeline",
+        "AnimateDiffVideoToVideoControlNetPipeline",
+        "CogView4ControlPipeline",
+        "FluxControlImg2ImgPipeline",
+        "FluxControlInpaintPipeline",
+        "FluxControlNetImg2ImgPipeline",
+        "FluxControlNetInpaintPipeline",
+        "QwenImageControlNetInpaintPipeline",
+        "QwenImageControlNetPipeline",
+        "SanaControlNetPipeline",
+        "StableDiffusion3ControlNetInpaintingPipeline",
+        "StableDiffusionControlNetPAGInpaintPipeline",
+        "StableDiffusionXLControlNetPAGImg2ImgPipeline",
+        "StableDiffusionXLControlNetPAGPipeline",
+    ),
+    "video": (
+        "AllegroPipeline",
+        "AnimateDiffPAGPipeline",
+        "AnimateDiffSDXLPipeline",
+        "AnyFlowPipeline",
+        "CogVideoXFunControlPipeline",
+        "HunyuanVideoPipeline",
+        "Kandinsky5T2VPipeline",
+        "LattePipeline",
+        "LucyEditPipeline",
+        "MochiPipeline",
+        "SanaVideoPipeline",
+        "SkyReelsV2DiffusionForcingPipeline",
+        "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+        "TextToVideoZeroPipeline",
+    ),
+    "image to video": (
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+        "SkyReelsV2ImageToVideoPipeline",
+    ),
+    "image": (
+        "ConsistencyModelPipeline",
+        "DDPMPipeline",
+    ),
+    "image to depth": ("MarigoldIntrinsicsPipeline",),
+    "prior": ("FluxPriorReduxPipeline",),
+    "prior and decoder": ("StableCascadeCombinedPipeline",),
+    "upscaling": (
+        "LTXLatentUpsamplePipeline",
+        "StableDiffusionLatentUpscalePipeline",
+    ),
+}
