@@ -217,7 +217,8 @@ def _imports_set_aside() -> Iterator[Callable[[], None]]:
 
     def imported() -> None:
         if enabled:
-            gc.freeze()
+            if not frozen:
+                gc.freeze()
             gc.enable()
 
     try:

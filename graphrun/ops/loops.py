@@ -11,6 +11,7 @@ It can where latents, the scheduler and random numbers are all that one step han
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections import Counter
@@ -25,6 +26,7 @@ REMEMBERED = "old_pred_original_sample"
 _CHANGES = frozenset({"append", "extend", "insert", "setdefault"})
 
 
+@functools.cache  # it reads and parses a source at every run otherwise
 def why_not(kind: Any) -> str:
     """Why the loop of the pipeline class ``kind`` cannot be begun in its middle; empty where it can."""
     parameters = inspect.signature(kind.__call__).parameters

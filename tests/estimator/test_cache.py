@@ -178,21 +178,26 @@ finally:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
     import gc
 
     from graphrun.estimator import probe
 
-    seen: list[bool] = []
+    seen, probed = list[bool](), dry("flux-tiny")[1]
+    gc.freeze() if frozen else gc.unfreeze()
+    before = gc.get_freeze_count()
 
     def answer(graph: Any, inputs: Any, options: Any) -> Any:
         seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
         if fails:
             raise RuntimeError("the pipeline's own")
-        return dry("flux-tiny")[1]
+        return probed
 
     graph = graphrun.load(TINY)
     monkeypatch.setattr(probe, "probe", answer)
     with pytest.raises(RuntimeError) if fails else nullcontext():
         cache.dry_run(graph, graph.for_planning({}), None)
-    assert (seen, gc.isenabled(), gc.get_freeze_count()) == ([True], True, 0)
+    assert (seen, gc.isenabled()) == ([True], True)
+    assert gc.get_freeze_count() == (pytest.approx(before, abs=100) if frozen else 0)
+    gc.freeze()
