@@ -22,7 +22,7 @@ from graphrun.units import MIB
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned(make_problem: Any) -> Any:
     return graphrun.plan(make_problem("flux-tiny", 6 * MIB))
 
