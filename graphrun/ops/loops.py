@@ -26,9 +26,13 @@ REMEMBERED = "old_pred_original_sample"
 _CHANGES = frozenset({"append", "extend", "insert", "setdefault"})
 
 
-@functools.cache  # it reads and parses a source at every run otherwise
 def why_not(kind: Any) -> str:
     """Why the loop of the pipeline class ``kind`` cannot be begun in its middle; empty where it can."""
+    return _why_not(kind)
+
+
+@functools.cache  # each run asks
+def _why_not(kind: Any) -> str:
     parameters = inspect.signature(kind.__call__).parameters
     if "generator" not in parameters or not any(name in parameters for name in CALLBACKS):
         return "its pipeline takes no generator, or tells nobody of a step's latents"
