@@ -194,7 +194,7 @@ def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: A
 
     seen, probed = list[bool](), dry("flux-tiny")[1]
     gc.freeze() if frozen else gc.unfreeze()
-    before = gc.get_freeze_count()
+    before, later = gc.get_freeze_count(), [[number] for number in range(1000)]
 
     def answer(graph: Any, inputs: Any, options: Any) -> Any:
         seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
@@ -207,5 +207,6 @@ def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: A
     with pytest.raises(RuntimeError) if fails else nullcontext():
         cache.dry_run(graph, graph.for_planning({}), None)
     assert (seen, gc.isenabled()) == ([True], True)
-    assert gc.get_freeze_count() == (pytest.approx(before, abs=100) if frozen else 0)
+    most = before + len(later) // 2 if frozen else 0
+    assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
     gc.freeze()
