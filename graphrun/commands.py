@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from graphrun.report import planfile
 if TYPE_CHECKING:
     from graphrun.planner.frontier import Point
     from graphrun.planner.problem import Problem
+    from graphrun.planner.solution import Solution
 
 
 @cli.app.command()
@@ -67,7 +69,7 @@ def report(
     except (KeyError, TypeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with cli._stdout_kept_clean():
-        points = solve_all(problem, budgets_around(problem))
+        points = solve_all(problem, budgets_around(problem), _planner(cli._cache(False)))
     planfile.write_text(out, report_page(planfile.solution_of(problem, plan, saved), measured, points))
     typer.echo(f"wrote {out}")
 
@@ -124,5 +126,14 @@ def _swept(path: Path, asked: Asked, sweep: str | None) -> tuple[list[tuple[Prob
             typer.echo(f"  {name}={value}", err=True)
         problem = graphrun.estimate(graph, vram=budgets[0], hardware=place, inputs=given, cache=cache, **asked.demands)
         with cli._stdout_kept_clean():
-            found.append((problem, value, solve_all(problem, budgets)))
+            found.append((problem, value, solve_all(problem, budgets, _planner(cache))))
     return found, name
+
+
+def _planner(cache: Path | None) -> Callable[[Problem], Solution | None]:
+    """What finds plans, and keeps them in ``cache``."""
+    from graphrun.estimator.cache import fitting_for
+    from graphrun.estimator.store import Store
+
+    store = Store(cache) if cache is not None else None
+    return lambda problem: fitting_for(problem, store)

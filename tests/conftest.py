@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -20,6 +21,13 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="Write golden files anew instead of comparing with them.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_not_collected() -> None:
+    """What is imported by now stays, a million objects: who collects garbage (each failed run, for one) need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -78,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 GRAPH = str(GRAPHS / "sdxl-img2img-tiny.yaml")
-FLAGS = ("--vram", "16M", "--ram", "1G", "--set", "height=64", "--set", "width=64", "--set", "steps=2")
+FLAGS = ("--vram", "64M", "--ram", "1G", "--set", "height=64", "--set", "width=64", "--set", "steps=2")
 
 
 def test_a_plan_made_without_the_file_runs_with_one_of_its_size_only(here: Callable[..., Any]) -> None:
@@ -143,7 +143,7 @@ def test_a_session_plans_pictures_of_another_size_when_they_come(monkeypatch: py
     graph, planned = graphrun.load(GRAPH), list[dict[str, str]]()
     plan = graphrun.plan
     monkeypatch.setattr(graphrun, "plan", lambda problem, **more: planned.append(dict(problem.settings)) or plan(problem, **more))
-    with graphrun.Session(graph, vram="16M", hardware="sim", inputs=SMALL, runs=3) as session:
+    with graphrun.Session(graph, vram="64M", hardware="sim", inputs=SMALL, runs=3) as session:
         made = [session.run({"image": picture(seed=seed), "seed": 3}).outputs["image"].tobytes() for seed in (0, 1, 0)]
         wide = session.run({"image": picture((96, 64)), "seed": 3}).outputs["image"]
     assert wide.size == (96, 64)

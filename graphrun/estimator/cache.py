@@ -105,26 +105,49 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
 
     ``solved`` is told the seconds that solving took, and nothing where the plan was kept.
     """
-    key = digest_of([problem.digest, own_source()])
-    found = store.get("plan", key) if store is not None else None
-    if found is not None:
-        try:
-            plan, of = parse(found["plan"]), cut(problem, found["cut"])
-            if plan.problem == of.digest and not check(of, plan):
-                return Solution(of, plan, *found["proof"])
-        except UNREADABLE:
-            pass
+    if (kept := _kept_plan(problem, store)) is not None:
+        return kept
     from graphrun.planner.solve import solve  # imports scipy
 
     start = time.perf_counter()
     solution = solve(problem)
     if solved is not None:
         solved(time.perf_counter() - start)
+    _keep_plan(problem, solution, store)
+    return solution
+
+
+def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
+    """As `solution_for`; None where nothing fits, without saying why."""
+    if (kept := _kept_plan(problem, store)) is not None:
+        return kept
+    from graphrun.planner.solve import solved
+
+    if (solution := solved(problem)) is not None:
+        _keep_plan(problem, solution, store)
+    return solution
+
+
+def _kept_plan(problem: Problem, store: Store | None) -> Solution | None:
+    found = store.get("plan", _plan_key(problem)) if store is not None else None
+    if found is None:
+        return None
+    try:
+        plan, of = parse(found["plan"]), cut(problem, found["cut"])
+        return Solution(of, plan, *found["proof"]) if plan.problem == of.digest and not check(of, plan) else None
+    except UNREADABLE:
+        return None
+
+
+def _keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
         finer = [component.name for component in solution.problem.components if component.grain == "layers"]
-        store.put("plan", key, {"plan": str(solution.plan), "cut": finer, "proof": proof})
-    return solution
+        store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "cut": finer, "proof": proof})
+
+
+def _plan_key(problem: Problem) -> str:
+    return digest_of([problem.digest, own_source()])
 
 
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
@@ -217,7 +240,8 @@ def _imports_set_aside() -> Iterator[Callable[[], None]]:
 
     def imported() -> None:
         if enabled:
-            gc.freeze()
+            if not frozen:
+                gc.freeze()
             gc.enable()
 
     try:

@@ -12,7 +12,7 @@ stays one tensor in every place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,15 +37,16 @@ class _Entry:
     absent: torch.Tensor
     host: torch.Tensor
     places: tuple[Place, ...]
+    strides: tuple[int, ...]
 
     def put(self, tensor: torch.Tensor) -> None:
         for place in self.places:
             place.put(tensor)
 
-    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor as it lies in ``buffer`` (flat uint8, the block's own), with what its library hung on it."""
-        flat, shape, strides = buffer[self.offset : self.offset + self.nbytes].view(self.absent.dtype), *_arranged(self.absent)
-        view = flat.view(shape) if strides is None else flat.as_strided(shape, strides, flat.storage_offset())
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor as it lies in ``flat``, the block's own buffer in this dtype, with what its library hung on it."""
+        offset = flat.storage_offset() + self.offset // flat.element_size()
+        view = flat.as_strided(self.absent.shape, self.strides, offset)
         if not isinstance(self.absent, nn.Parameter):
             return view
         made = nn.Parameter(view, requires_grad=False)
@@ -59,6 +60,12 @@ class _Block:
     entries: tuple[_Entry, ...]
     states: tuple[Any, ...]  # of 8-bit layers: they keep a tensor of their last call
     buffer: torch.Tensor | None = None
+
+    def views_in(self, buffer: torch.Tensor) -> Iterator[tuple[_Entry, torch.Tensor]]:
+        """Each entry with its tensor as it lies in ``buffer`` (flat uint8, the block's own), by two operators: blocks that stream
+        are placed at every step."""
+        flat = {dtype: buffer.view(dtype) for dtype in dict.fromkeys(entry.absent.dtype for entry in self.entries)}
+        return ((entry, entry.view_in(flat[entry.absent.dtype])) for entry in self.entries)
 
 
 class Residency:
@@ -151,8 +158,8 @@ class Residency:
             return []
         self.home.lock()
         for path, block in self._blocks.items():
-            for entry in block.entries:
-                entry.host = entry.view_in(self.home.block(path))
+            for entry, view in block.views_in(self.home.block(path)):
+                entry.host = view
             self.unbind(path)
         return self.home.fill(self._writer)
 
@@ -195,8 +202,8 @@ class Residency:
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """The tensors of block ``path`` are those that lie in ``buffer``."""
-        for entry in self._blocks[path].entries if self.joined else ():
-            entry.put(entry.view_in(buffer))
+        for entry, view in self._blocks[path].views_in(buffer) if self.joined else ():
+            entry.put(view)
 
     def unbind(self, path: str) -> None:
         """The tensors of block ``path`` are the host's again, or on meta where no home holds them."""
@@ -242,23 +249,22 @@ class Residency:
         home.hold()
         for path, block in self._blocks.items():
             layouts.pop(path)
-            for entry in block.entries:
-                view = entry.view_in(home.block(path))
+            for entry, view in block.views_in(home.block(path)):
                 view.copy_(entry.host.detach())
                 entry.host = entry.absent = view
                 entry.put(view)
         home.lock()
 
 
-def _arranged(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...] | None]:
-    """The shape of ``tensor``, and its strides where they are other than usual and leave no gap, as in channels_last."""
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of ``tensor`` where they leave no gap, as in channels_last; else the usual ones of its shape."""
     usual = torch.empty(tensor.shape, device="meta").stride()
     dense = tensor.stride() != usual and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return tensor.shape, tensor.stride() if dense else None
+    return tensor.stride() if dense else usual
 
 
 def _block(layout: BlockLayout) -> _Block:
-    entries = tuple(_Entry(entry.offset, entry.nbytes, entry.tensor, entry.tensor, entry.places) for entry in layout.entries)
+    entries = tuple(_Entry(e.offset, e.nbytes, e.tensor, e.tensor, e.places, _strides(e.tensor)) for e in layout.entries)
     states = tuple(place.owner for entry in entries for place in entry.places if place.key == "SCB")
     return _Block(layout.nbytes, entries, states)
 

@@ -11,6 +11,7 @@ It can where latents, the scheduler and random numbers are all that one step han
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections import Counter
@@ -27,6 +28,11 @@ _CHANGES = frozenset({"append", "extend", "insert", "setdefault"})
 
 def why_not(kind: Any) -> str:
     """Why the loop of the pipeline class ``kind`` cannot be begun in its middle; empty where it can."""
+    return _why_not(kind)
+
+
+@functools.cache  # each run asks
+def _why_not(kind: Any) -> str:
     parameters = inspect.signature(kind.__call__).parameters
     if "generator" not in parameters or not any(name in parameters for name in CALLBACKS):
         return "its pipeline takes no generator, or tells nobody of a step's latents"

@@ -9,7 +9,7 @@ seconds
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from graphrun.errors import InputError
@@ -47,9 +47,12 @@ class Point:
         return self.solution is not None
 
 
-def frontier(problem: Problem, budgets: Iterable[int]) -> tuple[Point, ...]:
-    """``problem`` solved anew for every one of ``budgets`` (bytes of VRAM), in their order. Infeasible ones are points too."""
-    return tuple(_point(replace(problem, budget_bytes=budget)) for budget in budgets)
+def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> tuple[Point, ...]:
+    """``problem`` planned for every one of ``budgets`` (bytes of VRAM), in their order. Infeasible ones are points too.
+
+    ``solve``: the plan, or None where nothing fits.
+    """
+    return tuple(_point(replace(problem, budget_bytes=budget), solve) for budget in budgets)
 
 
 def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
@@ -63,9 +66,9 @@ def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
     return tuple(sorted({*spread, problem.budget_bytes}))
 
 
-def _point(problem: Problem) -> Point:
+def _point(problem: Problem, solve: Callable[[Problem], Solution | None]) -> Point:
     least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
-    if (solution := solved(problem)) is None:
+    if (solution := solve(problem)) is None:
         return Point(*least, None)
     found = simulate(solution.problem, solution.plan)
     compute = found.compute_seconds + (found.runs - 1) * sum(slot.compute_seconds for slot in found.again)

@@ -54,7 +54,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return found  # type: ignore[return-value]
 
 
-def estimate(folder: Path | None, vram: int = 6 * MIB, **inputs: Any) -> Any:
+def estimate(folder: Path | None, vram: int = 64 * MIB, **inputs: Any) -> Any:
     return graphrun.estimate(graphrun.load(TINY), vram=vram, ram="8G", hardware="sim", inputs=inputs, cache=folder)
 
 
@@ -72,7 +72,7 @@ def test_a_dry_run_read_back_gives_the_same_numbers_without_its_modules(dry: Any
 def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(made: list[str], tmp_path: Path) -> None:
     first = estimate(tmp_path)
     assert estimate(tmp_path) == first
-    assert estimate(tmp_path, vram=9 * MIB).budget_bytes == 9 * MIB
+    assert estimate(tmp_path, vram=65 * MIB).budget_bytes == 65 * MIB
     assert estimate(tmp_path, prompt="a dog", seed=7).digest == first.digest
     assert made == ["128"]
     estimate(tmp_path, height=64)
@@ -89,8 +89,16 @@ def test_a_plan_is_solved_once(made: list[str], solved: list[str], tmp_path: Pat
     first = graphrun.plan(problem, cache=tmp_path)
     assert graphrun.plan(problem, cache=tmp_path) == first == graphrun.plan(problem)
     assert solved == [problem.digest] * 2
-    graphrun.plan(estimate(tmp_path, vram=7 * MIB), cache=tmp_path)
+    graphrun.plan(estimate(tmp_path, vram=65 * MIB), cache=tmp_path)
     assert len(solved) == 3
+
+
+def test_a_point_of_a_frontier_is_a_plan_that_is_kept(made: list[str], solved: list[str], tmp_path: Path) -> None:
+    problem = estimate(tmp_path)
+    found = cache.fitting_for(problem, Store(tmp_path))
+    assert graphrun.plan(problem, cache=tmp_path) == found == cache.fitting_for(problem, Store(tmp_path))
+    assert not solved
+    assert cache.fitting_for(replace(problem, budget_bytes=MIB), Store(tmp_path)) is None
 
 
 def test_other_versions_and_another_source_are_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +171,7 @@ def test_a_warm_plan_imports_no_torch_no_solver_and_says_the_same(made: list[str
     code = f"""
 import sys
 from graphrun import cli
-sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "6M", "--ram", "8G", "--hardware", "sim", "--json"]
+sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G", "--hardware", "sim", "--json"]
 try:
     cli.main()
 finally:
@@ -178,21 +186,27 @@ finally:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
     import gc
 
     from graphrun.estimator import probe
 
-    seen: list[bool] = []
+    seen, probed = list[bool](), dry("flux-tiny")[1]
+    gc.freeze() if frozen else gc.unfreeze()
+    before, later = gc.get_freeze_count(), [[number] for number in range(1000)]
 
     def answer(graph: Any, inputs: Any, options: Any) -> Any:
         seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
         if fails:
             raise RuntimeError("the pipeline's own")
-        return dry("flux-tiny")[1]
+        return probed
 
     graph = graphrun.load(TINY)
     monkeypatch.setattr(probe, "probe", answer)
     with pytest.raises(RuntimeError) if fails else nullcontext():
         cache.dry_run(graph, graph.for_planning({}), None)
-    assert (seen, gc.isenabled(), gc.get_freeze_count()) == ([True], True, 0)
+    assert (seen, gc.isenabled()) == ([True], True)
+    most = before + len(later) // 2 if frozen else 0
+    assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
+    gc.freeze()

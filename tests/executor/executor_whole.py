@@ -55,9 +55,9 @@ class Whole:
         """The problem with the least budget that can be planned."""
         return self.within(smallest_budget(self.problem))
 
-    def run(self, problem: Problem, plan: Any) -> Trace:
+    def run(self, problem: Problem, plan: Any, graph: Graph | None = None, **more: Any) -> Trace:
         self.host.settle_in(problem)
-        stages = stages_for(plan, self.graph, self.inputs, self.device, self.host)
+        stages = stages_for(plan, graph or self.graph, self.inputs, self.device, self.host, **more)
         return follow(problem, plan, self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from executor_whole import Whole, pixels, planned, ranges_of, streamed
+from torch import nn
 
 from graphrun.errors import OutOfMemory, TransferFailed
+from graphrun.ops.runner import to_host
+from graphrun.planner.given import without
 from graphrun.planner.simulate import simulate
 from graphrun.trace import Trace
 
@@ -78,12 +81,14 @@ def test_peaks_do_not_depend_on_when_garbage_is_collected(whole: Whole) -> None:
 
 
 class Faulty:
-    """One denoising step of FLUX on a small picture, run again and again with one fault each."""
+    """One denoising step of FLUX on a small picture, run again and again with one fault each; with ``parts`` of it alone."""
 
-    def __init__(self) -> None:
-        self.whole = Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32})
-        self.problem = self.whole.smallest()
+    def __init__(self, whole: Whole, parts: Sequence[str] = ()) -> None:
+        self.whole, self.graph, self.given = whole, whole.graph, dict[str, Any]()
+        self.problem = whole.smallest()
         self.plan = planned(self.problem)
+        if parts:
+            self._leave_out([stage.name for stage in whole.graph.stages if stage.name not in parts])
         self.machine = self.whole.device.machine
         copies = self.machine.copies_in + self.machine.copies_out
         allocations = self.machine.allocations
@@ -91,8 +96,18 @@ class Faulty:
         self.copies = self.machine.copies_in + self.machine.copies_out - copies
         self.allocations = self.machine.allocations - allocations
 
+    def _leave_out(self, done: Sequence[str]) -> None:
+        def keep(stage: str, outputs: Mapping[str, Any]) -> None:
+            self.given |= {f"{stage}.{name}": to_host(value) for name, value in outputs.items()}
+
+        self.whole.run(self.problem, self.plan, after_stage=keep)
+        self.graph = self.graph.with_given(done)
+        self.given = {str(of)[1:]: self.given[str(of)[1:]] for of in self.graph.given}
+        self.problem = without(self.problem, [stage.name for stage in self.graph.stages], done, self.graph.digest)
+        self.plan = planned(self.problem)
+
     def run(self) -> Trace:
-        return self.whole.run(self.problem, self.plan)
+        return self.whole.run(self.problem, self.plan, self.graph, given=self.given)
 
     def succeeds(self) -> None:
         assert np.array_equal(pixels(self.run().outputs["image"]), self.whole.image)
@@ -115,13 +130,10 @@ class Faulty:
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Iterator[Faulty]:
-    torch.set_num_threads(1)
-    made = Faulty()
-    gc.collect()
-    gc.freeze()
-    yield made
-    gc.unfreeze()
+def faulty() -> Faulty:
+    made = Faulty(Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32}))
+    gc.freeze()  # each failed run collects garbage, and the pipeline was imported only now
+    return made
 
 
 def test_every_copy_of_a_run_may_fail(faulty: Faulty) -> None:
@@ -130,18 +142,26 @@ def test_every_copy_of_a_run_may_fail(faulty: Faulty) -> None:
     faulty.succeeds()
 
 
-@pytest.mark.parametrize("part", ["transformer block", "encoder", "decoder"])
-def test_every_allocation_of_a_part_may_fail(faulty: Faulty, part: str) -> None:
-    modules = faulty.whole.modules
-    module = {
-        "transformer block": modules["transformer"].transformer_blocks[1],
-        "encoder": modules["text_encoder"],
-        "decoder": modules["vae"].decoder,
-    }[part]
-    found = ranges_of(faulty.machine, {part: module}, faulty.run)[part]
+def sweep_allocations_in(faulty: Faulty, module: nn.Module, every: int = 1) -> None:
+    found = ranges_of(faulty.machine, {"": module}, faulty.run)[""]
     assert len(found) > 20
-    faulty.sweep_allocations(found)
+    faulty.sweep_allocations(found[::every])
     faulty.succeeds()
+
+
+def test_every_allocation_of_a_block_may_fail(faulty: Faulty) -> None:
+    sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1])
+
+
+def test_every_allocation_of_the_encoder_may_fail(faulty: Faulty) -> None:
+    sweep_allocations_in(faulty, faulty.whole.modules["text_encoder"])
+
+
+def test_every_allocation_of_the_decoder_may_fail(faulty: Faulty) -> None:
+    """Behind the stages before it now and then, and each in a run that is handed what those make."""
+    decoder = faulty.whole.modules["vae"].decoder
+    sweep_allocations_in(faulty, decoder, every=10)
+    sweep_allocations_in(Faulty(faulty.whole, ["decode"]), decoder)
 
 
 def test_a_hundred_other_allocations_may_fail(faulty: Faulty) -> None:

@@ -1,4 +1,4 @@
-"""Imported pipelines run by their plans, within the least budget: bit for bit what the pipeline itself makes of the arguments."""
+"""Imported pipelines run by their plans, each class within the least budget: bit for bit what the pipeline itself makes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: P
     source = saved(name, tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     assert [stage.op for stage in graph.stages] == (["encode_prompt", "denoise", "decode"] if name in THREE else ["call"])
-    trace = run(graph, planned(graph, source.inputs), source.inputs)
+    trace = run(graph, planned(graph, source.inputs, least=True), source.inputs)
     assert equal(next(iter(trace.outputs.values())), source.expected())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,17 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(f
     assert all(0.99 * nbytes <= trace.moved_bytes <= nbytes for trace, nbytes in zip(large, counted, strict=True))
 
 
-def test_s3_5_prompts_that_come_again_are_not_encoded_again(flux: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def planned_before(kept_dry_runs: Path, tmp_path: Path) -> Path:
+    """A folder of this test's own in which outputs may be kept, with the dry runs and plans of others."""
+    return Path(shutil.copytree(kept_dry_runs, tmp_path / "cache"))
+
+
+def test_s3_5_prompts_that_come_again_are_not_encoded_again(flux: Any, planned_before: Path) -> None:
     prompts = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(12)]
-    with graphrun.Session(flux, inputs=SMALL, cache=tmp_path, **BUDGET) as session:
+    with graphrun.Session(flux, inputs=SMALL, cache=planned_before, **BUDGET) as session:
         traces = session.map(prompts)
-    with graphrun.Session(flux, inputs=SMALL, cache=tmp_path, reuse="none", **BUDGET) as session:
+    with graphrun.Session(flux, inputs=SMALL, cache=planned_before, reuse="none", **BUDGET) as session:
         plain = session.map(prompts)
     moved = [encoders(trace) for trace in traces]
     assert all(moved[:3]), "each of the three is encoded"
@@ -108,8 +115,8 @@ def test_s3_5_prompts_that_come_again_are_not_encoded_again(flux: Any, tmp_path:
     assert sum(t.seconds for t in traces) < sum(t.seconds for t in plain)
 
 
-def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost_as_much(flux: Any, tmp_path: Path) -> None:
-    with graphrun.Session(flux, inputs=SMALL, cache=tmp_path, **BUDGET) as session:
+def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost_as_much(flux: Any, planned_before: Path) -> None:
+    with graphrun.Session(flux, inputs=SMALL, cache=planned_before, **BUDGET) as session:
         traces = [session.run({"prompt": "a", "seed": 0})]
         while encoders(traces[-1]) and len(traces) < 50:  # nothing waits: it knows only what was
             traces.append(session.run({"prompt": "a", "seed": len(traces)}))
