@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,37 @@ class Found:
     proven: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Rows as HiGHS takes them: what stands in which row and column, and the rows' bounds."""
+
+    values: NDArray[np.float64]
+    numbers: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    lows: NDArray[np.float64]
+    highs: NDArray[np.float64]
+
+    def _all(self) -> tuple[NDArray[Any], ...]:
+        return self.values, self.numbers, self.columns, self.lows, self.highs
+
+    def over(self, other: _Arrays) -> _Arrays:
+        """These rows with ``other`` below them."""
+        both = zip(self._all(), other._all(), strict=True)
+        return _Arrays(*(np.concatenate(pair) for pair in both))
+
+
+def _arrays(rows: Sequence[tuple[Terms, float, float]], first: int = 0) -> _Arrays:
+    """``rows``, numbered from ``first`` on. Indices of 32 bits: older SciPy's HiGHS takes no other."""
+    counts = [len(terms) for terms, _, _ in rows]
+    return _Arrays(
+        np.array([value for terms, _, _ in rows for value in terms.values()], dtype=float),
+        np.repeat(np.arange(first, first + len(rows), dtype=np.int32), counts),
+        np.array([column for terms, _, _ in rows for column in terms], dtype=np.int32),
+        np.array([low for _, low, _ in rows], dtype=float),
+        np.array([high for _, _, high in rows], dtype=float),
+    )
+
+
 class Model:
     """Columns with bounds, rows with bounds; minimised as often as wanted."""
 
@@ -42,6 +74,7 @@ class Model:
         self._gap = gap
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[Terms, float, float]] = []
+        self._arrays: _Arrays | None = None  # of all rows, once they were asked for
 
     def column(self, lower: float, upper: float, integer: bool = False) -> int:
         """A new column's number."""
@@ -105,13 +138,13 @@ class Model:
         ranges: Mapping[int, tuple[float, float]],
         integers: Collection[int] = (),
     ) -> OptimizeResult:
-        rows = [*self._rows, *((terms, -np.inf, limit - constant) for (terms, constant), limit in limits)]
-        entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
-        if not entries:
-            entries, rows = [(0, 0, 0.0)], [({}, -np.inf, np.inf)]
-        numbers, columns, values = zip(*entries, strict=True)
-        places = (np.array(numbers, dtype=np.int32), np.array(columns, dtype=np.int32))  # older SciPy's HiGHS takes no other
-        shape = (len(rows), len(self._columns))
+        if self._arrays is None or len(self._arrays.lows) != len(self._rows):
+            self._arrays = _arrays(self._rows)
+        rows = [(terms, -np.inf, limit - constant) for (terms, constant), limit in limits]
+        arrays = self._arrays.over(_arrays(rows, len(self._rows)))
+        if not arrays.values.size:
+            arrays = _arrays([({0: 0.0}, -np.inf, np.inf)])
+        shape = (len(arrays.lows), len(self._columns))
         cost = np.zeros(shape[1])
         for column, value in goal[0].items():
             cost[column] = value
@@ -119,12 +152,12 @@ class Model:
         for column, (low, high) in ranges.items():
             lower[column], upper[column] = max(low, lower[column]), min(high, upper[column])
         integer[list(integers)] = 1.0
-        lows, highs = [low for _, low, _ in rows], [high for _, _, high in rows]
+        matrix = coo_array((arrays.values, (arrays.numbers, arrays.columns)), shape=shape).tocsc()
         return milp(
             c=cost,
             integrality=integer if whole else np.zeros_like(integer),
             bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(coo_array((values, places), shape=shape).tocsc(), lows, highs),
+            constraints=LinearConstraint(matrix, arrays.lows, arrays.highs),
             options={
                 "mip_rel_gap": gap,
                 "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size),

@@ -8,6 +8,7 @@ from typing import Any
 from graphrun.planner.frontier import Point
 from graphrun.planner.problem import Problem
 from graphrun.report.infeasible import demands_of
+from graphrun.report.screen import proof
 from graphrun.report.table import scale_of, size, table
 from graphrun.units import show_seconds, show_size
 
@@ -49,7 +50,7 @@ def _figures(point: Point, scale: int) -> list[str]:
         size(point.moved_bytes, scale),
         size(point.peak_bytes, scale),
         size(solution.problem.effective_bytes - point.peak_bytes, scale),
-        "optimal" if solution.proven_optimal else f"within {100 * solution.gap:.2g} %",
+        proof(solution, point.seconds),
     ]
 
 

@@ -19,7 +19,7 @@ from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.report.chart import Level, timeline_svg
 from graphrun.report.frontier import frontier_svg
-from graphrun.report.screen import plan_screen
+from graphrun.report.screen import plan_screen, proof
 from graphrun.report.table import scale_of, seconds_of, size
 from graphrun.trace import Event
 from graphrun.units import show_seconds, show_size
@@ -90,9 +90,8 @@ def planned_levels(slots: Sequence[Slot], simulation: Simulation) -> tuple[Level
 def _figures(solution: Solution, simulation: Simulation, measured: Measured | None) -> str:
     problem = solution.problem
     peak = max((level.nbytes for level in measured.levels), default=0) if measured else 0
-    proof = "proven optimal" if solution.proven_optimal else f"within {100 * solution.gap:.2g} % of optimal"
     cards = [
-        ("predicted", show_seconds(simulation.seconds), proof),
+        ("predicted", show_seconds(simulation.seconds), proof(solution, simulation.total_seconds)),
         ("peak", show_size(simulation.peak_bytes), f"of {show_size(problem.effective_bytes)} for tensors"),
         ("moved in", show_size(simulation.moved_bytes), f"{show_seconds(simulation.compute_seconds)} of compute"),
         ("host peak", show_size(simulation.host_peak_bytes), f"of {show_size(problem.ram_bytes)}"),

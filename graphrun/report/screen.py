@@ -34,7 +34,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
     settings = " ".join(f"{name}={value}" for name, value in problem.settings)
     exposed = max(0.0, simulation.seconds - simulation.compute_seconds)
-    proof = "optimal" if solution.proven_optimal else f"within {100 * solution.gap:.2g} % of optimal"
+    best = proof(solution, simulation.total_seconds)
     solved = f", {show_seconds(solve_seconds)} to solve" if solve_seconds is not None else ""
     budget = show_size(problem.budget_bytes)
     if overhead:
@@ -60,7 +60,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
             f"predicted {show_seconds(simulation.seconds)} = {show_seconds(simulation.compute_seconds)} compute"
-            f" + {show_seconds(exposed)} exposed transfer{session}  {proof} (bound {show_seconds(solution.bound_seconds)}{solved})",
+            f" + {show_seconds(exposed)} exposed transfer{session}  {best} (bound {show_seconds(solution.bound_seconds)}{solved})",
         )
     )
 
@@ -68,6 +68,13 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
 def regime(problem: Problem) -> str:
     """``cold run``, or ``session of N runs``."""
     return "cold run" if problem.runs == 1 else f"session of {problem.runs} runs"
+
+
+def proof(solution: Solution, seconds: float) -> str:
+    """How good a plan is that takes ``seconds``: that it is the program's proven optimum, or how far above the bound it may be."""
+    if solution.proven_optimal:
+        return "optimal"
+    return f"within {100 * max(solution.gap, 1 - solution.bound_seconds / seconds):.2g} % of optimal"
 
 
 def choices(plan: Plan) -> list[str]:
@@ -148,7 +155,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -
             elif streams:
                 row.append("▒▒▒▒")
                 total = sum(len(k.blocks) for k in component.classes)
-                notes.append(f"▒ {component.name} streamed in {phase.name}: {blocks} of {total} blocks stay resident")
+                notes.append(f"▒ {component.name} streamed in {phase.name}: {blocks} of {total} {component.grain} stay resident")
             else:
                 row.append(("████" if uses else "░░░░") if blocks else "·")
         variant = component.variants[0]
