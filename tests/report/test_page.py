@@ -32,7 +32,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     plan, trace, run, planned = (folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html"))
     given = ["--vram", "6M", "--ram", "1G", "--device", "sim", "--output", str(folder / "a.png")]
     for arguments in (
-        ["run", str(GRAPHS / "flux-tiny.yaml"), *given, "--plan", str(plan), "--trace", str(trace)],
+        ["run", str(GRAPHS / "flux-tiny.yaml"), *given, "--reuse", "none", "--plan", str(plan), "--trace", str(trace)],
         ["report", str(trace), "-o", str(run)],
         ["report", str(plan), "-o", str(planned)],
     ):
