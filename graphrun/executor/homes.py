@@ -221,17 +221,17 @@ class Disk:
 
     def _restart(self) -> None:
         self.before_read = _nothing
+        for reading in self._ahead.values():
+            reading.filling.abandon()
+        self._ahead.clear()
         self._ring, self._placements = Ring(self.nbytes), 0
         self._copied.clear()
 
     def drop(self) -> None:
         """The bounce buffer is gone, and files are closed. Behind a barrier."""
         self._dropped = True
-        for reading in self._ahead.values():
-            reading.filling.abandon()
-        self._ahead.clear()
-        self.memory = None
         self._restart()
+        self.memory = None
         self._writer.close()
 
 

@@ -23,8 +23,8 @@ FURTHER = 256  # times as much is kept free when keeping a slot's excess did not
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
-ROUGH, CLOSE = 0.02, 5e-4
-LIGHT = 0.01
+ROUGH, CLOSE = 0.02, 5e-4  # gaps of seconds: of a large program of which little is asked, and of a small one
+LIGHT = 0.01  # what a second of copying weighs beside a second, where both are in one goal
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
 

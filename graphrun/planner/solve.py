@@ -29,7 +29,7 @@ from graphrun.planner.variants import over, plainest, worthwhile
 TOLERATED = 1.01  # simulated over promised seconds
 ROUNDS = 3  # one alone for large programs
 DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for two
-NEARLY = 1.001  # as above; beyond it deeper rings and plain ways to run the pipeline are tried too. Layers must gain more than that
+NEARLY = 1.001  # as above; beyond it deeper rings and plain ways to run the pipeline are tried too; what layers must gain at least
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
 
