@@ -152,6 +152,7 @@ class Bench:
         start = time.perf_counter()
         solution = graphrun.plan(problem)
         out["solve_seconds"] = round(time.perf_counter() - start, 3)
+        problem = solution.problem
         planned = simulate(problem, solution.plan)
         out["planned"] = {
             "seconds": planned.seconds,
@@ -229,8 +230,8 @@ class Bench:
         import graphrun
         from graphrun.errors import OutOfMemory
 
-        problem = self.problem(budget)
-        plan = graphrun.plan(problem).plan
+        solution = graphrun.plan(self.problem(budget))
+        problem, plan = solution.problem, solution.plan
         baseline = self.device.allocated_bytes
         for target in range(len(plan.slots)) if at is None else at:
 

@@ -101,11 +101,11 @@ def plan_line(name: str) -> str:
         limits = Limits(parse_size(budget, name="vram"), ram)
         problem = problem_of(graph, probed, hardware(HARDWARE), limits, inputs)
         try:
-            plan = graphrun.plan(problem).plan
+            solution = graphrun.plan(problem)
         except Infeasible:
             cells.append(f"- ({smallest_budget(problem) / 2**30:.1f})")
             continue
-        found = simulate(problem, plan)
+        found = simulate(solution.problem, solution.plan)
         outside = problem.budget_bytes - problem.effective_bytes
         cells.append(f"{found.seconds:.1f} s, {(max(slot.peak_bytes for slot in found.slots) + outside) / 2**30:.1f}")
     return f"| {name} | {' | '.join(cells)} |"

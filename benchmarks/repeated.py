@@ -137,7 +137,8 @@ def full_size(count: int) -> dict[str, Any]:
 
     of = graphrun.load(ROOT / "graphs/flux-dev.yaml")
     problem = graphrun.estimate(of, vram="12G", ram="64G", hardware="rtx4090")
-    cold = simulate(problem, graphrun.plan(problem).plan)
+    solution = graphrun.plan(problem)
+    cold = simulate(solution.problem, solution.plan)
     found = courses(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
     return {
         "prompts": count,

@@ -40,7 +40,7 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
     problem = graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim", until="encode")
     assert {component.name for component in problem.components} == {"text_encoder", "text_encoder_2"}
     solution = graphrun.plan(problem)
-    cut = graph.until("encode")
+    problem, cut = solution.problem, graph.until("encode")
     device = SimulatedDevice(Machine())
     host = Host.of_graph(cut, problem, device)
     assert all(tensor.is_meta for tensor in host.modules["vae"].parameters()), "nothing else is built"

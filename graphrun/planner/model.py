@@ -125,8 +125,8 @@ class Model:
         return Found(result.x, float(result.fun) + goal[1], bound, result.status == SOLVED)
 
     def nearest(self, known: Found, columns: Collection[int], goal: Sum) -> Found | None:
-        """The least ``goal`` with whole numbers in ``columns``: those that are whole in ``known`` as they are there, the others near
-        that; if that cannot be, all of them near. None: there is none."""
+        """The least ``goal`` with whole numbers in ``columns``: those that are whole in ``known`` as they are there, the others
+        near that; if that cannot be, all of them near. None: there is none."""
         apart = {column: abs(known.values[column] - round(known.values[column])) for column in columns}
         for still in (WHOLE, -1.0):
             off = {column: 0.0 if much <= still else NEAR for column, much in apart.items()}

@@ -156,7 +156,7 @@ def test_streamed_resident_and_released_with_the_same_picture(graph: Graph) -> N
         pictures.add(trace.outputs["image"].tobytes())
         assert trace.left_bytes == 0
         assert all(tier.left_bytes == 0 for tier in trace.tiers)
-        for planned, measured in trace.beside(simulate(problem, solution.plan).slots):
+        for planned, measured in trace.beside(simulate(solution.problem, solution.plan).slots):
             assert measured.peak_bytes <= planned.peak_bytes, planned.phase
             if planned.phase.startswith("denoise") and measured.calls:
                 assert measured.peak_bytes > 0.97 * planned.peak_bytes

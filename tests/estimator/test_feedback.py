@@ -200,5 +200,5 @@ def test_a_real_run_s_measurements_make_plans_that_hold_at_other_budgets(
         solution = graphrun.plan(problem)
         trace = graphrun.run(solution, graph, {"steps": problem.settings and dict(problem.settings)["steps"]}, cache=tmp_path)
         assert broken_caps(solution, trace) == []
-        assert trace.seconds == pytest.approx(simulate(problem, solution.plan).seconds, rel=0.01)
+        assert trace.seconds == pytest.approx(simulate(solution.problem, solution.plan).seconds, rel=0.01)
     assert bases == {"traced", "measured"}
