@@ -288,11 +288,14 @@ class OpenSlot:
         self._recorder.note("load", residency.name, path, residency.nbytes(path), marks)
 
     def _load_for_use(self, component: str, paths: list[str]) -> None:
-        """Issues loads of a component that this slot computes with. Its blocks wait for their own copies when compute comes to
-        them; what cannot be streamed was there before the slot.
+        """Issues loads of a component that this slot computes with, as a call comes to them. Its blocks wait for their own copies
+        when compute comes to them; what cannot be streamed was there before the slot.
         """
         residency = self._residencies[component]
-        streamable = {path for k in self._problem.component(component).classes if k.streamable for path in k.blocks}
+        numbers = self._problem.component(component)
+        turns = {numbers.classes[k].blocks[i]: -n for n, (k, i) in enumerate(reversed(self._order(component)))}
+        paths = sorted(paths, key=lambda path: turns.get(path, 1))
+        streamable = {path for k in numbers.classes if k.streamable for path in k.blocks}
         if component not in self._streamers:
             for path in paths:
                 self._load(residency, path)

@@ -42,8 +42,8 @@ class Matrix:
     """Rows and columns of ``program``. ``factors[t]`` multiplies copy times of interval t; ``weigh``: a tier whose least is sought;
     ``depth``: for how many blocks a ring has room, unless for one alone.
 
-    ``seconds``, ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of the mean, so that
-    nothing is loaded earlier than it helps. ``peak`` alone; ``tier``: the most, in bytes, that is taken of the tier to be weighed.
+    ``seconds``, ``copying`` (of blocks), ``moved``, ``memory``: goals in scaled units, the last one being the peak plus a little of
+    the mean, so that nothing is loaded earlier than it helps. ``peak`` alone; ``tier``: the most bytes taken of the tier weighed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Matrix:
         self.homes = Homes(self.model, program, self._ram or self._pinned)
         self._spills = [self.model.column(0.0, 1.0, True) for _ in program.gaps]
         seconds: dict[int, float] = {}
-        moved: dict[int, float] = {}
+        moved, copying = dict[int, float](), dict[int, float]()
         occupied: dict[int, float] = {}
         always = 0.0
         for t, interval in enumerate(program.intervals):
@@ -88,15 +88,17 @@ class Matrix:
             for column, value in used.items():
                 occupied[column] = occupied.get(column, 0.0) + 1e-3 * value / len(program.intervals)
             for cell, (terms, constant) in zip(program.cells, copies, strict=True):
-                size = interval.weight * cell.block_bytes / self.bytes_unit
+                size, takes = cell.block_bytes / self.bytes_unit, cell.load_seconds / self.seconds_unit
                 for column, value in terms.items():
-                    moved[column] = moved.get(column, 0.0) + size * value
-                always += size * constant
+                    moved[column] = moved.get(column, 0.0) + interval.weight * size * value
+                    copying[column] = copying.get(column, 0.0) + interval.weight * takes * value
+                always += interval.weight * size * constant
         for gap, column in zip(program.gaps, self._spills, strict=True):
             moved[column] = program.intervals[gap.back].weight * gap.nbytes / self.bytes_unit
         self._returns()
         self.seconds: Sum = (seconds, 0.0)
         self.moved: Sum = (moved, always)
+        self.copying: Sum = (copying, 0.0)
         self.memory: Sum = ({**occupied, peak: 1.0 + occupied.get(peak, 0.0)}, 0.0)
         self.peak: Sum = ({peak: 1.0}, 0.0)
         self.tier: Sum = self._hosts()
