@@ -23,7 +23,7 @@ FEWEST_NODES = 200
 GAP = 1e-6
 SOLVED, INFEASIBLE = 0, 2  # what `milp` says it came to
 COARSE_GAP = 1e-3  # where components are cut into layers: their many small classes leave far more plans that are as good
-WHOLE = 1e-6
+WHOLE, ENOUGH = 1e-6, 3e-4  # off a whole number, and above what the answer has with fractions
 NEAR, NEAR_GAP = 4.0, 2e-4  # of the layers held, made whole around the answer: how far from it they may be, and the gap
 
 
@@ -126,14 +126,15 @@ class Model:
 
     def nearest(self, known: Found, columns: Collection[int], goal: Sum) -> Found | None:
         """The least ``goal`` with whole numbers in ``columns``: those that are whole in ``known`` as they are there, the others
-        near that; if that cannot be, all of them near. None: there is none."""
+        near that; if that cannot be, or costs much, all of them near. None: there is none."""
         apart = {column: abs(known.values[column] - round(known.values[column])) for column in columns}
         for still in (WHOLE, -1.0):
             off = {column: 0.0 if much <= still else NEAR for column, much in apart.items()}
             at = {column: round(known.values[column]) if not off[column] else known.values[column] for column in columns}
             ranges = {column: (at[column] - off[column], at[column] + off[column]) for column in columns}
             result = self._solved(goal, (), True, NEAR_GAP, ranges, integers=columns)
-            if result.x is not None:
+            enough = np.inf if still < 0 else value_of(goal, known.values) * (1 + ENOUGH)
+            if result.x is not None and float(result.fun) + goal[1] <= enough:
                 return replace(known, values=result.x, value=float(result.fun) + goal[1])
         return None
 

@@ -23,7 +23,7 @@ FURTHER = 256  # times as much is kept free when keeping a slot's excess did not
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
-ROUGH, CLOSE = 0.02, 5e-4  # gaps of seconds: of a large program of which little is asked, and of a small one
+ROUGH = 0.02
 LIGHT = 0.01  # what a second of copying weighs beside a second, where both are in one goal
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
@@ -98,15 +98,15 @@ def choose(
 
 
 def undercuts(programs: Sequence[Program], seconds: float) -> bool:
-    """Whether an answer of ``programs`` takes no more than ``seconds``; where one is large, whether it may take much less."""
-    matrices = [Matrix(program, (1.0,) * len(program.intervals)) for program in programs]
-    if all(low is None or low > seconds for low in (_relaxed(matrix, GOALS[0], ()) for matrix in matrices)):
-        return False
-    large = any(matrix.model.size > MOST_LARGE for matrix in matrices)
-    answer = choose(programs, goals=(replace(GOALS[0], gap=0.5 * ROUGH if large else CLOSE),))
-    if answer is None:
-        return False
-    return answer.bound <= seconds * (1 - ROUGH) if large else answer.program.seconds(answer.choice) <= seconds
+    """Whether some answer of ``programs`` takes no more than ``seconds``, as far as is quick to see; with fractions for integers
+    first."""
+    for program in programs:
+        matrix = Matrix(program, (1.0,) * len(program.intervals))
+        of, unit = GOALS[0].of(matrix)
+        enough = [(of, seconds / unit)]
+        if matrix.model.minimise(of, enough, whole=False) and matrix.model.minimise(of, enough, gap=1.0):
+            return True
+    return False
 
 
 def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:
