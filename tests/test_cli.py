@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +64,8 @@ def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
     assert " to solve)" in solved
     assert " to solve)" in anew
     assert "to solve" not in kept
-    assert solved.splitlines()[5:] == kept.splitlines()[5:]
+    same = [[line for line in of.splitlines() if not line.startswith("predicted ")] for of in (solved, kept)]
+    assert same[0] == same[1]
     assert json.loads(graphrun(*command, "--json")[1])["solve_seconds"] is None
 
 
@@ -295,4 +297,5 @@ def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(graphrun: Cli
     monkeypatch.setattr(package, "run", above_the_plan)
     code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "--reuse", "none")
     assert code == 4
-    assert "the plan was BROKEN: encode/0:text_encoder first: 352257 > 352256" in out
+    (measured, planned) = re.findall(r"the plan was BROKEN: encode/0:text_encoder first: (\d+) > (\d+)", out)[0]
+    assert int(measured) == int(planned) + 1
