@@ -98,12 +98,14 @@ def choose(
 
 
 def undercuts(programs: Sequence[Program], seconds: float) -> bool:
-    """Whether some answer of ``programs`` takes no more than ``seconds``, as far as is quick to see; with fractions for integers
-    first."""
+    """Whether some answer of ``programs`` takes no more than ``seconds``, as far as is quick to see: with fractions for integers
+    first, and not where there are many columns."""
     for program in programs:
         matrix = Matrix(program, (1.0,) * len(program.intervals))
         of, unit = GOALS[0].of(matrix)
         enough = [(of, seconds / unit)]
+        if matrix.model.size > MOST_LARGE:
+            continue
         if matrix.model.minimise(of, enough, whole=False) and matrix.model.minimise(of, enough, gap=1.0):
             return True
     return False
