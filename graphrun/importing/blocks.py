@@ -121,8 +121,7 @@ def _cut(rehearsed: Rehearsed, handed: Handed) -> Layout | str:
     groups = _grouped(watched, rehearsed.pipeline)
     if len(groups) < 2:
         return "its blocks hand on to each other what no graph holds, or enter components in one block alone"
-    last = next(group for group in reversed(groups))
-    made = {name: watched.get(name) for number in last for name in watched.ran[number].writes}
+    made = {name: watched.get(name) for number in groups[-1] for name in watched.ran[number].writes}
     stages, entered = _stages(watched.ran, groups, handed, outputs_in(made)), dict[str, dict[Entered, None]]()
     outputs = {name: f"${stages[-1].name}.{name}" for name in stages[-1].outputs}
     first: dict[str, tuple[Entered, ...]] = {}

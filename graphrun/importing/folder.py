@@ -75,8 +75,7 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
     kind, path = _pipeline(index.get("_class_name"), origin)
     listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
     pairs = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2 and _names(entry)}
-    if unknown := sorted(set(without) - pairs.keys()):
-        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(pairs)}")
+    _refuse_unknown(without, pairs, origin)
     absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]
     things, plain = list[Thing](), {name: entry for name, entry in listed.items() if name not in pairs}
     for name in (name for name in pairs if name not in absent):
@@ -97,6 +96,11 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
     )
 
 
+def _refuse_unknown(without: Collection[str], parts: Collection[str], origin: str) -> None:
+    if unknown := sorted(set(without) - set(parts)):
+        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(parts)}")
+
+
 def _of_blocks(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> Recipe:
     """The recipe of a modular pipeline, of which each component may lie elsewhere."""
     index = read_json(folder / MODULAR_INDEX)
@@ -109,8 +113,7 @@ def _of_blocks(folder: Path, source: str, revision: str | None, without: Collect
         raise InputError(f"{origin}: {own_code(named)}")
     own = f"diffusers.{named}" if classes and named != kind.default_blocks_name else None
     pipeline = pipeline_of(kind, own)
-    if unknown := sorted(set(without) - pipeline._component_specs.keys()):
-        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(pipeline._component_specs)}")
+    _refuse_unknown(without, pipeline._component_specs, origin)
     things = list[Thing]()
     for name in (name for name in pipeline._component_specs if name not in without):
         entry = index.get(name)
