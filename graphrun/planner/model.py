@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import highspy
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import coo_array
 
 Terms = Mapping[int, float]  # column -> coefficient
 Sum = tuple[Terms, float]  # terms and a constant
@@ -21,10 +20,17 @@ Sum = tuple[Terms, float]  # terms and a constant
 NODES_TIMES_COLUMNS = 8_000_000
 FEWEST_NODES = 200
 GAP = 1e-6
-SOLVED, INFEASIBLE = 0, 2  # what `milp` says it came to
 COARSE_GAP = 1e-3  # where components are cut into layers: their many small classes leave far more plans that are as good
 WHOLE, ENOUGH = 1e-6, 3e-4  # off a whole number, and above what the answer has with fractions
 NEAR, NEAR_GAP = 4.0, 2e-4  # of the layers held, made whole around the answer: how far from it they may be, and the gap
+# Searches of HiGHS for a first answer that solve further programs: half of the time of these, whose answers are easily found.
+OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_rins": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +45,16 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """Rows as HiGHS takes them: what stands in which row and column, and the rows' bounds."""
+    """Rows as HiGHS takes them: coefficients and their columns row after row, how many each row has, and the rows' bounds."""
 
     values: NDArray[np.float64]
-    numbers: NDArray[np.int32]
     columns: NDArray[np.int32]
+    counts: NDArray[np.int32]
     lows: NDArray[np.float64]
     highs: NDArray[np.float64]
 
     def _all(self) -> tuple[NDArray[Any], ...]:
-        return self.values, self.numbers, self.columns, self.lows, self.highs
+        return self.values, self.columns, self.counts, self.lows, self.highs
 
     def over(self, other: _Arrays) -> _Arrays:
         """These rows with ``other`` below them."""
@@ -56,13 +62,11 @@ class _Arrays:
         return _Arrays(*(np.concatenate(pair) for pair in both))
 
 
-def _arrays(rows: Sequence[tuple[Terms, float, float]], first: int = 0) -> _Arrays:
-    """``rows``, numbered from ``first`` on. Indices of 32 bits: older SciPy's HiGHS takes no other."""
-    counts = [len(terms) for terms, _, _ in rows]
+def _arrays(rows: Sequence[tuple[Terms, float, float]]) -> _Arrays:
     return _Arrays(
         np.array([value for terms, _, _ in rows for value in terms.values()], dtype=float),
-        np.repeat(np.arange(first, first + len(rows), dtype=np.int32), counts),
         np.array([column for terms, _, _ in rows for column in terms], dtype=np.int32),
+        np.array([len(terms) for terms, _, _ in rows], dtype=np.int32),
         np.array([low for _, low, _ in rows], dtype=float),
         np.array([high for _, _, high in rows], dtype=float),
     )
@@ -99,30 +103,17 @@ class Model:
         whole: bool = True,
         gap: float = GAP,
         fixed: Mapping[int, float] | None = None,
+        start: Found | None = None,
     ) -> Found | None:
         """The least ``goal`` while every limited sum stays at or below its limit. None: the solver found nothing.
 
-        ``gap``: how far the answer may be from the least, relatively; ``fixed``: columns that have these values.
+        ``gap``: how far the answer may be from the least, relatively; ``fixed``: columns that have these values; ``start``: an
+        answer that keeps the limits, to be bettered.
 
         ``whole`` False lets integers be fractions: a bound. Deterministic: HiGHS without a time limit, one thread.
         """
         ranges = {column: (value, value) for column, value in (fixed or {}).items()}
-        result = self._solved(goal, limits, whole, max(gap, self._gap) if gap else gap, ranges)
-        if result.x is None:
-            return None
-        bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
-        return Found(result.x, float(result.fun) + goal[1], float(bound) + goal[1], result.status == SOLVED)
-
-    def improved(self, known: Found, goal: Sum, limits: Sequence[tuple[Sum, float]] = (), *, gap: float = GAP) -> Found:
-        """An answer better than ``known`` by more than ``gap``; where there is none ``known``, with a bound that says so."""
-        least = known.value * (1 - gap)
-        result = self._solved(goal, [*limits, (goal, least)], True, max(gap, self._gap), {})
-        proven = result.status in (SOLVED, INFEASIBLE)
-        bound = least if proven else min(least, float(result.mip_dual_bound or 0.0) + goal[1])
-        if result.x is None:
-            return replace(known, bound=bound, proven=proven)
-        bound = min(float(result.fun), float(result.mip_dual_bound or 0.0)) + goal[1]
-        return Found(result.x, float(result.fun) + goal[1], bound, result.status == SOLVED)
+        return self._solved(goal, limits, whole, max(gap, self._gap) if gap else gap, ranges, start=start)
 
     def nearest(self, known: Found, columns: Collection[int], goal: Sum) -> Found | None:
         """The least ``goal`` with whole numbers in ``columns``: those that are whole in ``known`` as they are there, the others
@@ -132,10 +123,10 @@ class Model:
             off = {column: 0.0 if much <= still else NEAR for column, much in apart.items()}
             at = {column: round(known.values[column]) if not off[column] else known.values[column] for column in columns}
             ranges = {column: (at[column] - off[column], at[column] + off[column]) for column in columns}
-            result = self._solved(goal, (), True, NEAR_GAP, ranges, integers=columns)
+            found = self._solved(goal, (), True, NEAR_GAP, ranges, integers=columns)
             enough = np.inf if still < 0 else value_of(goal, known.values) * (1 + ENOUGH)
-            if result.x is not None and float(result.fun) + goal[1] <= enough:
-                return replace(known, values=result.x, value=float(result.fun) + goal[1])
+            if found is not None and found.value <= enough:
+                return replace(known, values=found.values, value=found.value)
         return None
 
     def _solved(
@@ -146,32 +137,45 @@ class Model:
         gap: float,
         ranges: Mapping[int, tuple[float, float]],
         integers: Collection[int] = (),
-    ) -> OptimizeResult:
+        start: Found | None = None,
+    ) -> Found | None:
         if self._arrays is None or len(self._arrays.lows) != len(self._rows):
             self._arrays = _arrays(self._rows)
-        rows = [(terms, -np.inf, limit - constant) for (terms, constant), limit in limits]
-        arrays = self._arrays.over(_arrays(rows, len(self._rows)))
-        if not arrays.values.size:
-            arrays = _arrays([({0: 0.0}, -np.inf, np.inf)])
-        shape = (len(arrays.lows), len(self._columns))
-        cost = np.zeros(shape[1])
-        for column, value in goal[0].items():
-            cost[column] = value
+        arrays = self._arrays.over(_arrays([(terms, -np.inf, limit - constant) for (terms, constant), limit in limits]))
+        cost = np.zeros(self.size)
+        cost[list(goal[0])] = list(goal[0].values())
         lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
         for column, (low, high) in ranges.items():
             lower[column], upper[column] = max(low, lower[column]), min(high, upper[column])
         integer[list(integers)] = 1.0
-        matrix = coo_array((arrays.values, (arrays.numbers, arrays.columns)), shape=shape).tocsc()
-        return milp(
-            c=cost,
-            integrality=integer if whole else np.zeros_like(integer),
-            bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(matrix, arrays.lows, arrays.highs),
-            options={
-                "mip_rel_gap": gap,
-                "node_limit": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size),
-            },
-        )
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_, lp.offset_ = self.size, len(arrays.lows), goal[1]
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, lower, upper
+        lp.row_lower_, lp.row_upper_ = arrays.lows, arrays.highs
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(arrays.counts)])
+        lp.a_matrix_.index_, lp.a_matrix_.value_ = arrays.columns, arrays.values
+        if whole:
+            lp.integrality_ = [highspy.HighsVarType(int(each)) for each in integer]
+        options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)}
+        return _run(lp, options, start)
+
+
+def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: Found | None) -> Found | None:
+    highs = highspy.Highs()
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    if start is not None:
+        highs.setSolution(len(start.values), np.arange(len(start.values), dtype=np.int32), start.values)
+    highs.run()
+    info = highs.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    value = float(info.objective_function_value)
+    bound = float(info.mip_dual_bound) if len(lp.integrality_) else value
+    values = np.array(highs.getSolution().col_value)
+    return Found(values, value, bound, highs.getModelStatus() == highspy.HighsModelStatus.kOptimal)
 
 
 def plus(*sums: tuple[float, Sum]) -> Sum:

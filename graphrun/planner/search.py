@@ -52,6 +52,7 @@ def _light(matrix: Matrix) -> tuple[Sum, float]:
 # What is solved once more, since the simulator, which judges it again, found it slower than promised: bytes moved decide among
 # plans that are nearly as fast, and memory among those.
 AGAIN = (Goal(_light, 1e-4),)
+BY_LAYER = (*SECONDS, *AGAIN)  # of parts of layers, that are made whole afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def choose(
             Matrix(program, factors or (1.0,) * len(program.intervals), spare, depth=depth)
             for program, spare in zip(programs, spares, strict=True)
         ]
-        found = _least(matrices, goals)
+        layered = goals is GOALS and any(matrix.layers for matrix in matrices)
+        found = _least(matrices, BY_LAYER if layered else goals)
         if found is None:
             return None
         number, answer, bound, proven = found
@@ -97,18 +99,15 @@ def choose(
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
 
 
-def undercuts(programs: Sequence[Program], seconds: float) -> bool:
-    """Whether some answer of ``programs`` takes no more than ``seconds``, as far as is quick to see: with fractions for integers
+def undercuts(program: Program, seconds: float) -> bool:
+    """Whether some answer of ``program`` takes no more than ``seconds``, as far as is quick to see: with fractions for integers
     first, and not where there are many columns."""
-    for program in programs:
-        matrix = Matrix(program, (1.0,) * len(program.intervals))
-        of, unit = GOALS[0].of(matrix)
-        enough = [(of, seconds / unit)]
-        if matrix.model.size > MOST_LARGE:
-            continue
-        if matrix.model.minimise(of, enough, whole=False) and matrix.model.minimise(of, enough, gap=1.0):
-            return True
-    return False
+    matrix = Matrix(program, (1.0,) * len(program.intervals))
+    of, unit = GOALS[0].of(matrix)
+    enough = [(of, seconds / unit)]
+    if matrix.model.size > MOST_LARGE or matrix.model.minimise(of, enough, whole=False) is None:
+        return False
+    return matrix.model.minimise(of, enough, gap=1.0) is not None
 
 
 def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:
@@ -130,7 +129,7 @@ def _least(matrices: list[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, f
         large = any(matrices[n].model.size > LARGE for n in of)
         most = max(most, HUGE_GAP) if any(matrices[n].model.size > HUGE for n in of) else most
         wanted = replace(goal, gap=max(goal.gap, most)) if large else goal
-        finer, best, least = passed(matrices, of, wanted, limits, staged=large, fixed=settled)
+        finer, best, least = passed(matrices, of, wanted, limits, staged=large, fixed=settled, known=alive)
         if not finer:
             break
         alive = dict(finer)
@@ -155,8 +154,10 @@ def passed(
     *,
     staged: bool = False,
     fixed: Mapping[int, float] | None = None,
+    known: Mapping[int, Found] | None = None,
 ) -> tuple[dict[int, Found], float, float]:
-    """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes."""
+    """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes. ``known``: answers that keep
+    ``limits``."""
     rows = {n: [(by.of(matrices[n])[0], most / by.of(matrices[n])[1] * (1 + SLACK)) for by, most in limits] for n in alive}
     bounds = {n: _relaxed(matrices[n], goal, rows[n]) if len(alive) > 1 else 0.0 for n in alive}
     found: dict[int, Found] = {}
@@ -168,7 +169,8 @@ def passed(
             least = min(least, low)
             continue
         cutoff = [(of, best / unit * (1 + SLACK))] if found else []
-        answer = _minimised(matrices[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed)
+        start = None if cutoff else (known or {}).get(n)
+        answer = _minimised(matrices[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed, start)
         if answer is None:
             continue
         found[n] = answer
@@ -180,25 +182,25 @@ def passed(
 
 
 def _minimised(
-    matrix: Matrix, of: Sum, rows: Sequence[tuple[Sum, float]], gap: float, staged: bool, fixed: Mapping[int, float] | None
+    matrix: Matrix,
+    of: Sum,
+    rows: Sequence[tuple[Sum, float]],
+    gap: float,
+    staged: bool,
+    fixed: Mapping[int, float] | None,
+    start: Found | None,
 ) -> Found | None:
     """The least ``of``. In a large program first with the earliest variants where the relaxation is no worse with them, or with
-    those that it is nearest to, or that a rough answer takes; then whether any others are better."""
+    those that it is nearest to; then whether any others are better."""
     model = matrix.model
-    if fixed is not None or not staged or not matrix.first:
-        return model.minimise(of, rows, gap=gap, fixed=fixed)
-    relaxed = model.minimise(of, rows, whole=False)
-    if relaxed is None:
-        return None
-    first = model.minimise(of, rows, whole=False, fixed=matrix.first)
-    near = matrix.first if first is not None and first.value <= relaxed.value * (1 + gap) else matrix.taken(relaxed.values)
-    known = model.minimise(of, rows, gap=gap, fixed=near)
-    if known is None:
-        rough = model.minimise(of, rows, gap=ROUGH)
-        if rough is None:
+    if start is None and staged and matrix.first:
+        relaxed = model.minimise(of, rows, whole=False)
+        if relaxed is None:
             return None
-        known = model.minimise(of, rows, gap=gap, fixed=matrix.taken(rough.values)) or rough
-    return model.improved(known, of, rows, gap=gap)
+        first = model.minimise(of, rows, whole=False, fixed=matrix.first)
+        near = matrix.first if first is not None and first.value <= relaxed.value * (1 + gap) else matrix.taken(relaxed.values)
+        start = model.minimise(of, rows, gap=gap, fixed=near)
+    return model.minimise(of, rows, gap=gap, fixed=fixed, start=start)
 
 
 def _relaxed(matrix: Matrix, goal: Goal, rows: Sequence[tuple[Sum, float]]) -> float | None:

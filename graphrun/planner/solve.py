@@ -8,7 +8,7 @@ arrangements -> programs (exact, integers) -> HiGHS: seconds, bytes moved, memor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.actions import plan_of
@@ -19,9 +19,10 @@ from graphrun.planner.least import least_needs_of
 from graphrun.planner.modes import MODES, fitting
 from graphrun.planner.orders import Arrangement, arrangements
 from graphrun.planner.plan import Fill, Free, Plan
-from graphrun.planner.problem import Problem
+from graphrun.planner.problem import ComponentNumbers, Problem
 from graphrun.planner.program import Choice, Program, program_of
 from graphrun.planner.search import AGAIN, Answer, choose, undercuts
+from graphrun.planner.settle import arrange
 from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.planner.variants import over, plainest, worthwhile
@@ -32,6 +33,8 @@ DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for
 NEARLY = 1.001  # as above; beyond it deeper rings and plain ways to run the pipeline are tried too; what layers must gain at least
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
+
+_Tried = tuple[Simulation, Choice, Plan]
 
 
 def solve(problem: Problem) -> Solution:
@@ -47,11 +50,22 @@ def solve(problem: Problem) -> Solution:
 def solved(problem: Problem) -> Solution | None:
     """As `solve`; None where nothing fits, without saying why. The solution's problem is ``problem`` as finely cut as it takes."""
     found = until_it_fits(problem, _solved, least_needs_of)
-    if found is None or (name := _gaining(found)) is None:
-        return found
-    finer = cut(found.problem, {name})
-    other = _solved(finer, plain=False) if problem.runs == 1 else _repeated(finer)
-    return other if other is not None and _seconds(other) * NEARLY <= _seconds(found) else found
+    if found is None:
+        return None
+    if (name := _gaining(found.solution)) is not None:
+        finer = cut(found.solution.problem, {name})
+        other = _solved(finer, plain=False) if problem.runs == 1 else _repeated(finer)
+        if other is not None and other.seconds * NEARLY <= found.seconds:
+            return other.solution
+    return found.solution
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A solution, and the seconds its plan takes by the simulator."""
+
+    solution: Solution
+    seconds: float
 
 
 def _gaining(found: Solution) -> str | None:
@@ -61,36 +75,44 @@ def _gaining(found: Solution) -> str | None:
     if not (names := smaller_as_layers(problem)):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    once = cut(replace(problem, runs=1), {name})  # of a session, one run as fast as its runs are on average
-    return name if undercuts(_programs(once), found.objective_seconds / problem.runs / NEARLY) else None
+    once = cut(replace(_chosen(problem, found.plan), runs=1), {name})  # of a session, one run as fast as its runs are on average
+    program = program_of(once, worthwhile(once))
+    return name if undercuts(program, found.objective_seconds / problem.runs / NEARLY) else None
 
 
-def _programs(problem: Problem) -> list[Program]:
-    return [program_of(of.problem, worthwhile(of.problem)) for of in arrangements(problem)[0]]
+def _chosen(problem: Problem, plan: Plan) -> Problem:
+    """``problem`` with the order, options and variants of ``plan`` and no others, still to be cut."""
+    names = dict(plan.variants)
+
+    def only(component: ComponentNumbers) -> ComponentNumbers:
+        variants = tuple(v for v in component.variants if names.get(component.name, v.name) == v.name)
+        return replace(component, variants=variants, layers=None if component.layers is None else only(component.layers))
+
+    arranged = arrange(problem, plan.order, dict(plan.options))
+    return replace(arranged, components=tuple(only(component) for component in arranged.components))
 
 
-def _repeated(problem: Problem) -> Solution | None:
+def _repeated(problem: Problem) -> _Judged | None:
     """One run's plan, again and again, as a session's; None where homes do not stay. A session by layer takes minutes to plan, and
     where memory is that scarce little can wait for the next run."""
-    once = _solved(replace(problem, runs=1))
-    if once is None:
+    alone = _solved(replace(problem, runs=1))
+    if alone is None:
         return None
+    once = alone.solution
     first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Free))) for s in once.plan.slots)
     again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Fill))) for s in first)
     plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
     if check(problem, plan):
         return None
     further, objective = problem.runs - 1, problem.runs * once.objective_seconds
-    hidden = further * simulate(problem, plan).compute_seconds  # every copy of the other runs behind their compute
+    simulation = simulate(problem, plan)
+    hidden = further * simulation.compute_seconds  # every copy of the other runs behind their compute
     bound = min(once.bound_seconds + hidden, objective)
-    return Solution(problem, plan, False, bound, objective, 1 - bound / objective, once.objective_seconds)
+    solution = Solution(problem, plan, False, bound, objective, 1 - bound / objective, once.objective_seconds)
+    return _Judged(solution, simulation.total_seconds)
 
 
-def _seconds(solution: Solution) -> float:
-    return simulate(solution.problem, solution.plan).total_seconds
-
-
-def _solved(problem: Problem, *, plain: bool = True) -> Solution | None:
+def _solved(problem: Problem, *, plain: bool = True) -> _Judged | None:
     """The plan with components cut as they are in ``problem``. ``plain``: plain ways to run it are tried too."""
     if surely_infeasible(problem):
         return None
@@ -99,47 +121,50 @@ def _solved(problem: Problem, *, plain: bool = True) -> Solution | None:
     if first is None:
         return None
     chosen = found[first.number]
-    program, choice, plan = _settled(problem, chosen, first, plain)
+    program, (simulation, choice, plan) = _settled(problem, chosen, first, plain)
     if broken := check(problem, plan):
         raise BrokenPlan(f"the planner broke its own rules, which is a bug: {broken[0]}")
     objective, least = program.seconds(choice), first.program.seconds(first.choice)
     gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
     again = sum(program.slot_seconds(choice)[program.turn :])
     proven = every and first.proven and gap <= PROVEN_GAP
-    return Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again)
+    return _Judged(Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again), simulation.total_seconds)
 
 
-def _settled(problem: Problem, chosen: Arrangement, first: Answer, plain: bool) -> tuple[Program, Choice, Plan]:
+def _settled(problem: Problem, chosen: Arrangement, first: Answer, plain: bool) -> tuple[Program, _Tried]:
     """The plan of the arrangement and variants that were chosen, its slots solved again where they take longer than promised."""
     variants, choice = plainest(chosen.problem, tuple(way.variant for way in first.program.ways), first.choice)
     program = first.program.taking(variants)
-    factors = (1.0,) * len(program.intervals)
-    best: tuple[Simulation, Choice, Plan] | None = None
-    rounds = 1 if first.large else ROUNDS
-    for trial in range(rounds + 1):
+
+    def tried(choice: Choice) -> _Tried:
         plan = plan_of(program, choice, problem, chosen.options, chosen.order)
-        simulation = simulate(problem, plan)
-        if best is None or _rank(simulation) < _rank(best[0]):
-            best = (simulation, choice, plan)
-        promised = program.slot_seconds(choice, factors)
-        if trial == rounds or simulation.total_seconds <= TOLERATED * program.seconds(choice, factors):
+        return simulate(problem, plan), choice, plan
+
+    factors = (1.0,) * len(program.intervals)
+    best = last = tried(choice)
+    for _ in range(1 if first.large else ROUNDS):
+        simulation, choice, _ = last
+        if simulation.total_seconds <= TOLERATED * program.seconds(choice, factors):
             break
+        promised = program.slot_seconds(choice, factors)
         slots = (*simulation.slots[: program.turn], *simulation.again)
         late = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, promised, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, late, strict=True))
         answer = choose(program, factors, goals=AGAIN)
         if answer is None:
             break
-        choice = answer.choice
-    assert best is not None
-    for choices in (_deeper(program, best[1]), _plain_choices(program) if plain else ()):
-        for choice in choices:
+        last = tried(answer.choice)
+        best = min(best, last, key=_rank)
+    for others in (_deeper(program, best[1]), _plain_choices(program) if plain else ()):
+        for choice in others:
             if best[0].total_seconds <= NEARLY * program.seconds(best[1]):
                 break
-            plan = plan_of(program, choice, problem, chosen.options, chosen.order)
-            if not check(problem, plan) and _rank(simulation := simulate(problem, plan)) < _rank(best[0]):
-                best = (simulation, choice, plan)
-    return program, best[1], best[2]
+            if program.seconds(choice) >= best[0].total_seconds:  # nor will the simulator find less
+                continue
+            other = tried(choice)
+            if not check(problem, other[2]):
+                best = min(best, other, key=_rank)
+    return program, best
 
 
 def _deeper(program: Program, choice: Choice) -> Iterator[Choice]:
@@ -158,5 +183,6 @@ def _plain_choices(program: Program) -> Iterator[Choice]:
         yield from fitting(program, mode, most=MOST_KEPT)
 
 
-def _rank(simulation: Simulation) -> tuple[float, int, int]:
+def _rank(tried: _Tried) -> tuple[float, int, int]:
+    simulation = tried[0]
     return simulation.total_seconds, simulation.total_moved_bytes, simulation.peak_bytes
