@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from graphrun.errors import PlanError
 from graphrun.planner.disk import Disk, Key, Size
@@ -20,7 +19,7 @@ from graphrun.planner.needs import room_bytes
 from graphrun.planner.plan import Blocks, Evict, Fill, Free, Load, Plan, Restore, Run, Slot, Spill, Stream
 from graphrun.planner.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.planner.settle import arrange, settle
-from graphrun.planner.timeline import Span, Timeline, Work
+from graphrun.planner.timeline import Source, Span, Timeline, Work
 from graphrun.trace import Event
 from graphrun.units import round_up
 
@@ -252,16 +251,15 @@ class _Walk:
         if slot.phase not in self.phases:
             raise PlanError(f"slot {index}: the problem has no phase {slot.phase!r}")
         number, phase = self.phases[slot.phase]
-        works = []
-        for key, seconds, turn in self._computed(phase, slot):
-            source: Literal["present", "load", "stream", "host"] = (
-                "present" if key in self.present else "load" if key in loads else "stream"
-            )
-            if self.components[key[0]].variants[0].device == "cpu":
-                source = "host"
-            if source == "stream" and key[0] not in rings:
-                raise PlanError(f"slot {index}: {self._path(key)} of {key[0]} is needed, and neither present, loaded nor streamed")
-            works.append(Work(key, seconds, turn, source))
+        source_of = dict[Key, Source]()
+        for use in phase.uses:
+            on_cpu = self._component(use.component).variants[0].device == "cpu"
+            for key in self._keys(use.component, None):
+                here: Source = "present" if key in self.present else "load" if key in loads else "stream"
+                source_of[key] = "host" if on_cpu else here
+        works = [Work(key, seconds, turn, source_of[key]) for key, seconds, turn in self._computed(phase, slot)]
+        if lost := next((w.key for w in works if w.source == "stream" and w.key[0] not in rings), None):
+            raise PlanError(f"slot {index}: {self._path(lost)} of {lost[0]} is needed, and neither present, loaded nor streamed")
         activation = {"first": phase.first_bytes, "rest": phase.rest_bytes}.get(slot.part, 0)
         values = self.problem.value_bytes(number) - self.hosted.spilled_bytes(slot)
         return works, activation, values + phase.carry_bytes

@@ -27,7 +27,7 @@ from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.planner.variants import over, plainest, worthwhile
 
-TOLERATED = 1.01  # simulated over promised seconds
+TOLERATED = 1.001  # simulated over promised seconds
 ROUNDS = 3  # one alone for large programs
 DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for two
 NEARLY = 1.001  # as above; beyond it deeper rings and plain ways to run the pipeline are tried too; what layers must gain at least

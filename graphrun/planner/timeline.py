@@ -14,11 +14,14 @@ its own fill in that slot.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.planner.disk import Disk, Key, Size
 from graphrun.planner.ring import Ring
+
+Source = Literal["present", "load", "stream", "host"]
 
 
 class Work(NamedTuple):
@@ -28,7 +31,7 @@ class Work(NamedTuple):
     key: Key
     seconds: float
     turn: int
-    source: Literal["present", "load", "stream", "host"]
+    source: Source
 
 
 class Span(NamedTuple):
@@ -71,31 +74,35 @@ class Timeline:
         self._left: dict[str, list[float]] = {name: [] for name in rings}  # when compute left each placement
         streamed = [work for work in works if work.source == "stream"]
         self._following = {name: _following(streamed, name, sizes) for name in rings}
-        for work in works:
-            self._compute(work)
+        for (name, turn), of in groupby(works, key=lambda work: (work.key[0], work.turn)):
+            self._call(name, turn, list(of))
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
         self.end_seconds = max(self._copied, self._computed, disk.free_seconds)
 
-    def _compute(self, work: Work) -> None:
-        arrived = self._start
+    def _call(self, name: str, turn: int, works: Sequence[Work]) -> None:
+        """Computes with the blocks of one call of a component."""
+        began: float | None = None
+        for work in works:
+            if work.source != "present":
+                self._computed = max(self._computed, self._arrives(work))
+            began = self._computed if began is None else began
+            self._computed += work.seconds
+            if work.source == "stream":
+                self._left[name].append(self._computed)
+        known = self.calls.get((name, turn), Span("run", works[0].key, turn, began or 0.0, 0.0))
+        self.calls[name, turn] = known._replace(end_seconds=self._computed)
+
+    def _arrives(self, work: Work) -> float:
+        """When the block that ``work`` computes with is there."""
         if work.source == "stream":
-            arrived = self._stream(work.key)
-        elif work.source == "host":
-            arrived = self._disk.arrives(work.key)
-        elif work.source == "load":
-            if work.key not in self._arrived:
-                self._arrived[work.key] = self._copy("load", work.key, self._disk.arrives(work.key))
-            arrived = self._arrived[work.key]
-        began = max(self._computed, arrived)
-        self._computed = began + work.seconds
-        if work.source == "stream":
-            self._left[work.key[0]].append(self._computed)
-        call = (work.key[0], work.turn)
-        known = self.calls.get(call)
-        first, start = (known.key, known.start_seconds) if known else (work.key, began)
-        self.calls[call] = Span("run", first, work.turn, start, self._computed)
+            return self._stream(work.key)
+        if work.source == "host":
+            return self._disk.arrives(work.key)
+        if work.key not in self._arrived:
+            self._arrived[work.key] = self._copy("load", work.key, self._disk.arrives(work.key))
+        return self._arrived[work.key]
 
     def _stream(self, key: Key) -> float:
         try:
