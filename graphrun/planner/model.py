@@ -23,14 +23,10 @@ GAP = 1e-6
 COARSE_GAP = 1e-3  # where components are cut into layers: their many small classes leave far more plans that are as good
 WHOLE, ENOUGH = 1e-6, 3e-4  # off a whole number, and above what the answer has with fractions
 NEAR, NEAR_GAP = 4.0, 2e-4  # of the layers held, made whole around the answer: how far from it they may be, and the gap
-# Searches of HiGHS for a first answer that solve further programs: half of the time of these, whose answers are easily found.
-OPTIONS = {
-    "output_flag": False,
-    "threads": 1,
-    "mip_heuristic_run_feasibility_jump": False,
-    "mip_heuristic_run_rens": False,
-    "mip_heuristic_run_rins": False,
-}
+OPTIONS = {"output_flag": False, "threads": 1}
+# HiGHS's searches for a first answer: half of its time where answers are easily found, a quarter of it where they are not.
+SEARCHES = ("mip_heuristic_run_feasibility_jump", "mip_heuristic_run_rens", "mip_heuristic_run_rins")
+ROUGH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +103,8 @@ class Model:
     ) -> Found | None:
         """The least ``goal`` while every limited sum stays at or below its limit. None: the solver found nothing.
 
-        ``gap``: how far the answer may be from the least, relatively; ``fixed``: columns that have these values; ``start``: an
-        answer that keeps the limits, to be bettered.
+        ``gap``: how far the answer may be from the least, relatively, ROUGH where one is hard to find; ``fixed``: columns that have
+        these values; ``start``: an answer that keeps the limits, to be bettered.
 
         ``whole`` False lets integers be fractions: a bound. Deterministic: HiGHS without a time limit, one thread.
         """
@@ -158,7 +154,7 @@ class Model:
         if whole:
             lp.integrality_ = [highspy.HighsVarType(int(each)) for each in integer]
         options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)}
-        return _run(lp, options, start)
+        return _run(lp, options | ({} if gap == ROUGH else dict.fromkeys(SEARCHES, False)), start)
 
 
 def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: Found | None) -> Found | None:

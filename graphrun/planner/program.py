@@ -143,18 +143,20 @@ class Program:
         """Compute of cell ``j`` in interval ``t``."""
         return self.intervals[t].calls[j] * self.cells[j].count * self.intervals[t].seconds[j]
 
-    def slot_seconds(self, choice: Choice, factors: Sequence[float] = ()) -> tuple[float, ...]:
-        """D per interval, once each, copy times multiplied by ``factors`` where there are any."""
+    def slot_seconds(self, choice: Choice, factors: Sequence[float] = (), *, apart: bool = True) -> tuple[float, ...]:
+        """D per interval, once each, copy times multiplied by ``factors`` where there are any. ``apart`` False: as if every copy
+        hid behind all that its slot computes, which nothing betters."""
         found = []
         for t, interval in enumerate(self.intervals):
             factor = factors[t] if factors else 1.0
             blocks = [self.moved(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))]
             copies = [factor * cell.load_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
             reads = [factor * cell.disk_seconds * moved for cell, moved in zip(self.cells, blocks, strict=True)]
-            turns = [self.compute_seconds(t, j) if self._alone(choice, t, j) else 0.0 for j in range(len(self.cells))]
+            cells, stretches = range(len(self.cells)), self.stretches(t)
+            turns = [self.compute_seconds(t, j) if apart and self._alone(choice, t, j) else 0.0 for j in cells]
             own = sum(
                 max(sum(self.compute_seconds(t, j) for j in of), sum(copies[j] + turns[j] for j in of), sum(reads[j] for j in of))
-                for of in self.stretches(t)
+                for of in (stretches if apart else [[j for of in stretches for j in of]])
             )
             spills = sum(gap.seconds(t) for gap, out in zip(self.gaps, choice.spills, strict=False) if out)
             fills = sum(way.fill_seconds or 0.0 for way, at in zip(self.ways, choice.fills, strict=False) if at == t)
@@ -177,9 +179,10 @@ class Program:
         largest = max(cell.held_bytes for i, cell in cells if cell.component == component and self._passing(choice, t, i))
         return self.ring_bytes(choice, t, component) < largest + self.cells[j].held_bytes
 
-    def seconds(self, choice: Choice, factors: Sequence[float] = ()) -> float:
-        """All runs together."""
-        return sum(i.weight * seconds for i, seconds in zip(self.intervals, self.slot_seconds(choice, factors), strict=True))
+    def seconds(self, choice: Choice, factors: Sequence[float] = (), *, apart: bool = True) -> float:
+        """All runs together; the rest as in `slot_seconds`."""
+        slots = self.slot_seconds(choice, factors, apart=apart)
+        return sum(i.weight * seconds for i, seconds in zip(self.intervals, slots, strict=True))
 
     def moved_bytes(self, choice: Choice) -> int:
         """Bytes copied to the device in all runs: blocks, streamed ones each time, and values that come back."""

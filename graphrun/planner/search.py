@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.planner.matrix import Matrix, Spare
-from graphrun.planner.model import GAP, Found, Sum, plus
+from graphrun.planner.model import GAP, ROUGH, Found, Sum, plus
 from graphrun.planner.needs import DEPTH
 from graphrun.planner.program import Choice, Program
 from graphrun.planner.variants import over
@@ -23,7 +23,6 @@ FURTHER = 256  # times as much is kept free when keeping a slot's excess did not
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
-ROUGH = 0.02
 LIGHT = 0.01  # what a second of copying weighs beside a second, where both are in one goal
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
@@ -191,7 +190,7 @@ def _minimised(
     start: Found | None,
 ) -> Found | None:
     """The least ``of``. In a large program first with the earliest variants where the relaxation is no worse with them, or with
-    those that it is nearest to; then whether any others are better."""
+    those that it is nearest to, or that a rough answer takes; then whether any others are better."""
     model = matrix.model
     if start is None and staged and matrix.first:
         relaxed = model.minimise(of, rows, whole=False)
@@ -200,6 +199,8 @@ def _minimised(
         first = model.minimise(of, rows, whole=False, fixed=matrix.first)
         near = matrix.first if first is not None and first.value <= relaxed.value * (1 + gap) else matrix.taken(relaxed.values)
         start = model.minimise(of, rows, gap=gap, fixed=near)
+        if start is None and (rough := model.minimise(of, rows, gap=ROUGH)) is not None:
+            start = model.minimise(of, rows, gap=gap, fixed=matrix.taken(rough.values), start=rough) or rough
     return model.minimise(of, rows, gap=gap, fixed=fixed, start=start)
 
 

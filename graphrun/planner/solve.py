@@ -27,10 +27,9 @@ from graphrun.planner.simulate import Simulation, simulate
 from graphrun.planner.solution import Solution
 from graphrun.planner.variants import over, plainest, worthwhile
 
-TOLERATED = 1.001  # simulated over promised seconds
 ROUNDS = 3  # one alone for large programs
 DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for two
-NEARLY = 1.001  # as above; beyond it deeper rings and plain ways to run the pipeline are tried too; what layers must gain at least
+NEARLY = 1.001  # simulated over promised seconds, beyond which better is sought; what layers must gain at least
 MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
 PROVEN_GAP = 1e-5
 
@@ -144,7 +143,7 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer, plain: bool) 
     best = last = tried(choice)
     for _ in range(1 if first.large else ROUNDS):
         simulation, choice, _ = last
-        if simulation.total_seconds <= TOLERATED * program.seconds(choice, factors):
+        if simulation.total_seconds <= NEARLY * program.seconds(choice, factors):
             break
         promised = program.slot_seconds(choice, factors)
         slots = (*simulation.slots[: program.turn], *simulation.again)
@@ -159,7 +158,7 @@ def _settled(problem: Problem, chosen: Arrangement, first: Answer, plain: bool) 
         for choice in others:
             if best[0].total_seconds <= NEARLY * program.seconds(best[1]):
                 break
-            if program.seconds(choice) >= best[0].total_seconds:  # nor will the simulator find less
+            if program.seconds(choice, apart=False) >= best[0].total_seconds:
                 continue
             other = tried(choice)
             if not check(problem, other[2]):
