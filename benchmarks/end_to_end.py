@@ -37,7 +37,7 @@ def inside() -> dict[str, Any]:
     """Seconds of each part in one process, and what the dry run traced."""
     start = time.perf_counter()
     import diffusers
-    import scipy.optimize  # noqa: F401
+    import highspy  # noqa: F401
     import torch
     import transformers
 
@@ -101,7 +101,7 @@ def main() -> None:
     result = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "scipy")},
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
         "command_seconds (graphrun plan flux-dev --vram 8G, imports included)": command_seconds(),
         "inside": inside(),
         "small_runs": small_runs(),

@@ -93,7 +93,7 @@ def about(rehearse: bool) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "card": "simulated",
     }
-    for name in ("torch", "diffusers", "transformers", "accelerate", "bitsandbytes", "scipy"):
+    for name in ("torch", "diffusers", "transformers", "accelerate", "bitsandbytes", "highspy"):
         try:
             found["versions"][name] = version(name)
         except PackageNotFoundError:

@@ -39,7 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from peers_cell import GRAPHS, graph_file, process, subject  # noqa: E402
 from peers_tools import OWN, TOOLS  # noqa: E402
 
-PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "scipy")
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "diffusers-mm", "mmgp", "highspy")
 SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
 """Caps between the least that any peer takes and what everything resident needs. That is added, and so is graphrun's smallest: what
 graphrun learns moves no cell of a peer's."""

@@ -193,7 +193,7 @@ def main() -> None:
     result |= {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("scipy", "numpy")},
+        "versions": {name: version(name) for name in ("highspy", "numpy")},
         "hardware": "rtx4090",
     }
     graphs = [name for name in GRAPHS if name in wanted] or list(GRAPHS)

@@ -357,7 +357,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "scipy")},
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
     }
     if told.only and path.exists():
         result = {**json.loads(path.read_text()), **result}

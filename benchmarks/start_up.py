@@ -71,7 +71,7 @@ def main() -> None:
         "command": "graphrun plan graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090",
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "scipy")},
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
         "load_average": {"before": [round(x, 2) for x in load_before], "after": [round(x, 2) for x in os.getloadavg()]},
         **{name: summary(runs) for name, runs in found.items()},
     }

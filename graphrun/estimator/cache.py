@@ -2,7 +2,7 @@
 
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
     problem    dry run + hardware + budgets                                            no torch is imported to read it
-    plan       the problem's digest + graphrun's own source                            nor scipy
+    plan       the problem's digest + graphrun's own source                            nor highspy
     measured   device, versions, component, shapes (`estimator.feedback`)              put into a problem when it is read
 
 Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
@@ -107,7 +107,7 @@ def solution_for(problem: Problem, store: Store | None, solved: Callable[[float]
     """
     if (kept := _kept_plan(problem, store)) is not None:
         return kept
-    from graphrun.planner.solve import solve  # imports scipy
+    from graphrun.planner.solve import solve  # imports highspy
 
     start = time.perf_counter()
     solution = solve(problem)
