@@ -4,7 +4,8 @@ Decides nothing: it hands each entry to a function. The wrapping is a subclass g
 as long as the boundary stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores
 everything. While it stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by
 its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move is
-refused. So is a cast, unless there is who carries it out.
+refused. So is a cast, unless there is who carries it out. A table that a module without weights makes on the host goes to the
+device once, where a model's code would have every attention copy it: CogView4's and GLM-Image's rotary embeddings.
 
     pipeline's code   vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
     entry             decode           text_model.final_layer_norm                    post_process_latents             a read
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from graphrun.components.trees import tensors_in, walk
 from graphrun.errors import BrokenPlan
 
 # Entry points that pipelines of diffusers call besides the module itself, whatever they are handed. Any other public method of a
@@ -80,6 +82,7 @@ class Boundary:
         self._inside = self._casting = False
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._places: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
+        self._bare: set[int] = set()  # ids of modules without weights
 
     def __enter__(self) -> Boundary:
         for name, module in self.modules.items():
@@ -87,7 +90,7 @@ class Boundary:
         placed = {type(module) for module in self.modules.values() if "device" not in vars(module)}
         kind: Any
         for child, kind in self._classes:
-            bounded = _bounded(kind, self._reads is not None, bool(self._dtypes), kind in placed)
+            bounded = _bounded(kind, self._reads is not None, bool(self._dtypes), kind in placed, id(child) in self._bare)
             child.__dict__[bounded.graphrun_boundary] = self
             object.__setattr__(child, "__class__", bounded)  # the module's own `__setattr__` takes longer than all else here
         return self
@@ -97,15 +100,20 @@ class Boundary:
         """Whether no other boundary was put around this one."""
         return all(boundary_around(module) is self for module, _ in self._classes)
 
-    def _take(self, name: str, path: str, module: nn.Module) -> None:
-        """``module`` and what is in it, as `named_modules` walks, without a generator for each."""
-        if id(module) not in self._places:
-            if not isinstance(module, torch.jit.ScriptModule):
-                self._places[id(module)] = name, path
-                self._classes.append((module, type(module)))
-            for key, child in module._modules.items():
-                if child is not None:
-                    self._take(name, f"{path}.{key}" if path else key, child)
+    def _take(self, name: str, path: str, module: nn.Module) -> bool:
+        """``module`` and what is in it, as `named_modules` walks, without a generator for each. Whether it may hold weights."""
+        if id(module) in self._places:
+            return True
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._places[id(module)] = name, path
+            self._classes.append((module, type(module)))
+        held = bool(module._parameters or module._buffers)
+        for key, child in module._modules.items():
+            if child is not None:
+                held |= self._take(name, f"{path}.{key}" if path else key, child)
+        if not held and not type(module).__module__.startswith("torch."):  # PyTorch's own compute where their input is
+            self._bare.add(id(module))
+        return held
 
     def __exit__(self, *_: object) -> None:
         while self._classes:
@@ -114,6 +122,7 @@ class Boundary:
             object.__setattr__(module, "__class__", kind)
             module.__dict__.pop(bounded.graphrun_boundary, None)
         self._places.clear()
+        self._bare.clear()
 
     def __deepcopy__(self, memo: object) -> Boundary:
         """A copy of a module has no place in it, and takes no copy of it along."""
@@ -192,7 +201,7 @@ def boundary_around(module: nn.Module) -> Boundary | None:
 
 
 @functools.cache
-def _bounded(kind: Any, reads: bool, typed: bool, placed: bool) -> Any:
+def _bounded(kind: Any, reads: bool, typed: bool, placed: bool, tables: bool) -> Any:
     """The subclass of ``kind`` whose instances are inside a boundary, which each holds under ``graphrun_boundary``'s name.
 
     Made once for a class: making one takes longer than a small component computes. A class of a boundary inside another has a name
@@ -202,7 +211,7 @@ def _bounded(kind: Any, reads: bool, typed: bool, placed: bool) -> Any:
     members: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
-        "__call__": _wrapped(key, "", kind.__call__),
+        "__call__": _wrapped(key, "", kind.__call__, tables),
         "graphrun_boundary": key,
         "__reduce_ex__": lambda module, protocol: plainly(kind, super(kind, module).__reduce_ex__(protocol)),
         "to": _instead(key, kind.to, lambda boundary, *args, **kwargs: boundary.move(kind, *args, **kwargs)),
@@ -235,17 +244,33 @@ def _instead(key: str, own: Any, change: Callable[..., Any]) -> Callable[..., An
     return method
 
 
-def _wrapped(key: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(key: str, name: str, method: Callable[..., Any], tables: bool = False) -> Callable[..., Any]:
     always = not name or name in ENTRY_POINTS
 
     @functools.wraps(method)
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         boundary: Boundary | None = module.__dict__.get(key)
         if boundary is None or boundary._inside:
-            return method(module, *args, **kwargs)
+            made = method(module, *args, **kwargs)
+            return made if boundary is None or not tables else _beside(made, (args, kwargs))
         return boundary.enter(module, name, method, args, kwargs, always=always)
 
     return enter
+
+
+def _beside(made: Any, given: Any) -> Any:
+    """``made`` with its tables on the device of the tensors that were ``given``, each copied once. What is no floating point number
+    stays where it is: indices and sizes are for the host."""
+
+    def is_table(tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.dim() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+
+    tables = {id(tensor): tensor for tensor in tensors_in(made) if is_table(tensor)}
+    places = {tensor.device for tensor in tensors_in(given)} if tables else set()
+    if len(places) != 1 or (place := places.pop()).type == "cpu":
+        return made
+    copies = {key: tensor.to(place) for key, tensor in tables.items()}
+    return walk(made, lambda tensor: copies.get(id(tensor), tensor))
 
 
 def _reading(key: str, own: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:

@@ -77,7 +77,8 @@ def _by_layer(component: ComponentNumbers, calls: Sequence[Call], hardware: Hard
     if len({tuple((k, i) for k, i, _ in order if k) for order in orders}) > 1:
         return None
     layers = {path for k in component.classes for path in k.blocks if path}
-    rest = sum(any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls)
+    held = component.variants[0].block_bytes[0]  # of tied tensors the rest may have the name alone
+    rest = sum(any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls) if held else 0
     orders = [order if rest else _without_rest(order) for order in orders]
     times = Counter(k for k, _, _ in orders[0] if k)
     counts = [len(k.blocks) for k in component.classes]

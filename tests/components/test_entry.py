@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.components.entry import Boundary
+from graphrun.sim import Machine, device
 
 HERE = torch.device("cpu")
 
@@ -130,3 +131,45 @@ def test_a_slice_of_a_list_made_inside_is_no_part_of_it(seen: list[tuple[str, ..
         chain(torch.ones(1, 2))
     assert seen == [("enter", "chain", "forward")]
     assert type(rest[0]) is nn.Linear
+
+
+class Positions(nn.Module):
+    """Makes its tables on the host, as CogView4's rotary embedding does; and a size, for the host."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        angles = torch.arange(x.shape[0], dtype=torch.float32)
+        return angles.cos(), angles.sin(), torch.tensor([x.shape[0]])
+
+
+class Turned(nn.Module):
+    """``device`` of each of its positions' results is noted in ``places``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.norm, self.places = Positions(), nn.LayerNorm(4, elementwise_affine=False), list[str]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin, size = self.positions(x)
+        self.places += [made.device.type for made in (cos, sin, size)]
+        return self.norm(x) * cos.to(x.device)[:, None] + sin.to(x.device)[:, None] * size.item()
+
+
+def test_tables_that_a_part_without_weights_makes_on_the_host_go_where_its_inputs_are() -> None:
+    turned, x = Turned(), torch.rand(3, 4)
+    want = turned(x)
+    with Machine() as machine, Boundary({"turned": turned}, device, lambda *_: None):
+        there, copies = x.to(device), machine.copies_in
+        assert torch.equal(turned(there).cpu(), want)
+        assert turned.places[3:] == ["sim", "sim", "cpu"]
+        assert machine.copies_in == copies + 2
+        assert torch.equal(turned(x), want)
+        assert turned.places[6:] == ["cpu"] * 3
+        assert [made.device.type for made in turned.positions(there)] == ["cpu"] * 3  # an entry, which the pipeline's code made
+
+
+def test_what_holds_weights_hands_on_what_it_made() -> None:
+    turned = Turned()
+    turned.positions.register_buffer("scale", torch.ones(1))
+    with Machine(), Boundary({"turned": turned}, device, lambda *_: None):
+        turned(torch.rand(3, 4).to(device))
+    assert turned.places == ["cpu"] * 3

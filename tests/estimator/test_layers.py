@@ -94,5 +94,16 @@ def test_a_span_counts_events_also_where_a_call_was_replayed() -> None:
     assert made == [[1024]] * 6
 
 
+def test_a_rest_that_holds_nothing_is_in_no_call_though_a_tied_tensor_has_a_name_there(make_problem: Any) -> None:
+    """T5's table is `shared`, and `encoder.embed_tokens`, the layer that reads it."""
+    problem = make_problem("flux-tiny", 1 << 30)
+    layers = problem.component("text_encoder_2").layers
+    (use,) = (use.layers for phase in problem.phases for use in phase.uses if use.component == "text_encoder_2")
+    assert layers.variants[0].block_bytes[0] == 0
+    assert use.class_calls[0] == 0
+    assert 0 not in [k for k, _, _ in use.order]
+    assert min(use.class_calls[1:]) == 1
+
+
 def _names(model: nn.Module, path: str, blocks: set[str]) -> set[str]:
     return {name for entry in lay_out(model, sorted(blocks), by_layer=True)[path].entries for name in entry.names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from executor_whole import Whole, pixels, planned, streamed
@@ -65,3 +67,21 @@ def test_several_pictures_of_one_prompt_are_the_plain_pipelines() -> None:
     images = whole.run(problem, planned(problem)).outputs["image"]
     assert len(images) == 2
     assert np.array_equal(pixels(images), whole.image)
+
+
+def test_rotary_tables_come_to_the_device_once_in_a_call() -> None:
+    """CogView4's are made on the host, and its code copies them there in every attention."""
+    whole, seen = Whole("cogview4-tiny", {"steps": 1}), list[tuple[str, int]]()
+
+    def note(_: object, __: object, given: dict[str, Any]) -> None:
+        seen.extend((table.device.type, table.allocation.key) for table in given["image_rotary_emb"])
+
+    blocks = list(whole.modules["transformer"].transformer_blocks)
+    hooks = [block.attn1.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    trace = whole.run(whole.problem, planned(whole.problem))
+    for hook in hooks:
+        hook.remove()
+    assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+    calls = sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise/"))
+    assert (len(seen), len(set(seen))) == (2 * calls * len(blocks), 2 * calls)
+    assert {place for place, _ in seen} == {"sim"}
