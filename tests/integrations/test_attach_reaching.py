@@ -1,4 +1,4 @@
-"""What reaches into a component: a last layer that calls into the first block (DiT), a pipeline that looks at a weight (ACE-Step)."""
+"""What reaches into a component: a last layer calls into the first block (DiT), a pipeline looks at a weight (ACE-Step)."""
 
 from __future__ import annotations
 
