@@ -81,3 +81,19 @@ class Packed(nn.Module):
 def test_a_count_of_what_a_mask_lets_through_is_that_of_a_full_one(dtype: torch.dtype) -> None:
     out, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
     assert out.shape == (2, 20)
+
+
+class Sorted(nn.Module):
+    """As HunyuanVideo 1.5 and HunyuanImage: tokens that count first, then the padding."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.bool()
+        return torch.stack([torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)])
+
+
+def test_a_full_mask_picks_every_row_and_its_complement_none() -> None:
+    out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
+    assert out.shape == (2, 16, 64)
+    made = [nbytes for _, nbytes in recorder.events if nbytes > 0]
+    assert made.count(16 * 64 * 4) == 4, "of each text, what was picked and what it was put together to"
+    assert made.count(512) == 5, "the mask, and of each text its row's complement and the places that it picks"
