@@ -21,7 +21,7 @@ from graphrun.importing.blocks import cut_at_blocks
 from graphrun.importing.echo import Entered
 from graphrun.importing.layout import OWN, Layout, first_words, handed_in, options_of, outputs_in
 from graphrun.importing.rehearse import STEPS, Rehearsed, called
-from graphrun.importing.signature import NAMED_SIZES, NAMES, Wanted, further_inputs, plain_inputs, set_inputs
+from graphrun.importing.signature import NAMED_SIZES, NAMES, PARAMETERS, Wanted, further_inputs, plain_inputs, set_inputs
 
 # Inputs that the three ops take, by the argument they are passed as.
 ENCODE = {
@@ -48,8 +48,9 @@ def lay_out(rehearsed: Rehearsed, sets: Mapping[str, Any], *, whole: bool = Fals
     Raises ProbeError naming the call that failed.
     """
     kind, pipeline = rehearsed.recipe.kind, rehearsed.pipeline
-    literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
     parameters = rehearsed.parameters
+    sets = {PARAMETERS.get(name, name) if name in parameters else name: value for name, value in sets.items()}
+    literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
     given = {parameter: sets[name] for parameter in NAMED_SIZES if (name := NAMES.get(parameter, parameter)) in sets}
     plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, given), sets)
     sizes = _picture_sizes(pipeline, plain, sets)
