@@ -10,9 +10,11 @@ import pytest
 import tiny_parts
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
+from test_attach_shared import parts
 from tiny_pipelines import Case, cases
 
 import graphrun
+from graphrun.errors import InputError
 from graphrun.integrations.rehearsal import ProbeError
 
 SD = cases()["StableDiffusionPipeline"]
@@ -65,3 +67,10 @@ def test_of_several_tries_the_error_is_of_the_one_that_got_furthest() -> None:
     pipe = Case(Late, "", SD.parts, dict).build()
     with pytest.raises(ProbeError, match="after text_encoder was entered, .* this is the trouble"):
         _ = graphrun.from_pipeline(pipe).graph
+
+
+def test_components_that_come_to_share_weights_are_refused_for_a_graph_and_planned_live() -> None:
+    live = graphrun.from_pipeline(Case(diffusers.ZImageControlNetPipeline, "", parts, dict).build())
+    assert "transformer_and_controlnet" in live.modules
+    with pytest.raises(InputError, match="gives transformer and controlnet weights in common.*graphrun.attach"):
+        _ = live.graph
