@@ -58,7 +58,7 @@ def of_pipeline(pipe: Any) -> Recipe:
 def _components(pipe: Any) -> dict[str, Any]:
     """What ``pipe`` calls its components, and those that its constructor can do without (LongCat's scheduler)."""
     named = {name: getattr(pipe, name, None) for name, entry in pipe.config.items() if isinstance(entry, (list, tuple))}
-    return pipe.components | {name: part for name, part in named.items() if pipe.config[name][1:] == (type(part).__name__,)}
+    return dict(pipe.components) | {name: part for name, part in named.items() if pipe.config[name][1:] == (type(part).__name__,)}
 
 
 def of_blocks(pipe: Any, path: str, allow: tuple[str, ...], origin: str) -> Recipe:
