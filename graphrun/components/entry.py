@@ -3,9 +3,10 @@
 Decides nothing: it hands each entry to a function. The wrapping is a subclass given to the component and to every module in it for
 as long as the boundary stands, so that neither `forward` nor the class is touched, ``isinstance`` stays true, and leaving restores
 everything. While it stands, ``module.device`` answers the boundary's device: where a component computes is said by the plan, not by
-its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it; any other move is
-refused. So is a cast, unless there is who carries it out. A table that a module without weights makes on the host goes to the
-device once, where a model's code would have every attention copy it: CogView4's and GLM-Image's rotary embeddings.
+its parameters. For the same reason ``module.to(device)`` does nothing for that device, as pipelines call it, nor does putting it
+away to the CPU from outside; any other move is refused. So is a cast, unless there is who carries it out. A table that a module
+without weights makes on the host goes to the device once, where a model's code would have every attention copy it: CogView4's and
+GLM-Image's rotary embeddings.
 
     pipeline's code   vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
     entry             decode           text_model.final_layer_norm                    post_process_latents             a read
@@ -141,6 +142,7 @@ class Boundary:
         kept = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kept)
         here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
+        here = here or (device == torch.device("cpu") and not self._inside)  # Cosmos puts its checker away: the plan does
         same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
         if not here or (not same and self._casts is None):
             return self.refuse(module, device if not here else dtype)

@@ -5,12 +5,13 @@ Decides which values a dry run may read. Must not know components: it sees opera
 
     torch.tensor([64, 64])                 known: the code says it; so is what is computed from it (a picture's size in patches)
     mask.sum(dim=1).tolist()               a count of ones: every element, since the mask may be full
+    text[mask], text[~mask]                likewise: every row, and none
     topk(scores, 2).indices.bincount()     a choice that data makes (experts): at worst all tokens take the same two
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ LARGEST = 64
 
 aten = torch.ops.aten
 SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
+COMPLEMENTS = frozenset({aten.bitwise_not.default, aten.logical_not.default})
 
 
 class Known:
@@ -30,6 +32,7 @@ class Known:
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
         self._choices: dict[int, tuple[int, int]] = {}  # storage of indices: (how many to choose from, how many are chosen)
+        self._complements: set[int] = set()  # storages of what full masks leave out
 
     def written(self, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``out`` of ``torch.tensor(*args, **kwargs)``: what it says is known."""
@@ -46,6 +49,8 @@ class Known:
         """Note what ``func(*args, **kwargs)``, which made ``out`` on meta, means for what is known."""
         if func is aten.topk.default:
             self._choices[_storage(out[1])] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
+        if func in COMPLEMENTS and out.dtype == torch.bool and _storage(args[0]) not in self._complements:
+            self._complements.add(_storage(out))
         if func in SUMS and args[0].is_meta and args[0] not in self._values and not args[0].is_floating_point():
             if 0 < out.numel() <= LARGEST:
                 self._values[out] = torch.full(out.shape, args[0].numel() // out.numel(), dtype=out.dtype, device="cpu")
@@ -57,6 +62,16 @@ class Known:
             self._compute(func, args, kwargs, out)
         elif tensors[0] in self._values and func._schema.is_mutable:
             del self._values[tensors[0]]
+
+    def columns(self, index: torch.Tensor | None, made: Callable[[torch.Tensor], object]) -> Sequence[torch.Tensor | None]:
+        """``index`` as kernels take it: of a mask the places that it picks, a column for each dimension. That is all of them, or
+        none where it is the complement of one that picks all. ``made`` is told of the tensor that holds them."""
+        if index is None or index.dtype != torch.bool:
+            return (index,)
+        rows = 0 if _storage(index) in self._complements else index.numel()
+        places = torch.empty(rows, index.dim(), dtype=torch.long, device="meta")
+        made(places)
+        return places.unbind(1)
 
     def counted(self, indices: torch.Tensor) -> torch.Tensor | None:
         """``indices.bincount()`` at its worst for memory, on meta; None where ``indices`` are no known choice.
@@ -74,6 +89,7 @@ class Known:
     def gone(self, storage: int) -> None:
         """The storage with this address is no more."""
         self._choices.pop(storage, None)
+        self._complements.discard(storage)
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         outs = out if isinstance(out, (list, tuple)) else (out,)

@@ -25,6 +25,7 @@ from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.stored import holding
 from graphrun.components.trees import computing_on, tensors_in, walk
+from graphrun.estimator.autocasts import autocast_off_on_meta
 from graphrun.estimator.events import Call, Cut, Facts, Mark, Probed, Tape
 from graphrun.estimator.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.estimator.recorder import META, ROUND_BYTES, FusedAttention, Recorder
@@ -159,7 +160,7 @@ class Prober:
                 recorder.ignore(tensors_in(handed))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
-                with torch.no_grad(), repeats, fused, recorder:
+                with torch.no_grad(), autocast_off_on_meta(), repeats, fused, recorder:
                     out = proceed(*handed[0], **handed[1])
                 made = returned(out, handed, recorder.weights, place)
                 del out

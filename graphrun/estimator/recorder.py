@@ -237,6 +237,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             full = args[0].untyped_storage()._cdata not in self._whole
             return full if args[0].dtype == torch.bool else 1
+        if func is aten.index.Tensor and args[0].is_meta:
+            args = args[0], [column for index in args[1] for column in self.known.columns(index, self._keep)]
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
         elif func is aten._to_copy.default and args[0].is_meta and _leaves_meta(kwargs.get("device")):

@@ -95,7 +95,8 @@ class Running:
     def perform(self, work: Work | Stages, *, kept: bool) -> Trace:
         """The whole run. Leaves no hook on a module, by an exception neither; and no weights on the device, unless ``kept``."""
         device, done = self._device, False
-        with device.session(self._problem.effective_bytes), torch.no_grad():
+        beside_bytes = min(self._problem.reserve_bytes, self._baseline_bytes)  # the reserve is where others' tensors are
+        with device.session(self._problem.effective_bytes + beside_bytes), torch.no_grad():
             try:
                 device.barrier()
                 self._recorder = Recorder(device, device.mark("compute"))
@@ -188,7 +189,7 @@ class Running:
 
     def _read(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """A weight that code outside of its component looks at, where that code computes."""
-        return tensor.to(self._device.torch_device)
+        return tensor.to(self._device.torch_device, copy=True)
 
     def _finish(self) -> None:
         """The slots that no entry opens any more."""

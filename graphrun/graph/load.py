@@ -93,8 +93,8 @@ class _Reader:
     def _pipeline_config(self) -> dict[str, Any]:
         for key, value in self.spec.pipeline_config.items():
             for index, text in enumerate(value if isinstance(value, list) else ()):
-                name = text.removeprefix("$")
-                if name not in self.spec.components or not text.startswith("$"):
+                name = str(text).removeprefix("$")
+                if (name in self.spec.components) != str(text).startswith("$"):
                     what = f"{text!r} is not a component such as $controlnet{did_you_mean(name, self.spec.components)}"
                     self.problems.add(("pipeline_config", key, index), what)
         return dict(self.spec.pipeline_config)

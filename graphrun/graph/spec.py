@@ -152,8 +152,8 @@ class GraphSpec(Spec):
     graphrun: Literal[1] = Field(description="The version of this file format.")
     name: Text
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
-    pipeline_config: dict[Name, Scalar | None | list[Text]] = Field(
-        default={}, description="More constructor arguments of the pipeline; a list of components such as [$canny, $depth] too."
+    pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
+        default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
     )
     source: Source | None = None
     revision: Revision | None = None

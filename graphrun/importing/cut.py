@@ -14,14 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphrun.errors import GraphrunError
+from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
 from graphrun.importing.blocks import cut_at_blocks
 from graphrun.importing.echo import Entered
 from graphrun.importing.layout import OWN, Layout, first_words, handed_in, options_of, outputs_in
 from graphrun.importing.rehearse import STEPS, Rehearsed, called
-from graphrun.importing.signature import NAMED_SIZES, NAMES, Wanted, further_inputs, plain_inputs, set_inputs
+from graphrun.importing.signature import NAMED_SIZES, NAMES, PARAMETERS, Wanted, further_inputs, plain_inputs, set_inputs
+from graphrun.integrations.live import joined
 
 # Inputs that the three ops take, by the argument they are passed as.
 ENCODE = {
@@ -45,11 +46,17 @@ OF_ENCODER = {
 def lay_out(rehearsed: Rehearsed, sets: Mapping[str, Any], *, whole: bool = False) -> Layout:
     """The stages of a recipe that is on meta. ``sets``: defaults of inputs in place of the pipeline's; ``whole``: do not cut.
 
-    Raises ProbeError naming the call that failed.
+    Raises ProbeError naming the call that failed, InputError where components come to share weights.
     """
     kind, pipeline = rehearsed.recipe.kind, rehearsed.pipeline
-    literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
+    if shared := [name.replace("_and_", " and ") for name in joined(rehearsed.ghosts) if name not in rehearsed.ghosts]:
+        raise InputError(
+            f"{rehearsed.recipe.pipeline} gives {shared[0]} weights in common, and the components of a graph have none: attach "
+            "to the live pipeline (graphrun.attach), where they are one"
+        )
     parameters = rehearsed.parameters
+    sets = {PARAMETERS.get(name, name) if name in parameters else name: value for name, value in sets.items()}
+    literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
     given = {parameter: sets[name] for parameter in NAMED_SIZES if (name := NAMES.get(parameter, parameter)) in sets}
     plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, given), sets)
     sizes = _picture_sizes(pipeline, plain, sets)

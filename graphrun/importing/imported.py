@@ -25,7 +25,7 @@ from graphrun.importing.document import document_of
 from graphrun.importing.folder import of_folder, of_hub
 from graphrun.importing.layout import Layout
 from graphrun.importing.modular import WORKFLOW, with_workflow
-from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe
+from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe, accepted
 from graphrun.importing.rehearse import in_one_dtype, rehearse
 from graphrun.importing.single import ONE_FILE, of_file
 from graphrun.integrations.rehearsal import ProbeError
@@ -155,7 +155,7 @@ def _is_cast(recipe: Recipe, name: str, config: Mapping[str, Any]) -> bool:
 
 def stage(recipe: Recipe, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
     """``recipe`` with its stages. Raises ProbeError where its call cannot be probed."""
-    recipe, sets = with_workflow(recipe, sets)
+    recipe, sets = with_workflow(accepted(recipe), sets)
     try:
         return Imported(recipe, lay_out(rehearse(recipe), sets, whole=whole))
     except ProbeError:

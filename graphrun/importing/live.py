@@ -32,7 +32,8 @@ def of_pipeline(pipe: Any) -> Recipe:
     here = bool(loaded) and Path(loaded).is_dir()
     source = str(Path(loaded).resolve()) if here else None if loaded.startswith((".", "/")) else loaded or None
     things, lists = list[Thing](), dict[str, Any]()
-    for name, value in pipe.components.items():
+    components = _components(pipe)
+    for name, value in components.items():
         nets = _several(value)
         for key, item in {f"{name}_{n}": net for n, net in enumerate(nets)}.items() if nets else [(name, value)]:
             if item is not None:
@@ -40,8 +41,8 @@ def of_pipeline(pipe: Any) -> Recipe:
                 allow = (*allow, *path_of(type(item))[1])
         if nets:
             lists[name] = [f"${name}_{number}" for number in range(len(nets))]
-    absent = [name for name, value in pipe.components.items() if value is None]
-    given = {name: plain(value) for name, value in pipe.config.items() if name not in pipe.components and not name.startswith("_")}
+    absent = [name for name, value in components.items() if value is None]
+    given = {name: plain(value) for name, value in pipe.config.items() if name not in components and not name.startswith("_")}
     return Recipe(
         origin=origin,
         name=slug(kind.__name__.removesuffix("Pipeline")),
@@ -52,6 +53,12 @@ def of_pipeline(pipe: Any) -> Recipe:
         place=source if here else None,
         allow=tuple(dict.fromkeys(allow)),
     )
+
+
+def _components(pipe: Any) -> dict[str, Any]:
+    """What ``pipe`` calls its components, and those that its constructor can do without (LongCat's scheduler)."""
+    named = {name: getattr(pipe, name, None) for name, entry in pipe.config.items() if isinstance(entry, (list, tuple))}
+    return dict(pipe.components) | {name: part for name, part in named.items() if pipe.config[name][1:] == (type(part).__name__,)}
 
 
 def of_blocks(pipe: Any, path: str, allow: tuple[str, ...], origin: str) -> Recipe:

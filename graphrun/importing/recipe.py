@@ -15,7 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[s
     to be handed in all the same."""
     parameters = inspect.signature(kind.__init__).parameters
     optional = getattr(kind, "_optional_components", ())
-    found = {name: value for name, value in given.items() if name in parameters and parameters[name].default != value}
+    found = {name: value for name, value in given.items() if name in parameters and plain(parameters[name].default) != value}
     required = (name for name in absent if name in parameters and parameters[name].default is inspect.Parameter.empty)
     return found | {name: None for name in required if name not in optional}
 
@@ -196,6 +196,20 @@ def plain_config(config: Any) -> dict[str, Any]:
     own: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     found: dict[str, Any] = json.loads(json.dumps(plain(dict(own)), default=str, sort_keys=True))
     return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
+
+
+def accepted(recipe: Recipe) -> Recipe:
+    """``recipe`` without what diffusers ignores in the configuration of a saved or live model, such as what its constructor notes
+    there itself (AutoencoderTiny's ``block_out_channels``)."""
+
+    def of(thing: Thing) -> Thing:
+        kind: Any = resolve_class(thing.class_path, recipe.allow, recipe.origin) if thing.is_component else None
+        if not hasattr(kind, "load_config") or (recipe.place is None and thing.live is None):
+            return thing
+        known = inspect.signature(kind.__init__).parameters
+        return replace(thing, config={key: value for key, value in (thing.config or {}).items() if key in known or key[0] == "_"})
+
+    return replace(recipe, things=tuple(map(of, recipe.things)))
 
 
 def plain(value: Any) -> Any:

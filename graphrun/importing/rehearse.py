@@ -145,7 +145,8 @@ def called(
 ) -> dict[str, Any]:
     """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``rehearsed.media``).
 
-    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the last try ran into.
+    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the try ran into that
+    got furthest, the first of these.
     """
     parameters = rehearsed.parameters
     arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
@@ -169,7 +170,9 @@ def called(
         )
     optional = [name for name in candidates if name not in needed]
     failed: ProbeError | None = None
-    several = max((len(value) for value in rehearsed.recipe.settings.values() if isinstance(value, list)), default=1)
+    furthest = -1
+    lists = (value for value in rehearsed.recipe.settings.values() if isinstance(value, list))
+    several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
     for count in sorted({1, several}):
         for chosen in _more_and_more(needed, optional):
             pictures = {name: blank(candidates[name], sizes) for name in chosen}
@@ -177,7 +180,8 @@ def called(
             try:
                 rehearsed.whole(given)
             except ProbeError as error:
-                failed = error
+                if len(rehearsed.echo.heard) > furthest:
+                    failed, furthest = error, len(rehearsed.echo.heard)
                 continue
             rehearsed.media = tuple(chosen)
             return given

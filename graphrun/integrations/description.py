@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import InputError
 from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.integrations.live import components_of, graph_of, is_pipeline
+from graphrun.integrations.live import components_of, graph_of, is_pipeline, joined
 from graphrun.integrations.rehearsal import Call, Rehearsal
 from graphrun.planner.problem import Hardware, Problem
 
@@ -30,7 +30,7 @@ class LivePipeline:
         if not is_pipeline(pipe):
             raise InputError(f"from_pipeline takes a diffusers pipeline, not {type(pipe).__name__}")
         self.pipe = pipe
-        self.modules = components_of(pipe)
+        self.modules = joined(components_of(pipe))
         self._rehearsal = Rehearsal(pipe, self.modules)
 
     def problem(self, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> Problem:

@@ -32,7 +32,7 @@ def assemble(
     if is_modular_class(kind):
         return assemble_blocks(graph, kind, modules, parts, device)
     arguments: dict[str, Any] = {
-        name: [modules[item.removeprefix("$")] for item in value] if isinstance(value, list) else value
+        name: [modules[of[1:]] if str(of).startswith("$") else of for of in value] if isinstance(value, list) else value
         for name, value in graph.pipeline_config.items()
     }
     missing = []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.components.entry import Boundary
+from graphrun.errors import BrokenPlan
 from graphrun.sim import Machine, device
 
 HERE = torch.device("cpu")
@@ -74,6 +75,14 @@ def test_the_device_is_the_boundarys_whatever_the_parameters_say(seen: list[tupl
         boundary.device = HERE
         assert codec.device.type == "cpu"
     assert codec.device.type == "cpu"
+
+
+def test_putting_a_component_away_is_the_plans_and_no_other_move_is_allowed(seen: list[tuple[str, ...]]) -> None:
+    codec = Codec().to(torch.float32)
+    with bounded(codec, seen, torch.device("meta")):
+        assert codec.to("meta").to("cpu") is codec
+        with pytest.raises(BrokenPlan, match="moves or casts codec to cuda"):
+            codec.to("cuda")
 
 
 def test_an_error_inside_ends_the_entry_and_the_boundary_goes_in_any_case(seen: list[tuple[str, ...]]) -> None:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from graphrun import sim
+from graphrun.estimator.events import Mark
+from graphrun.estimator.probe import Prober
 from graphrun.estimator.recorder import FusedAttention, Recorder
 
 
@@ -81,3 +84,40 @@ class Packed(nn.Module):
 def test_a_count_of_what_a_mask_lets_through_is_that_of_a_full_one(dtype: torch.dtype) -> None:
     out, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
     assert out.shape == (2, 20)
+
+
+class Sorted(nn.Module):
+    """As HunyuanVideo 1.5 and HunyuanImage: tokens that count first, then the padding."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.bool()
+        return torch.stack([torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)])
+
+
+def test_a_full_mask_picks_every_row_and_its_complement_none() -> None:
+    out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
+    assert out.shape == (2, 16, 64)
+    made = [nbytes for _, nbytes in recorder.events if nbytes > 0]
+    assert made.count(16 * 64 * 4) == 4, "of each text, what was picked and what it was put together to"
+    assert made.count(512) == 5, "the mask, and of each text its row's complement and the places that it picks"
+
+
+class Positions(nn.Module):
+    """As Ernie-Image's and Mochi's: they compute in fp32 whatever the caller has turned on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False), torch.autocast(x.device.type, torch.float32):
+            return x.float() @ x.float().T
+
+
+def test_what_turns_autocast_off_is_traced_without_numbers() -> None:
+    positions = Positions()
+    prober = Prober({"positions": positions})
+    with sim.Machine(), prober.boundary:
+        assert positions(torch.zeros(4, 8, device="sim")).shape == (4, 4)
+    mark = prober.tape.items[-1]
+    assert isinstance(mark, Mark)
+    assert mark.call is not None
+    assert sum(flops for _, flops in mark.call.flops) == 2 * 4 * 8 * 4
+    with pytest.raises(RuntimeError, match="unsupported"), torch.autocast("meta", enabled=False):
+        pass

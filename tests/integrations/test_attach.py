@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -152,6 +152,23 @@ def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_le
         assert len(attached.report().splitlines()) < 24
         assert all(phase.name in attached.report() for phase in attached.solution.problem.phases)
         assert "held as" in attached.report(full=True)
+
+
+def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
+    case = cases()["KandinskyV22Pipeline"]
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+    with device.machine:
+        held = {name: value.to("sim") if isinstance(value, torch.Tensor) else value for name, value in case.arguments().items()}
+    there = replace(case, arguments=lambda: held)
+    held_bytes = device.allocated_bytes
+    with graphrun.attach(pipe, vram=1, device=device), pytest.raises(Infeasible) as refused:
+        there.call(pipe, lambda tensor: tensor)
+    least_bytes = refused.value.smallest_budget_bytes
+    with graphrun.attach(pipe, vram=least_bytes, device=device) as attached:
+        assert equal(there.call(pipe, lambda tensor: tensor), want)
+        assert attached.trace is not None
+        assert attached.trace.peak_bytes == least_bytes - held_bytes < least_bytes
 
 
 def test_detaching_gives_everything_back() -> None:

@@ -1,4 +1,4 @@
-"""A component whose last layer calls into its first block, streamed by block: DiT."""
+"""What reaches into a component: a last layer calls into the first block (DiT), a pipeline looks at a weight (ACE-Step)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import diffusers
 import tiny_parts
 import torch
 from test_attach_pipelines import equal, weight_bytes
-from tiny_pipelines import cases
+from tiny_pipelines import cases, kept_peak_bytes
 
 import graphrun
 from graphrun.executor.simulated import SimulatedDevice
@@ -49,3 +49,21 @@ def test_what_the_last_layer_calls_of_the_first_block_stays_while_blocks_pass() 
         assert transformer.grain == "blocks"
         assert [k.blocks for k in transformer.classes if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
         assert broken_caps(attached.solution, attached.trace) == []
+
+
+class Looking(diffusers.StableDiffusionPipeline):
+    """Keeps a view of a weight of its encoder, which is on the device then, until the end of the call."""
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().encode_prompt(*args, **kwargs)
+        self.kept = self.text_encoder.encoder.layers[0].mlp.fc1.bias[:1]
+        return made
+
+
+def test_a_weight_that_the_pipeline_looks_at_is_a_copy_that_keeps_no_block_on_the_device() -> None:
+    case = replace(cases()["StableDiffusionPipeline"], kind=Looking)
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+    with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attached:
+        assert equal(case.call(pipe), want)
+        assert kept_peak_bytes(attached, device)
