@@ -53,6 +53,13 @@ def cache_home() -> Iterator[Path]:
         os.environ["XDG_CACHE_HOME"] = before
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is one for all workers of a session, for what may be written by several processes at once."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @cache
 def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """(graph, its dry run, the inputs) of ``graphs/<name>.yaml``, made once for all tests."""

@@ -77,9 +77,9 @@ def lay_out(module: nn.Module, paths: Sequence[str], *, by_layer: bool = False) 
     """
     found: dict[int, _Found] = {}
     known = dict.fromkeys(path for path in paths if path)
+    within = {"": ""}  # the block that a module lies in, which is that of what holds it, or its own
     for prefix, child in module.named_modules(remove_duplicate=False):
-        parts = prefix.split(".") if prefix else []
-        owner = next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in known), "")
+        owner = within[prefix] = prefix if prefix in known else within[prefix.rpartition(".")[0]]
         for tensor, field, place, key in held(child):
             item = found.setdefault(id(tensor), _Found(tensor, field, [], [], set()))
             item.owners.add(owner)

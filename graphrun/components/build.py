@@ -34,7 +34,7 @@ from graphrun.components.content import (
     replace_layers,
     scale_name,
 )
-from graphrun.components.contexts import default_dtype, empty_parameters, quiet
+from graphrun.components.contexts import default_dtype, empty_parameters, on_meta, quiet
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import quantizable_layers
@@ -63,7 +63,7 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     Frozen and in eval mode. Raises GraphError at the component's line when its class or config will not do.
     """
     kind = _module_class(component, allow)
-    with torch.device("meta"):
+    with on_meta():
         module = adapt(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         module.to("meta")  # `torch.Tensor([alpha])` asks no device, as in SVD's mixers

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+# What gives a parameter its first values, by name: in place of functions of `torch.nn.init` transformers puts its own. On meta
+# torch runs reference code in Python for each, a third of a ghost's time.
+_DRAWS = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
+
+
+class _Undrawn(TorchFunctionMode):
+    """Random numbers for a tensor on meta are not drawn."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _DRAWS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -40,5 +55,12 @@ def empty_parameters() -> Iterator[None]:
     """Parameters are constructed on meta, buffers for real: those that are not saved with the weights are computed there."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), _Undrawn():
+        yield
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Every tensor is constructed on meta."""
+    with torch.device("meta"), _Undrawn():
         yield

@@ -10,6 +10,7 @@ Everything here works without a folder too: then nothing is kept. Imports torch 
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import sys
@@ -208,8 +209,9 @@ def _stamp(package: str) -> tuple[str, int] | None:
         return None
 
 
+@functools.cache
 def own_source() -> str:
-    """A digest of every Python file of graphrun: whatever changes there, nothing kept before counts."""
+    """A digest of every Python file of graphrun, as it was when first asked: whatever changes there, nothing kept before counts."""
     root, total = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

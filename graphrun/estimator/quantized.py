@@ -64,8 +64,8 @@ def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = Fal
     """
     step = 512 if allocated else 1
     return {
-        precision: sum(round_up(nbytes, step) for held in held_in(module, dtype, precision).values() for nbytes in held)
-        for precision in PRECISIONS
+        precision: sum(round_up(nbytes, step) for held in tensors.values() for nbytes in held)
+        for precision, tensors in _held_in_each(module, dtype).items()
     }
 
 
@@ -74,17 +74,26 @@ def held_in(module: nn.Module, dtype: str, precision: str, *, nested: bool = Fal
 
     ``nested``: nf4's statistics are quantized too.
     """
+    return _held_in_each(module, dtype, (precision,), nested=nested)[precision]
+
+
+def _held_in_each(
+    module: nn.Module, dtype: str, precisions: Sequence[str] = PRECISIONS, *, nested: bool = False
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """`held_in` for each of ``precisions``."""
     own: torch.dtype = getattr(torch, dtype)
-    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()} if precision in QUANTIZED else {}
-    wanted: torch.dtype = getattr(torch, precision, own) if precision in ("float32", "bfloat16", "float16") else own
-    found: dict[int, tuple[int, ...]] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        layer = layers.get(id(tensor))
-        if layer is not None:
-            found[id(tensor)] = layer_tensors(layer.out_features, layer.in_features, precision, nested=nested)
-        else:
-            size = (wanted if tensor.dtype == own else tensor.dtype).itemsize
-            found[id(tensor)] = (tensor.numel() * size,)
+    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
+    tensors = (*module.parameters(), *module.buffers())
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for precision in precisions:
+        wanted: torch.dtype = getattr(torch, precision, own) if precision in ("float32", "bfloat16", "float16") else own
+        held = found[precision] = {}
+        for tensor in tensors:
+            layer = layers.get(id(tensor)) if precision in QUANTIZED else None
+            if layer is not None:
+                held[id(tensor)] = layer_tensors(layer.out_features, layer.in_features, precision, nested=nested)
+            else:
+                held[id(tensor)] = (tensor.numel() * (wanted if tensor.dtype == own else tensor.dtype).itemsize,)
     return found
 
 
@@ -102,7 +111,7 @@ def block_bytes_by_precision(
 ) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
     layouts = lay_out(module, [path for k in classes for path in k.blocks], by_layer=by_layer)
-    return {precision: _block_bytes(layouts, classes, held_in(module, dtype, precision)) for precision in PRECISIONS}
+    return {precision: _block_bytes(layouts, classes, held) for precision, held in _held_in_each(module, dtype).items()}
 
 
 def _block_bytes(

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.estimator.events import Product, Span
 from graphrun.estimator.known import Known
+from graphrun.estimator.onmeta import on_meta
 from graphrun.units import round_up
 
 ROUND_BYTES = 512
@@ -231,7 +232,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # `FusedAttention` would be asked for each attribute of a tensor
+            return self._operator(func, args, kwargs or {})
+
+    def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _ANSWERED and args[0].is_meta and (answer := self._answer(func, args, kwargs)) is not None:
             return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
@@ -244,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is aten._to_copy.default and args[0].is_meta and _leaves_meta(kwargs.get("device")):
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
-            out = func(*args, **kwargs)
+            out = on_meta(func, args, kwargs)
             if func is not aten.eq.Scalar or args[0].untyped_storage()._cdata not in self._sums:
                 self.known.follow(func, args, kwargs, out)
         for tensor in _tensors(args):

@@ -172,12 +172,12 @@ def _shared(module: nn.Module) -> frozenset[str]:
     twice = {key for key, count in users.items() if count > 1}
     if not twice:
         return frozenset()
-    tensors = (
-        (path, tensor)
-        for path, child in module.named_modules(remove_duplicate=False)
-        for tensor in (*child.parameters(), *child.buffers())
-    )
-    return frozenset(path for path, tensor in tensors if id(tensor) in twice)
+    found = set[str]()
+    for path, child in module.named_modules(remove_duplicate=False):
+        if any(id(tensor) in twice for tensor in (*child._parameters.values(), *child._buffers.values())):
+            found.update(path[:end] for end, letter in enumerate(f"{path}.") if letter == ".")
+            found.add("")
+    return frozenset(found)
 
 
 def _rooms(calls: Sequence[Call]) -> dict[str, int]:

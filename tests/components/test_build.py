@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrun.components.build import build, build_part, ghost, resolve_class
+from graphrun.components.build import build, build_part, draft, ghost, resolve_class
 from graphrun.components.random_weights import TILE, fill
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph
@@ -445,3 +446,26 @@ def test_while_planning_a_text_that_is_not_padded_to_a_length_is_as_long_as_it_m
     assert [len(ids) for ids in planning(["a", "b c"], **unpadded).input_ids] == [40, 40]
     padded = {"padding": "max_length", "max_length": 40, "truncation": True}
     assert planning("a", **padded).input_ids == real("a", **padded).input_ids
+
+
+class Drawn(TorchDispatchMode):
+    """Notes the operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["text_encoder_2", "transformer"])
+def test_first_values_on_meta_are_not_drawn(name: str) -> None:
+    graph = load(GRAPHS / "flux-tiny.yaml")
+    component = graph.component(name)
+    with Drawn() as drawn:
+        ghost(component, graph.allow)
+        draft(component, graph, component.dtype)
+    assert not drawn.names

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import AMPLE, Whole, pixels, streamed
+from executor_whole import AMPLE, GRAPHS, Whole, pixels, streamed
 
 from graphrun.components.build import build
 from graphrun.estimator.hardware import simulated
@@ -16,6 +16,7 @@ from graphrun.estimator.probe import probe
 from graphrun.executor.executor import follow, stages_for
 from graphrun.executor.host import Host
 from graphrun.executor.simulated import SimulatedDevice
+from graphrun.graph.load import load
 from graphrun.planner.cut import cut, cuttable
 from graphrun.planner.infeasible import smallest_budget
 from graphrun.planner.settle import settle
@@ -64,8 +65,8 @@ def test_a_second_run_and_one_by_block_after_it_are_the_same() -> None:
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
 def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision: str) -> None:
-    whole = Whole("flux-tiny", {"steps": 1})
-    own = whole.graph.components
+    flux = load(GRAPHS / "flux-tiny.yaml")
+    inputs, own = flux.resolve({"steps": 1}), flux.components
     changed = {
         name: replace(component, precision=("int8",))
         if precision == "int8"
@@ -73,21 +74,21 @@ def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision:
         for name, component in own.items()
         if name == "transformer" or precision != "int8"
     }
-    graph = replace(whole.graph, components={**own, **changed})
-    probed = probe(graph, whole.inputs)
+    graph = replace(flux, components={**own, **changed})
+    probed = probe(graph, inputs)
 
     def image(budget_bytes: int, finer: bool) -> tuple[Any, set[str], int]:
-        of = problem_of(graph, probed, simulated(), Limits(budget_bytes, AMPLE), whole.inputs)
+        of = problem_of(graph, probed, simulated(), Limits(budget_bytes, AMPLE), inputs)
         solution = solve(cut(of, cuttable(of)) if finer else of)
         problem, plan, device = settle(solution.problem, solution.plan), solution.plan, SimulatedDevice(Machine())
         given = {} if precision == "int8" else {name: build(component, graph) for name, component in graph.components.items()}
         host = Host.of_graph(graph, problem, device, given)
-        trace = follow(solution.problem, plan, host, device, stages_for(plan, graph, whole.inputs, device, host))
+        trace = follow(solution.problem, plan, host, device, stages_for(plan, graph, inputs, device, host))
         assert trace.left_bytes == device.allocated_bytes == 0
         finer_ones = {component.name for component in problem.components if component.grain == "layers"}
         return pixels(trace.outputs["image"]), finer_ones & streamed(plan), trace.peak_bytes
 
-    least = smallest_budget(problem_of(graph, probed, simulated(), Limits(AMPLE, AMPLE), whole.inputs))
+    least = smallest_budget(problem_of(graph, probed, simulated(), Limits(AMPLE, AMPLE), inputs))
     resident, by_layer = image(AMPLE, False), image(least, True)
     assert np.array_equal(resident[0], by_layer[0])
     assert not resident[1]

@@ -107,11 +107,18 @@ def of_graph(name: str, folder: Path) -> Saved:
     return Saved(name, folder / name, pipe, arguments)
 
 
-def planned(graph: Graph, inputs: Mapping[str, Any] | None = None, *, pinned: bool = False, least: bool = False) -> Solution:
+def planned(
+    graph: Graph,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    pinned: bool = False,
+    least: bool = False,
+    cache: Path | None = None,
+) -> Solution:
     """A plan for ``graph`` on the simulated accelerator, with room for all of it or under the least budget."""
     pin = tuple(graph.components) if pinned else ()
-    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin)
-    return graphrun.plan(replace(ample, budget_bytes=smallest_budget(ample)) if least else ample)
+    ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache)
+    return graphrun.plan(replace(ample, budget_bytes=smallest_budget(ample)) if least else ample, cache=cache)
 
 
 def run(graph: Graph, solution: Solution, inputs: Mapping[str, Any], modules: Mapping[str, Any] | None = None) -> Trace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,16 @@ def flux() -> Any:
 
 
 @pytest.fixture(scope="session")
-def kept_dry_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where dry runs and plans are kept for all tests here; outputs are not."""
-    return tmp_path_factory.mktemp("cache")
+def kept_dry_runs(shared_folder: Path) -> Path:
+    """A folder where dry runs and plans are kept for all tests here, in whichever process; outputs are not."""
+    (folder := shared_folder / "kept-dry-runs").mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def planned_before(kept_dry_runs: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own in which outputs may be kept, with the dry runs and plans of others."""
+    return Path(shutil.copytree(kept_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")))
 
 
 @pytest.fixture(scope="session")

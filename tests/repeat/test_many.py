@@ -48,10 +48,10 @@ def test_every_item_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
     assert encoders(found) <= sum(c.weight_bytes() for c in problem.components if "text_encoder" in c.name)
 
 
-def test_outputs_kept_by_one_batch_spare_the_next_its_encoders(batch: Any, tmp_path: Path) -> None:
-    first = batch(ITEMS[:2], cache=tmp_path, reuse="encoded")
+def test_outputs_kept_by_one_batch_spare_the_next_its_encoders(batch: Any, planned_before: Path) -> None:
+    first = batch(ITEMS[:2], cache=planned_before, reuse="encoded")
     assert encoders(first) > 0
-    again = batch([{"prompt": "prompt 0", "seed": 9}, ITEMS[0]], cache=tmp_path, reuse="encoded")
+    again = batch([{"prompt": "prompt 0", "seed": 9}, ITEMS[0]], cache=planned_before, reuse="encoded")
     assert encoders(again) == 0
     planned = {component.name for leg in again.courses[0].legs for component in leg.solution.problem.components}
     assert planned == {"transformer", "vae"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -94,12 +93,6 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(f
     told = simulate(solution.problem, solution.plan)
     counted = [told.moved_bytes, told.again_moved_bytes]  # by layer, the layers of a class each as the largest of them
     assert all(0.99 * nbytes <= trace.moved_bytes <= nbytes for trace, nbytes in zip(large, counted, strict=True))
-
-
-@pytest.fixture
-def planned_before(kept_dry_runs: Path, tmp_path: Path) -> Path:
-    """A folder of this test's own in which outputs may be kept, with the dry runs and plans of others."""
-    return Path(shutil.copytree(kept_dry_runs, tmp_path / "cache"))
 
 
 def test_s3_5_prompts_that_come_again_are_not_encoded_again(flux: Any, planned_before: Path) -> None:
