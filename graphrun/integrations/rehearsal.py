@@ -9,6 +9,7 @@ Decides what a failing probe says. Must not know budgets, plans or the device th
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from graphrun.estimator.recorder import META
 from graphrun.estimator.returned import Returned
 from graphrun.integrations.call import described, rehearsed
 from graphrun.integrations.live import components_of, ghost_of, joined
+from graphrun.units import show_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,16 @@ class LiveProber(Prober):
             raise
         except Exception as error:  # noqa: BLE001  (whatever the component's code raises where there are no numbers)
             first = f"{type(error).__name__}: {error}"
+        live = self._live[self.forms.known[component].component]
+        size = show_size(sum(tensor.nbytes for tensor in (*live.parameters(), *live.buffers())))
+        warnings.warn(
+            f"{component}.{entry} looks at numbers ({first.splitlines()[0]}): it is computed once on the CPU, with all {size} of its "
+            "weights, before the call is planned",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         try:
-            with _lent(self._live[self.forms.known[component].component], self.ghosts[component]):
+            with _lent(live, self.ghosts[component]):
                 return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
         except Exception as error:
             raise ProbeError(

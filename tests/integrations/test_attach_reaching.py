@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import diffusers
+import pytest
 import tiny_parts
 import torch
+import transformers
 from test_attach_pipelines import equal, weight_bytes
 from tiny_pipelines import cases, kept_peak_bytes
 
@@ -49,6 +51,24 @@ def test_what_the_last_layer_calls_of_the_first_block_stays_while_blocks_pass() 
         assert transformer.grain == "blocks"
         assert [k.blocks for k in transformer.classes if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
         assert broken_caps(attached.solution, attached.trace) == []
+
+
+class Counting(transformers.CLIPTextModel):
+    """Counts its words, of which their shape says nothing."""
+
+    def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert torch.bincount(input_ids.flatten()).sum() == input_ids.numel()
+        return super().forward(input_ids, *args, **kwargs)
+
+
+def test_what_looks_at_numbers_is_traced_on_the_cpu_and_that_is_said() -> None:
+    pipe, device = cases()["StableDiffusionPipeline"].build(), SimulatedDevice(Machine())
+    pipe.text_encoder.__class__ = Counting
+    want = cases()["StableDiffusionPipeline"].call(pipe)
+    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device):
+        with pytest.warns(RuntimeWarning, match=r"text_encoder\S* looks at numbers.*on the CPU, with all \S+ \S+ of its weights"):
+            got = cases()["StableDiffusionPipeline"].call(pipe)
+        assert equal(got, want)
 
 
 class Looking(diffusers.StableDiffusionPipeline):
