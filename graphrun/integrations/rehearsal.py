@@ -155,8 +155,8 @@ class LiveProber(Prober):
         live = self._live[self.forms.known[component].component]
         size = show_size(sum(tensor.nbytes for tensor in (*live.parameters(), *live.buffers())))
         warnings.warn(
-            f"{component}.{entry} looks at numbers ({first.splitlines()[0]}): it is computed once on the CPU, with all {size} of its "
-            "weights, before the call is planned",
+            f"{component}.{entry} looks at numbers ({first.splitlines()[0]}): it is computed once on the CPU, with all {size} of "
+            "its weights, before the call is planned",
             RuntimeWarning,
             stacklevel=2,
         )
