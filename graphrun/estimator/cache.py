@@ -283,6 +283,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
                 "spans": tuple(Span(**span) for span in call["spans"]),
                 "outside": frozenset(call["outside"]),
                 "loose": frozenset(call["loose"]),
+                "kept": tuple(call["kept"]),
             }
         )
         for call in data["calls"]

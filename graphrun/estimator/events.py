@@ -41,6 +41,7 @@ class Call:
     each with the path of the layer or block it ran in (``""`` outside of all). ``products``: the matrix products with a weight.
     ``spans``: the calls of layers, in order. ``outside``: layers of which a tensor was read outside of their own calls.
     ``loose``: modules in a block of which a tensor was read, or that were called, while the block was not.
+    ``kept``: keys of what the component keeps (tables of positions), and has at hand in further calls of its phase.
     """
 
     component: str
@@ -54,6 +55,7 @@ class Call:
     spans: tuple[Span, ...] = ()
     outside: frozenset[str] = frozenset()
     loose: frozenset[str] = frozenset()
+    kept: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """As a JSON-ready dictionary, sets in order."""

@@ -76,7 +76,6 @@ class Prober:
         self.entered: dict[str, dict[str, None]] = {name: {} for name in ghosts}
         self.repeated: dict[str, set[str]] = {name: set() for name in ghosts}  # entered more than once in one call
         self.boundary = Boundary(ghosts, sim.device, around=self.answer, reads=_blank, casts=casts)
-        self.kept_bytes = 0  # what the component that was traced last keeps of its call: tables, caches
         self.choices: dict[str, set[str]] = {name: set() for name in ghosts}  # lists of which data picks elements
         self._known: dict[Any, tuple[Call, Returned]] = {}
 
@@ -146,7 +145,8 @@ class Prober:
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
         spans, outside, loose = tuple(recorder.spans), frozenset(recorder.outside), frozenset(recorder.loose)
-        return Call(component, entry, events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose), made
+        made_of = (events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose, recorder.kept)
+        return Call(component, entry, *made_of), made
 
     def _record(
         self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device
@@ -164,7 +164,7 @@ class Prober:
                     out = proceed(*handed[0], **handed[1])
                 made = returned(out, handed, recorder.weights, place)
                 del out
-                self.kept_bytes = recorder.live_bytes
+                recorder.end()
         finally:
             self.boundary.device = sim.device
             recorder.close()

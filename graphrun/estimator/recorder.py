@@ -97,6 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.spans: list[Span] = []
         self.outside: set[str] = set()
         self.loose: set[str] = set()
+        self.kept: tuple[int, ...] = ()
         self._running = ""  # the layer whose call this is
         self._place = place.type
         self.known = Known()
@@ -127,10 +128,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The storages of the module's weights."""
         return self._names.keys()
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that live now."""
-        return self._now
+    def end(self) -> None:
+        """The call has ended, and its results are gone: what lives now is kept."""
+        self.kept = tuple(key for key, _, _ in self._live.values())
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The inputs of the call: they are there already."""

@@ -86,10 +86,14 @@ class _Replay:
         self.peak_bytes = 0
         self.prelude_bytes = 0
         self._live: set[int] = set()
+        self._kept: dict[tuple[int, int], int] = {}  # of calls of this phase, by call and key: as the allocator knows them
         self._offset = -1
 
     def open(self) -> Window:
-        """A phase is entered: pages that hold nothing go back, and what lives now is its entry."""
+        """A phase is entered: what components kept in the last one and empty pages go; what lives now is its entry."""
+        for key in self._kept.values():
+            self.allocator.release(key)
+        self._kept.clear()
         self.allocator.trim()
         self.peak_bytes = self.allocator.used_bytes
         window = Window(max(self.allocator.used_bytes, self.prelude_bytes))
@@ -106,12 +110,17 @@ class _Replay:
             self.allocator.release(key)
 
     def enter(self, call: Call) -> list[int]:
-        """Replays ``call``: bytes used before its first event and behind each, with an event's own scratch."""
-        low, levels = self._offset, [self.allocator.used_bytes]
+        """Replays ``call``: bytes used before its first event and behind each, with an event's own scratch. What it keeps is made
+        once in a phase."""
+        low, levels, known = self._offset, [self.allocator.used_bytes], {key for of, key in self._kept if of == id(call)}
         for key, nbytes in call.events:
-            if nbytes > 0:
+            if key in known or (nbytes == 0 and key in call.kept):
+                pass
+            elif nbytes > 0:
                 self.allocator.allocate(low - key, nbytes)
                 self._offset = min(self._offset, low - key)
+                if key in call.kept:
+                    self._kept[id(call), key] = low - key
                 self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
             elif nbytes == 0:
                 self.allocator.release(low - key)

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -145,8 +145,9 @@ class LiveProber(Prober):
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
     ) -> tuple[Traced, Returned]:
         try:
-            traced = super()._trace(component, entry, proceed, args, kwargs)
-            self._cached[id(traced[0])] = self.kept_bytes
+            call, made = super()._trace(component, entry, proceed, args, kwargs)
+            traced = replace(call, kept=()), made
+            self._cached[id(traced[0])] = sum(nbytes for key, nbytes in call.events if key in call.kept)
             return traced
         except GraphrunError:
             raise
@@ -162,7 +163,8 @@ class LiveProber(Prober):
         )
         try:
             with _lent(live, self.ghosts[component]):
-                return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
+                call, made = super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
+                return replace(call, kept=()), made
         except Exception as error:
             raise ProbeError(
                 f"{component}.{entry}({described(args, kwargs)}) cannot be traced, neither without numbers ({first}) nor on the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphrun.estimator.events import Call, Mark, Tape
+from graphrun.estimator.events import Call, Mark, Span, Tape
 from graphrun.estimator.hardware import hardware
 from graphrun.estimator.numbers import phase_spans
 from graphrun.estimator.windows import Window, windows_of
@@ -46,6 +46,17 @@ def test_components_that_alternate_share_a_window_and_its_first_part_ends_when_e
     assert phase_spans(tape.entries()) == [(0, 10)]
     (window,) = windows(tape)
     assert (window.first_bytes, window.rest_bytes) == (50 * MIB, 50 * MIB)
+
+
+def test_tables_that_a_component_keeps_are_made_once_in_a_phase_and_are_there_when_its_next_call_begins() -> None:
+    """Its first layer runs beside 3 MiB in the first call, and beside the 8 MiB of the table too in the next."""
+    events = ((1, 3 * MIB), (1, 0), (2, 8 * MIB), (3, 20 * MIB), (3, 0), (2, 0))
+    keeps = Call("dit", "forward", events, 28 * MIB, 0, frozenset(), (), (), (Span("first", 0, 2),), kept=(2,))
+    items = [Mark("enter", "dit", keeps), Mark("enter", "dit", keeps), (9, 30 * MIB), Mark("enter", "vae", call("vae", 10))]
+    denoise, decode = windows(Tape([*items, Mark("stage", "make")]))
+    assert (denoise.first_bytes, denoise.rest_bytes) == (28 * MIB, (8 + 30) * MIB)
+    assert denoise.beside_bytes == {("dit", "first"): (8 + 3) * MIB}
+    assert (decode.entry_bytes, decode.first_bytes) == (30 * MIB, (30 + 10) * MIB)
 
 
 def test_two_experts_one_after_another_are_two_phases() -> None:
