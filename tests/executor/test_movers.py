@@ -119,7 +119,8 @@ def test_to_the_device_of_the_plan_is_nothing(place: Any) -> None:
     with Boundary({"a": module}, torch.device("meta", 0), on_enter=lambda *_: None):
         assert module.to(place) is module
         assert module.to(device=place, non_blocking=True) is module
+        assert module.to("cpu") is module, "put away from outside"
         assert module.embed.weight.device.type == "cpu"
         with pytest.raises(BrokenPlan):
-            module.to("cpu")
+            module.to("cuda")
     assert module.to("cpu").embed.weight.device.type == "cpu"

@@ -105,7 +105,7 @@ def test_a_loop_that_cannot_be_begun_in_its_middle_begins_again_and_the_line_say
 def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: Whole) -> None:
     problem, told = roomy(whole), list[str]()
     encoding = max(slot.peak_bytes for slot in simulate(problem, planned(problem)).slots if slot.phase.startswith("encode/1"))
-    with shrinking(whole, "text_encoder_2", encoding) as entered:
+    with shrinking(whole, "text_encoder_2", max(encoding, whole.smallest().budget_bytes)) as entered:
         trace = run(whole, problem, told)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
