@@ -24,6 +24,7 @@ WHOLE = (
     "StableDiffusionControlNetPipeline-two",
     "KandinskyV22CombinedPipeline",
     "MarigoldDepthPipeline",
+    "ZImagePipeline",  # keeps a table of positions
 )
 
 
