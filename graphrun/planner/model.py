@@ -22,7 +22,7 @@ FEWEST_NODES = 200
 GAP = 1e-6
 COARSE_GAP = 1e-3  # where components are cut into layers: their many small classes leave far more plans that are as good
 WHOLE, ENOUGH = 1e-6, 3e-4  # off a whole number, and above what the answer has with fractions
-NEAR, NEAR_GAP = 4.0, 2e-4  # of the layers held, made whole around the answer: how far from it they may be, and the gap
+NEAR = 4.0  # how far from the answer the layers held may be that are made whole
 OPTIONS = {"output_flag": False, "threads": 1}
 # HiGHS's searches for a first answer: half of its time where answers are easily found, a quarter of it where they are not.
 SEARCHES = ("mip_heuristic_run_feasibility_jump", "mip_heuristic_run_rens", "mip_heuristic_run_rins")
@@ -111,7 +111,7 @@ class Model:
         ranges = {column: (value, value) for column, value in (fixed or {}).items()}
         return self._solved(goal, limits, whole, max(gap, self._gap) if gap else gap, ranges, start=start)
 
-    def nearest(self, known: Found, columns: Collection[int], goal: Sum) -> Found | None:
+    def nearest(self, known: Found, columns: Collection[int], goal: Sum, gap: float) -> Found | None:
         """The least ``goal`` with whole numbers in ``columns``: those that are whole in ``known`` as they are there, the others
         near that; if that cannot be, or costs much, all of them near. None: there is none."""
         apart = {column: abs(known.values[column] - round(known.values[column])) for column in columns}
@@ -119,7 +119,7 @@ class Model:
             off = {column: 0.0 if much <= still else NEAR for column, much in apart.items()}
             at = {column: round(known.values[column]) if not off[column] else known.values[column] for column in columns}
             ranges = {column: (at[column] - off[column], at[column] + off[column]) for column in columns}
-            found = self._solved(goal, (), True, NEAR_GAP, ranges, integers=columns)
+            found = self._solved(goal, (), True, gap, ranges, integers=columns)
             enough = np.inf if still < 0 else value_of(goal, known.values) * (1 + ENOUGH)
             if found is not None and found.value <= enough:
                 return replace(known, values=found.values, value=found.value)
@@ -154,7 +154,8 @@ class Model:
         if whole:
             lp.integrality_ = [highspy.HighsVarType(int(each)) for each in integer]
         options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)}
-        return _run(lp, options | ({} if gap == ROUGH else dict.fromkeys(SEARCHES, False)), start)
+        searched = gap == ROUGH or integers
+        return _run(lp, options | ({} if searched else dict.fromkeys(SEARCHES, False)), start)
 
 
 def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: Found | None) -> Found | None:

@@ -23,6 +23,7 @@ FURTHER = 256  # times as much is kept free when keeping a slot's excess did not
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
+WHOLE_GAPS = (2e-4, 3e-3)  # of layers made whole, and in programs of more than MOST_LARGE columns
 LIGHT = 0.01  # what a second of copying weighs beside a second, where both are in one goal
 SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
 
@@ -88,7 +89,8 @@ def choose(
             return None
         number, answer, bound, proven = found
         if layers := matrices[number].layers:
-            answer = matrices[number].model.nearest(answer, layers, _light(matrices[number])[0]) or answer
+            model, (light, _) = matrices[number].model, _light(matrices[number])
+            answer = model.nearest(answer, layers, light, WHOLE_GAPS[model.size > MOST_LARGE]) or answer
         variants, choice = matrices[number].choice(answer.values)
         program = matrices[number].program.taking(variants)
         excess = over(program, choice)
