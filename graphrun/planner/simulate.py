@@ -314,7 +314,10 @@ class _Walk:
         index = {of.name: k for k, of in enumerate(classes)}
         for name, indices in blocks:
             if name not in index or any(not 0 <= i < len(classes[index[name]].blocks) for i in indices):
-                raise PlanError(f"{component} has no blocks {name}{list(indices)}")
+                layers = self._component(component).layers
+                cut = layers is not None and name in {of.name for of in layers.classes}
+                why = ": the plan is by layer, and belongs to its solution's problem" if cut else ""
+                raise PlanError(f"{component} has no blocks {name}{list(indices)}{why}")
         return [(component, index[name], i) for name, indices in blocks for i in indices]
 
     def _held(self, keys: Iterable[Key]) -> int:

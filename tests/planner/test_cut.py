@@ -8,6 +8,7 @@ from itertools import pairwise
 import planner_problems as make
 import pytest
 
+from graphrun.errors import PlanError
 from graphrun.planner.alternatives import alternatives
 from graphrun.planner.check import check
 from graphrun.planner.cut import cut, cuttable
@@ -64,6 +65,15 @@ def test_layers_are_taken_where_blocks_do_not_fit() -> None:
     assert simulate(tight.problem, tight.plan).peak_bytes <= 12 * MB
     with pytest.raises(Infeasible):
         solve(by_block_alone(problem(12 * MB)))
+
+
+def test_a_plan_by_layer_of_the_problem_by_block_is_refused_with_the_reason() -> None:
+    of = problem(12 * MB)
+    plan = solve(of).plan
+    with pytest.raises(PlanError, match=r"m has no blocks b_2\[.*: the plan is by layer, and belongs to its solution's problem"):
+        simulate(of, plan)
+    with pytest.raises(PlanError, match=r"m has no blocks b_2\[[0-9, ]*\]$"):
+        simulate(by_block_alone(of), plan)
 
 
 def test_where_blocks_fit_layers_are_taken_if_they_gain_a_thousandth() -> None:
