@@ -141,8 +141,7 @@ class Streamer:
         place = self._waiting = self._waiting or self._ring.place(nbytes, after, self._rooms.get(path, 0))
         if any(number not in self._done for number in place.released) or (place.alone and not self._arrived):
             return False
-        if (mark := self._leave(place)) is not None:
-            self._device.wait("copy", mark)
+        self._wait_for(place)
         buffer = self._room_for(place, nbytes)
         if place.released or place.alone:
             self._idle()
@@ -165,11 +164,12 @@ class Streamer:
             self._device.wait("copy", self._device.mark("compute"))
         return self._buffer[place.offset : place.offset + nbytes]
 
-    def _leave(self, place: Place) -> Mark | None:
-        """The mark behind which ``place`` is free; it is no longer waited for."""
+    def _wait_for(self, place: Place) -> None:
+        """The copy stream waits until compute has left the blocks that lay in ``place``."""
         self._waiting = None
         marks = [mark for number in place.released if (mark := self._done.pop(number)) is not None]
-        return marks[-1] if marks else None
+        if marks:
+            self._device.wait("copy", marks[-1])
 
     def _before(self, path: str) -> Callable[[nn.Module, object], None]:
         def before(_: nn.Module, __: object) -> None:
@@ -221,9 +221,14 @@ class Streamer:
             self._due += 1
 
     def _leave_out(self) -> None:
-        """The pass that is due goes by without a copy. Its place, if it waited for one, stays empty."""
+        """The pass that is due goes by without a copy. Its place, if it waited for one, stays empty.
+
+        The copy stream waits for the blocks that lay there all the same: the ring has forgotten them, and what is placed next may
+        lie beside the empty place and still over them.
+        """
         if self._waiting is not None:
-            self._done[self._placements] = self._leave(self._waiting)
+            self._wait_for(self._waiting)
+            self._done[self._placements] = None
             self._placements += 1
         self._next += 1
 
