@@ -18,6 +18,7 @@ as asynchronous as from memory that torch pinned: CUDA looks at the pages, not a
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +235,16 @@ class CudaDevice:
 
 
 def _request_expandable_segments() -> None:
-    """The settings so far, with expandable segments unless they say something about them. Other settings are kept as they are."""
-    settings = torch._C._accelerator_getAllocatorSettings()
+    """The settings so far, with expandable segments unless they say something about them. Other settings are kept as they are.
+
+    Torch 2.11 cannot be asked for its settings: they are taken from the variables that it reads them from (PyTorch's notes on
+    CUDA, "Optimizing memory usage").
+    """
+    asked = getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_of_environment)
+    settings: str = asked()
     if "expandable_segments" not in settings:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
+
+
+def _settings_of_environment() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
