@@ -57,12 +57,12 @@ _TOKENIZER_KEYS = frozenset(
 )
 
 
-def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
+def ghost(component: Component, trust: Sequence[str]) -> nn.Module:
     """``component`` on the meta device: its class, config, shapes and dtypes, without a byte of weights.
 
     Frozen and in eval mode. Raises GraphError at the component's line when its class or config will not do.
     """
-    kind = _module_class(component, allow)
+    kind = _module_class(component, trust)
     with on_meta():
         module = adapt(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -70,12 +70,12 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
-def held_ghost(component: Component, allow: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
+def held_ghost(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
     """The `ghost` of ``component`` with the layers of ``precision``, and what files on this machine hold for it.
 
     Its tensors are those that `draft` will have, to the byte. Raises GraphError for files that are broken or another model's.
     """
-    module, place = ghost(component, allow), here(component, precision)
+    module, place = ghost(component, trust), here(component, precision)
     content = content_of(component, module, place, precision) if place is not None else None
     replace_layers(module, precision, getattr(torch, component.dtype), content)
     return module, content
@@ -89,10 +89,10 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
     missing, a file is corrupt, the source has other shapes than the config.
     """
-    kind = _module_class(component, graph.allow)
+    kind = _module_class(component, graph.trust)
     if component.source is not None:
         place = find_folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
-        module = _from_source(kind, component, graph.allow) if place.is_dir() else _filled(component, graph)
+        module = _from_source(kind, component, graph.trust) if place.is_dir() else _filled(component, graph)
         fuse(component, module)
         return module
     with empty_parameters():
@@ -115,7 +115,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
-    kind, own = _module_class(component, graph.allow), getattr(torch, component.dtype)
+    kind, own = _module_class(component, graph.trust), getattr(torch, component.dtype)
     with empty_parameters():
         module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
@@ -131,7 +131,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         content = content_of(component, module, place, precision)
         names = list(dict.fromkeys((*parameters, *saved, *(scale_name(name) for name in content.scales))))
         if place.is_dir() and not saved.keys() - adapters.keys() <= content.pieces.keys():
-            content, source = None, LoadedSource(partial(_from_source, kind, component, graph.allow))
+            content, source = None, LoadedSource(partial(_from_source, kind, component, graph.trust))
         else:
             refuse_missing(content, saved.keys() - adapters.keys(), component)
             source = FileSource(read_as(content, module, precision, own))
@@ -162,7 +162,7 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     since texts are padded. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must hold
     for every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
     """
-    kind = resolve_class(part.class_path, graph.allow, part.where)
+    kind = resolve_class(part.class_path, graph.trust, part.where, "part")
     with _explained(f"parts.{part.name}", part.class_path, part.where):
         if part.file is not None and (planning or part.source is None):
             made = _tokenizer(part, part.file)
@@ -213,8 +213,8 @@ def _longest(made: Any) -> Any:
     return made
 
 
-def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:
-    kind = resolve_class(component.class_path, allow, component.where)
+def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
+    kind = resolve_class(component.class_path, trust, component.where, "component")
     if not issubclass(kind, nn.Module):
         raise GraphError(f"components.{component.name}: {component.class_path} is not a torch module", component.where)
     return kind
@@ -257,7 +257,7 @@ def _filled(component: Component, graph: Graph) -> nn.Module:
     return module
 
 
-def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) -> nn.Module:
+def _from_source(kind: type[Any], component: Component, trust: Sequence[str]) -> nn.Module:
     folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where, component.variant)
     files = weight_files(folder, component.where, component.variant)
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
@@ -273,7 +273,7 @@ def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) ->
         raise GraphError(f"{place}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
     if component.ip_adapters:
         module = _freeze(adapt(component, module), component)
-    _compare(module, ghost(component, allow), component)
+    _compare(module, ghost(component, trust), component)
     return fill_adapters(component, _freeze(module, component))
 
 

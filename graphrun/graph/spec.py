@@ -159,7 +159,11 @@ class GraphSpec(Spec):
     revision: Revision | None = None
     variant: FileVariant | None = None
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of its videos, as files.")
-    allow: list[Name] | None = Field(default=None, description="Packages that classes may come from, in place of the usual two.")
+    allow: list[Name] | None = Field(
+        default=None,
+        description="Packages that classes come from, in place of the usual two. It only asks: what runs their code is "
+        "--trust-package NAME of whoever uses the file.",
+    )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)
     components: dict[Name, ComponentSpec] = Field(min_length=1)
     parts: dict[Name, PartSpec] = Field(default_factory=dict)

@@ -16,7 +16,6 @@ from graphrun.components.classes import resolve_class
 from graphrun.components.weights import has_weights, stored_tensors
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
-from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.importing.modular import made_by_itself, own_code, pipeline_of
 from graphrun.importing.recipe import Recipe, Thing, class_in, dtype_of, existing_kind, is_module, plain_settings, slug
 from graphrun.ops.modular import BLOCKS, is_modular_class
@@ -170,7 +169,7 @@ def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
         )
     path = f"diffusers.{name}"
     try:
-        kind = resolve_class(path, DEFAULT_ALLOW, origin)
+        kind = resolve_class(path, (), origin, "pipeline")
     except GraphError as error:
         text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
         raise GraphError(f"{error}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from error
@@ -184,9 +183,9 @@ def _names(entry: list[Any]) -> bool:
 def _several(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> list[Thing]:
     """The components in the folders NAME, NAME_1, ... of one that is a list of others, such as several ControlNets."""
     path = class_in(entry[0], entry[1], kind, f"{origin}/{name}")
-    whole: Any = resolve_class(path, DEFAULT_ALLOW)
+    whole: Any = resolve_class(path, ())
     configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
-    if configured or not is_module(path, DEFAULT_ALLOW, origin):
+    if configured or not is_module(path, (), origin):
         return []
     found: list[Thing] = []
     while (folder / (own := f"{name}_{len(found)}" if found else name) / CONFIGS[0]).is_file():
@@ -205,7 +204,7 @@ def _thing(folder: Path, name: str, entry: list[str], kind: type[Any], origin: s
     path = class_in(entry[0], entry[1], kind, where)
     found = next((own / file for file in CONFIGS if (own / file).is_file()), None)
     config = read_json(found) if found is not None else None
-    if not is_module(path, DEFAULT_ALLOW, where):
+    if not is_module(path, (), where):
         return Thing(name, path, config)
     if config is None:
         raise InputError(f"{where} has no config.json: without it {entry[1]} has no sizes")

@@ -71,12 +71,12 @@ class Imported:
                         content(target)
                     else:
                         target.write_text(content, encoding="utf-8")
-                load(Path(made, path.name))
+                load(Path(made, path.name), self.recipe.trust)
                 Path(made, path.name).write_text(seen.text, encoding="utf-8")
                 _move(Path(made), path, list(trial.files), force)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
-        return load(path)
+        return load(path, self.recipe.trust)
 
 
 def import_source(source: str, asked: Asked) -> Imported:

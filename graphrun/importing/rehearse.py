@@ -123,7 +123,7 @@ def few_steps(strength: float | None) -> int:
 def rehearse(recipe: Recipe) -> Rehearsed:
     """``recipe`` made on meta. Raises GraphError naming the component or part that cannot be made."""
     graph = recipe.graph()
-    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    ghosts = {name: ghost(component, graph.trust) for name, component in graph.components.items()}
     things = {thing.name: thing for thing in recipe.things}
     parts = {name: _part(things[name], part, graph) for name, part in graph.parts.items()}
     return Rehearsed(recipe, graph, ghosts, parts, Echo(ghosts, recipe.kind.__call__))

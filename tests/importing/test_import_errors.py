@@ -79,7 +79,7 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(graphrun: Cli, copied: P
 def test_classes_that_are_none(graphrun: Cli) -> None:
     assert "did you mean 'FluxPipeline'?" in refused(graphrun, "diffusers.FluxPipelin")
     assert "is no pipeline" in refused(graphrun, "diffusers.AutoencoderKL")
-    assert "outside the allowed packages" in refused(graphrun, "os.path")
+    assert "outside the trusted packages" in refused(graphrun, "os.path")
     said = refused(graphrun, "diffusers.FluxPipeline")
     assert "--config transformer=FILE (FluxTransformer2DModel)" in said
     assert "--config tokenizer" not in said
