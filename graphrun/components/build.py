@@ -34,7 +34,7 @@ from graphrun.components.content import (
     replace_layers,
     scale_name,
 )
-from graphrun.components.contexts import default_dtype, empty_parameters, on_meta, quiet
+from graphrun.components.contexts import default_dtype, empty_parameters, on_meta, quiet, unasked
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import quantizable_layers
@@ -163,7 +163,7 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     for every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
     """
     kind = resolve_class(part.class_path, graph.trust, part.where, "part")
-    with _explained(f"parts.{part.name}", part.class_path, part.where):
+    with _explained(f"parts.{part.name}", part.class_path, part.where, part.source):
         if part.file is not None and (planning or part.source is None):
             made = _tokenizer(part, part.file)
             return _longest(made) if planning else made
@@ -177,7 +177,10 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
         here = local_folder(part.source) if planning else None
         folder = here or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
-        made = kind.from_pretrained(folder, local_files_only=True)
+        theirs = any(
+            base.__module__.startswith("transformers.") for base in kind.__mro__
+        )  # diffusers' schedulers run no other code
+        made = kind.from_pretrained(folder, local_files_only=True, **(_NO_CODE if theirs else {}))
         return _longest(made) if planning else made
 
 
@@ -231,7 +234,7 @@ def _construct(kind: type[Any], component: Component) -> Any:
         config = read_json(found)
     if not _SAVED & config.keys():
         _check_keys(config, _parameters_of(kind), place, component.where)
-    with _explained(place, component.class_path, component.where), default_dtype(dtype):
+    with _explained(place, component.class_path, component.where, component.source), default_dtype(dtype):
         if hasattr(kind, "load_config"):  # diffusers
             return kind.from_config(config)
         if getattr(kind, "config_class", None) is not None:  # transformers
@@ -262,11 +265,11 @@ def _from_source(kind: type[Any], component: Component, trust: Sequence[str]) ->
     files = weight_files(folder, component.where, component.variant)
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     reading = {**_READING, "variant": component.variant or None}
-    with _explained(place, component.class_path, component.where), quiet():
+    with _explained(place, component.class_path, component.where, component.source), quiet():
         if hasattr(kind, "load_config"):  # diffusers
             module, found = kind.from_pretrained(folder, torch_dtype=dtype, **reading)
         elif getattr(kind, "config_class", None) is not None:  # transformers
-            module, found = kind.from_pretrained(folder, dtype=dtype, **reading)
+            module, found = kind.from_pretrained(folder, dtype=dtype, **reading, **_NO_CODE)
         else:
             module, found = _load(kind, component, files)
     if missing := sorted(found["missing_keys"]):
@@ -277,6 +280,7 @@ def _from_source(kind: type[Any], component: Component, trust: Sequence[str]) ->
     return fill_adapters(component, _freeze(module, component))
 
 
+_NO_CODE = {"trust_remote_code": False}  # by default transformers asks on stdin
 _READING = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
 
 
@@ -361,12 +365,17 @@ def _check_keys(config: dict[str, Any], known: frozenset[str], place: str, where
 
 
 @contextmanager
-def _explained(place: str, class_path: str, where: str) -> Iterator[None]:
+def _explained(place: str, class_path: str, where: str, source: str | None = None) -> Iterator[None]:
     """Whatever a library's constructor or loader raises becomes a GraphError at ``where``."""
     try:
-        yield
+        with unasked():
+            yield
     except GraphError:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
+        if isinstance(error, ValueError) and "trust_remote_code" in text:
+            text = f"{source or class_path} asks for code of its own (auto_map), and code that comes with a checkpoint is never run"
+            advice = "name a class of transformers, or install its package, name its class and add --trust-package PACKAGE"
+            raise GraphError(f"{place}: {text}: {advice}", where) from error
         raise GraphError(f"{place}: {class_path} cannot be made: {type(error).__name__}: {text[:400]}", where) from error

@@ -104,7 +104,8 @@ class _Script:
             made = f"from_config({part.config!r})" if hasattr(kind, "from_config") else f"__call__(**{part.config!r})"
             yield f"{part.name} = {part.class_path}.{made}"
         else:
-            yield f"{part.name} = {part.class_path}.from_pretrained({_place(part.source or '')})"
+            more = ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
+            yield f"{part.name} = {part.class_path}.from_pretrained({_place(part.source or '')}{more})"
 
     def _loaded(self, names: list[str], stage: str) -> Iterator[str]:
         for name in names:
