@@ -5,6 +5,7 @@ Decides which files count. No weights are fetched; of those that lie in a folder
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,8 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
     index = _index(folder, origin)
     kind, path = _pipeline(index.get("_class_name"), origin)
     listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
+    if wrong := [name for name in listed if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name)]:
+        raise InputError(f"{INDEX}: {wrong[0]!r} cannot be a part's name, which is that of its folder: rename it", origin)
     pairs = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2 and _names(entry)}
     _refuse_unknown(without, pairs, origin)
     absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]

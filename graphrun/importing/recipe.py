@@ -223,7 +223,7 @@ def plain(value: Any) -> Any:
 
 def slug(text: str) -> str:
     """A name for a graph out of a folder's, a repository's or a class's: ``FLUX.1-dev`` is ``flux.1-dev``."""
-    return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.") or "pipeline"
+    return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.")[:64] or "pipeline"
 
 
 def existing_kind(path: Path) -> str:

@@ -84,7 +84,7 @@ STRICT = {
     "name": (
         "  prompt: {",
         "  my-prompt: {",
-        "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, no digit first",
+        "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, at most 64, no digit first",
     ),
     "default's type": ("default: 4,", "default: four,", "11: inputs.steps.default: 'four' is not an int"),
     "default's range": ("default: 4,", "default: 0,", "11: inputs.steps.default: 0 is less than the minimum, 1"),
@@ -300,3 +300,18 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
         completed(graph, planned, {"prompt": "a"})
     both = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
     assert both == ["8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: do without one of them"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/abs/x", "..", ".", ".x", "-x", "a/b", "a\\\\b", "a b", "é", "x" * 65, 'x\\"; import os']
+)
+def test_a_graphs_name_is_a_files_name(tmp_path: Path, name: str) -> None:
+    (line,) = refusal(written(tmp_path, ("name: flux-tiny", f'name: "{name}"')))
+    assert line.startswith("4: name: ")
+    assert "cannot be a graph's name, which is that of the files of its outputs: letters, digits, dots," in line
+    assert load(written(tmp_path, ("name: flux-tiny", "name: Flux.1-dev_2"))).name == "Flux.1-dev_2"
+
+
+def test_a_long_name_of_a_stage_is_refused_before_it_is_a_file(tmp_path: Path) -> None:
+    (line,) = refusal(written(tmp_path, ("  decode:\n", f"  {'d' * 65}:\n"), ("$decode.image", f"${'d' * 65}.image")))
+    assert "at most 64" in line
