@@ -41,6 +41,7 @@ from graphrun.components.quantize import quantizable_layers
 from graphrun.components.random_weights import fill
 from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.components.stored import here
+from graphrun.components.texts import measured
 from graphrun.components.weights import config_file, find_folder, local_folder, weight_files
 from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
@@ -165,14 +166,13 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     kind = resolve_class(part.class_path, graph.trust, part.where, "part")
     with _explained(f"parts.{part.name}", part.class_path, part.where, part.source):
         if part.file is not None and (planning or part.source is None):
-            made = _tokenizer(part, part.file)
-            return _longest(made) if planning else made
+            return measured(_tokenizer(part, part.file), f"parts.{part.name}", part.where, part.where, longest=planning)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
                 if not _SAVED & part.config.keys():
                     _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
                 return kind.from_config(part.config)
-            return kind(**part.config)
+            return measured(kind(**part.config), f"parts.{part.name}", part.where, part.where, longest=planning)
         if part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
         here = local_folder(part.source) if planning else None
@@ -181,7 +181,8 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
             base.__module__.startswith("transformers.") for base in kind.__mro__
         )  # diffusers' schedulers run no other code
         made = kind.from_pretrained(folder, local_files_only=True, **(_NO_CODE if theirs else {}))
-        return _longest(made) if planning else made
+        said = f"{folder}/tokenizer_config.json"
+        return measured(made, f"parts.{part.name}", said, part.where, longest=planning)
 
 
 def _tokenizer(part: Part, file: Path) -> Any:
@@ -192,28 +193,6 @@ def _tokenizer(part: Part, file: Path) -> Any:
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
     with _explained(f"parts.{part.name}", str(file), part.where):
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
-
-
-def _longest(made: Any) -> Any:
-    """``made``, if it is a tokenizer or has one, with texts that are as long as they may be."""
-    from transformers import PreTrainedTokenizerBase
-
-    inner = getattr(made, "tokenizer", None)
-    if isinstance(inner, PreTrainedTokenizerBase):
-        made.tokenizer = _longest(inner)
-    if not isinstance(made, PreTrainedTokenizerBase):
-        return made
-    own = type(made)
-
-    def longest(self: Any, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
-        length = settings.get("max_length") if settings.get("truncation") else None
-        if length and padding in (True, "longest") and text is not None:
-            more = " a" * length  # a token each, in any vocabulary at least one
-            text = [one + more if isinstance(one, str) else one for one in text] if isinstance(text, list) else text + more
-        return own.__call__(self, text, *args, padding=padding, **settings)
-
-    made.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "__call__": longest})
-    return made
 
 
 def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:

@@ -16,6 +16,7 @@ import torch
 
 from graphrun import sim
 from graphrun.components.build import build_part, ghost
+from graphrun.components.texts import measured
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.importing.echo import Echo, Entered, digest_of, explained
@@ -131,7 +132,7 @@ def rehearse(recipe: Recipe) -> Rehearsed:
 
 def _part(thing: Thing, part: Part, graph: Graph) -> Any:
     if thing.stand_in:
-        return stand_in(part.config)
+        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where)
     return build_part(part, graph) if thing.live is None or hasattr(thing.live, "set_timesteps") else thing.live
 
 
