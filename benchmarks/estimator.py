@@ -109,7 +109,7 @@ def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ..
 def torchao_bytes(quant: str) -> int:
     """FLUX's transformer in torchao's weight-only formats: per output channel a scale (fp8: fp32), in int8 also a zero point."""
     graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
-    module = ghost(graph.components["transformer"], graph.allow)
+    module = ghost(graph.components["transformer"], graph.trust)
     return scaled(module, 2 + 8 if "int8" in quant else 4, (nn.Linear,))
 
 

@@ -69,7 +69,7 @@ class Prepared:
         self.probed = probe(self.graph, self.inputs)
         self.modules = {n: build(component, self.graph) for n, component in self.graph.components.items()}
         self.parts = {n: build_part(part, self.graph) for n, part in self.graph.parts.items()}
-        self.ghosts = {n: ghost(component, self.graph.allow) for n, component in self.graph.components.items()}
+        self.ghosts = {n: ghost(component, self.graph.trust) for n, component in self.graph.components.items()}
 
     def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
         """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
@@ -151,7 +151,7 @@ def resident() -> dict[str, Any]:
     problem = replace(prepared.problem(AMPLE), runs=2)
     plan, graph, inputs = session_plan(problem), prepared.graph, prepared.inputs
     host = Host.of_graph(graph, problem, device, prepared.modules)
-    kind = resolve_class(graph.pipeline, graph.allow)
+    kind = resolve_class(graph.pipeline, graph.trust)
     pipeline = kind(**prepared.modules, **prepared.parts, image_encoder=None, feature_extractor=None)
     pipeline.set_progress_bar_config(disable=True)
     call = {name: inputs[name] for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")}

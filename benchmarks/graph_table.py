@@ -71,8 +71,8 @@ def component_line(name: str) -> str:
     import graphrun
     from graphrun.components.build import ghost
 
-    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml")
-    sizes = {key: nbytes(ghost(component, graph.allow)) for key, component in graph.components.items()}
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
+    sizes = {key: nbytes(ghost(component, graph.trust)) for key, component in graph.components.items()}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
 
@@ -92,7 +92,7 @@ def plan_line(name: str) -> str:
     from graphrun.planner.simulate import simulate
     from graphrun.units import parse_size
 
-    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml")
+    graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
     inputs = graph.for_planning({})
     probed = probe(graph, inputs)
     cells = []

@@ -99,7 +99,7 @@ class Subject:
         """diffusers' pipeline as its users make it; what the graph does not have is None."""
         from graphrun.components.build import build_part, resolve_class
 
-        kind = resolve_class(self.graph.pipeline, self.graph.allow)
+        kind = resolve_class(self.graph.pipeline, self.graph.trust)
         known = inspect.signature(kind.__init__).parameters
         absent = {name: None for name, p in known.items() if name != "self" and p.default is inspect.Parameter.empty}
         parts = {name: build_part(part, self.graph) for name, part in self.graph.parts.items()}
@@ -114,7 +114,7 @@ class Subject:
 
         if self.encodes_only:
             return self.encode(pipeline)
-        accepted = inspect.signature(resolve_class(self.graph.pipeline, self.graph.allow).__call__).parameters
+        accepted = inspect.signature(resolve_class(self.graph.pipeline, self.graph.trust).__call__).parameters
         arguments = {NAMES.get(key, key): value for key, value in self.inputs.items() if value is not None}
         arguments = {key: value for key, value in arguments.items() if key in accepted}
         generator = torch.Generator("cpu").manual_seed(self.inputs["seed"])

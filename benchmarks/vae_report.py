@@ -124,7 +124,7 @@ class FluxAE(nn.Module):
 def vae(name: str, dtype: str) -> Any:
     """The VAE of a reference graph on meta, in ``dtype``."""
     graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
-    return ghost(replace(graph.components["vae"], dtype=dtype), graph.allow)
+    return ghost(replace(graph.components["vae"], dtype=dtype), graph.trust)
 
 
 @cache

@@ -54,11 +54,15 @@ __all__ = [
 ]
 
 
-def load(path: str | Path) -> Graph:
-    """The graph in the YAML file at ``path``. Raises GraphError with file and line."""
+def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
+    """The graph in the YAML file at ``path``. Raises GraphError with file and line.
+
+    ``trust``: packages of which it may name any class, and so run code, beside modules, schedulers, tokenizers, processors and
+    pipelines of diffusers and transformers. Its own ``allow:`` only asks for them.
+    """
     from graphrun.graph.load import load as read
 
-    return read(path)
+    return read(path, trust)
 
 
 def estimate(
@@ -161,7 +165,6 @@ def survey(
     FLOPs and seconds, each with its basis: what earlier runs measured, as ``cache`` knows it, before what was traced. Arguments as
     for `estimate`.
     """
-
     hardware = _hardware(hardware, cache)
     values = graph.for_planning(inputs or {})
 

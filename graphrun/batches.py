@@ -10,7 +10,7 @@ import functools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,13 +116,13 @@ def kind_of(graph: Graph, given: Sequence[str]) -> str:
     return "none" if not given else "encoded" if encoded else "all"
 
 
-def place_for(source: Path, until: str | None, asked: Sequence[str] | None) -> Place:
+def place_for(source: Path, asked: Asked, output: Sequence[str] | None) -> Place:
     """Where the outputs of the graph, or of the plan, at ``source`` go. Raises InputError where that cannot be."""
     if source.suffix == ".json":
         problem, _, saved_plan = planfile.read(source)
-        source, until = planfile.graph_path(source, saved_plan), problem.until or None
-    graph = cli._load(source, until)
-    return place_of(asked or (), graph.kinds(), Path("out") / graph.name)
+        source, asked = planfile.graph_path(source, saved_plan), replace(asked, until=problem.until or None)
+    graph = cli.load(source, asked)
+    return place_of(output or (), graph.kinds(), Path("out") / graph.name)
 
 
 def saved(outputs: Mapping[str, Any], place: Place, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
@@ -143,10 +143,10 @@ def run_order(order: Order, asked: Asked) -> None:
         raise InputError(f"{order.source} is a plan for one run; --inputs and --resume plan for themselves: give the graph")
     if asked.vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    graph, what = graphrun.load(order.source), reused(order.reuse)
+    graph, what = graphrun.load(order.source, trust=asked.trust_package or ()), reused(order.reuse)
     cache = cli._cache(asked.no_cache)
     place = cli._hardware(asked.hardware, asked.device, True, cache)
-    where = place_for(order.source, asked.until, order.output)
+    where = place_for(order.source, asked, order.output)
     many = order.inputs is not None
     items = read_items(order.inputs) if order.inputs is not None else [OneItem(1, {}, where="the inputs")]
     say = None if order.as_json else functools.partial(typer.echo, err=True)

@@ -21,7 +21,7 @@ import typer
 
 import graphrun
 from graphrun.errors import GraphrunError, InputError
-from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Outputs, Reuse, Sets, shared
+from graphrun.options import Asked, DeviceName, HardwareName, NoCache, Outputs, Reuse, Sets, Trust, shared
 from graphrun.report import planfile
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -106,7 +106,7 @@ def run(
         batches.run_order(batches.Order(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
         return
     planfile.require_writable(plan_file, trace_file)
-    place = batches.place_for(graph, asked.until, output)
+    place = batches.place_for(graph, asked, output)
     made = _planned(graph, asked, to_run=True, reuse=reuse, random_weights=random_weights)
     _run_once(made, asked, random_weights, reuse, (place, plan_file, trace_file), as_json)
 
@@ -196,16 +196,16 @@ def estimate(
     hardware: HardwareName = None,
     device: DeviceName = None,
     set_: Sets = None,
+    trust_package: Trust = None,
     as_json: AsJson = False,
     no_cache: NoCache = False,
 ) -> None:
     """Show what a graph takes, part by part, without a budget: weights, activations, values, FLOPs, seconds. No weights, no GPU."""
     from graphrun.report.estimate import estimate_screen
 
-    asked = Asked(hardware=hardware, device=device, set_=set_, no_cache=no_cache)
-    loaded, cache = graphrun.load(graph), _cache(no_cache)
-    place = _hardware(hardware, device, False, cache)
-    found = graphrun.survey(loaded, hardware=place, inputs=asked.inputs, cache=cache)
+    asked = Asked(hardware=hardware, device=device, set_=set_, trust_package=trust_package)
+    loaded, cache = load(graph, asked), _cache(no_cache)
+    found = graphrun.survey(loaded, hardware=_hardware(hardware, device, False, cache), inputs=asked.inputs, cache=cache)
     _show(found, as_json, estimate_screen(found))
 
 
@@ -269,8 +269,8 @@ def _planned(path: Path, asked: Asked, *, to_run: bool = False, reuse: str = "no
     inputs, cache = asked.inputs, _cache(asked.no_cache)
     if path.suffix == ".json":
         asked.refuse_for_plan(path)
-        return _read_plan(path, inputs, cache, to_run, random_weights)
-    graph = _load(path, asked.until)
+        return _read_plan(path, asked, cache, to_run, random_weights)
+    graph = load(path, asked)
     if to_run:
         graph.resolve(inputs)
     if asked.vram is None:
@@ -319,13 +319,13 @@ def _hardware(name: str | None, device: str | None, to_run: bool, cache: Path | 
     return chosen
 
 
-def _read_plan(path: Path, inputs: dict[str, str], cache: Path | None, to_run: bool, random_weights: bool) -> Planned:
+def _read_plan(path: Path, asked: Asked, cache: Path | None, to_run: bool, random_weights: bool) -> Planned:
     from graphrun import batches
 
     problem, candidate, saved = planfile.read(path)
     planfile.refuse_violations(path, problem, candidate)
-    source = planfile.graph_path(path, saved)
-    graph = graphrun.load(source)
+    source, inputs = planfile.graph_path(path, saved), asked.inputs
+    graph = load(source, asked)
     given: dict[str, Any] = {}
     if to_run:
         values = graphrun.planned_inputs(problem, graph, inputs)
@@ -336,9 +336,10 @@ def _read_plan(path: Path, inputs: dict[str, str], cache: Path | None, to_run: b
     return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"), given)
 
 
-def _load(path: Path, until: str | None) -> Any:
-    graph = graphrun.load(path)
-    return graph if until is None else graph.until(until)
+def load(path: Path, asked: Asked) -> Any:
+    """The graph in the file at ``path``, trusted and cut as ``asked``."""
+    graph = graphrun.load(path, trust=asked.trust_package or ())
+    return graph if asked.until is None else graph.until(asked.until)
 
 
 def _summary(made: Planned, trace: Any = None) -> dict[str, Any]:

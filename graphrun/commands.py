@@ -114,7 +114,7 @@ def _swept(path: Path, asked: Asked, sweep: str | None) -> tuple[list[tuple[Prob
     if asked.vram is None:
         raise InputError("a frontier needs budgets: add --vram, such as --vram 4G:48G")
     inputs, cache = asked.inputs, cli._cache(asked.no_cache)
-    graph = cli._load(path, asked.until)
+    graph = cli.load(path, asked)
     tried = [(str(value), {**inputs, name: str(value)}) for value in values] or [("", inputs)]
     for _, given in tried:
         graph.for_planning(given)  # a value that the graph refuses is better said now than after minutes

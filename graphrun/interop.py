@@ -11,6 +11,7 @@ import typer
 import graphrun
 from graphrun import cli
 from graphrun.errors import InputError, PlanError
+from graphrun.options import Trust
 from graphrun.report import planfile
 
 
@@ -19,11 +20,12 @@ def export(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
     kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
     out: Annotated[Path | None, typer.Option("-o", help="Where it goes; default: the screen.", show_default=False)] = None,
+    trust_package: Trust = None,
 ) -> None:
     """Write what comes nearest to a plan in another program's words, with what is lost said in comments."""
     problem, candidate, saved = planfile.read(plan)
     planfile.refuse_violations(plan, problem, candidate)
-    graph = graphrun.load(planfile.graph_path(plan, saved))
+    graph = graphrun.load(planfile.graph_path(plan, saved), trust=trust_package or ())
     graph = graph.until(problem.until) if problem.until else graph
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for another state of {planfile.graph_path(plan, saved)}: plan again", str(plan))

@@ -29,6 +29,15 @@ Outputs = Annotated[
 Reuse = Annotated[
     str, typer.Option("--reuse", help="Outputs kept from earlier runs: encoded (of encode_prompt), all (latents too), none.")
 ]
+Trust = Annotated[
+    Names,
+    typer.Option(
+        "--trust-package",
+        help="A package that the graph file may name any class of, which runs its code. Repeatable.",
+        metavar="NAME",
+        show_default=False,
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
 
 
@@ -59,6 +68,7 @@ class Asked:
     pin: Annotated[Names, typer.Option(help="A component whose master copy is page-locked. Repeatable.", show_default=False)] = None
     reserve: Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)] = None
     until: Annotated[str | None, typer.Option(help="A stage: plan what its outputs need, and stop.", show_default=False)] = None
+    trust_package: Trust = None
     no_cache: NoCache = False
 
     @property
@@ -80,7 +90,7 @@ class Asked:
 
     def refuse_for_plan(self, path: Any) -> None:
         """Raises InputError where something was given that the plan saved at ``path`` has of its own."""
-        own = [field.name for field in fields(self) if field.name not in ("set_", "no_cache", "ram")]
+        own = [field.name for field in fields(self) if field.name not in ("set_", "no_cache", "ram", "trust_package")]
         if given := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in given)
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")

@@ -45,7 +45,7 @@ def plain(name: str, inputs: dict[str, Any]) -> Any:
     values = graph.resolve(inputs)
     parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
     modules = {key: build(component, graph) for key, component in graph.components.items()}
-    pipe = resolve_class(graph.pipeline, graph.allow)(**modules, **parts, **graph.pipeline_config)
+    pipe = resolve_class(graph.pipeline, graph.trust)(**modules, **parts, **graph.pipeline_config)
     pipe.set_progress_bar_config(disable=True)
     arguments = {key: values[of.name] for key, of in graph.stage("make").arguments.items() if key != "seed"}
     return pipe(generator=torch.Generator().manual_seed(values["seed"]), **arguments).images[0]

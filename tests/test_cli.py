@@ -148,7 +148,7 @@ def test_a_plan_with_two_loads_swapped_is_refused(graphrun: Cli, tmp_path: Path)
         ("embeds: $encode.embeds", "embeds: $encod.embeds", ("flux-tiny.yaml:42", "'encod'", "did you mean 'encode'")),
         ("op: denoise", "op: denoize", ("flux-tiny.yaml:39", "unknown op 'denoize'")),
         ("FluxTransformer2DModel", "FluxTransformer2Model", ("flux-tiny.yaml:19", "did you mean 'FluxTransformer2DModel'")),
-        ("diffusers.FluxTransformer2DModel", "os.system", ("flux-tiny.yaml:19", "outside the allowed packages")),
+        ("diffusers.FluxTransformer2DModel", "os.system", ("flux-tiny.yaml:19", "outside the trusted packages")),
         ("default: a lighthouse at dusk", "required: true", ("flux-tiny.yaml", "required")),
     ],
     ids=["yaml", "key", "type", "cycle", "dangling", "op", "class", "package", "extra"],

@@ -190,7 +190,7 @@ def test_the_full_size_models_of_a_card_make_a_pipeline(part: Any, model: str) -
     from graphrun.components.build import ghost
 
     of = part("peers_cell").Subject(model, "cuda", 2)
-    of.modules = {name: ghost(component, of.graph.allow) for name, component in of.graph.components.items()}
+    of.modules = {name: ghost(component, of.graph.trust) for name, component in of.graph.components.items()}
     pipeline = of.pipeline()
     assert set(part("peers_tools").modules_of(pipeline)) == set(of.modules)
     assert sum(p.numel() for module in of.modules.values() for p in module.parameters()) > 2e9

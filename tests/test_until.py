@@ -21,7 +21,7 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 
 def plain_embeddings(graph: Any) -> tuple[torch.Tensor, ...]:
     """What diffusers' own ``encode_prompt`` returns on the CPU, from a pipeline with everything in it."""
-    kind = resolve_class(graph.pipeline, graph.allow)
+    kind = resolve_class(graph.pipeline, graph.trust)
     wanted = inspect.signature(kind.__init__).parameters
     made = {name: build(component, graph) for name, component in graph.components.items()}
     made |= {name: build_part(part, graph) for name, part in graph.parts.items()}

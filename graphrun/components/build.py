@@ -34,13 +34,14 @@ from graphrun.components.content import (
     replace_layers,
     scale_name,
 )
-from graphrun.components.contexts import default_dtype, empty_parameters, on_meta, quiet
+from graphrun.components.contexts import default_dtype, empty_parameters, on_meta, quiet, unasked
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import quantizable_layers
 from graphrun.components.random_weights import fill
 from graphrun.components.source import Composed, FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.components.stored import here
+from graphrun.components.texts import measured
 from graphrun.components.weights import config_file, find_folder, local_folder, weight_files
 from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
@@ -57,12 +58,12 @@ _TOKENIZER_KEYS = frozenset(
 )
 
 
-def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
+def ghost(component: Component, trust: Sequence[str]) -> nn.Module:
     """``component`` on the meta device: its class, config, shapes and dtypes, without a byte of weights.
 
     Frozen and in eval mode. Raises GraphError at the component's line when its class or config will not do.
     """
-    kind = _module_class(component, allow)
+    kind = _module_class(component, trust)
     with on_meta():
         module = adapt(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -70,12 +71,12 @@ def ghost(component: Component, allow: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
-def held_ghost(component: Component, allow: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
+def held_ghost(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
     """The `ghost` of ``component`` with the layers of ``precision``, and what files on this machine hold for it.
 
     Its tensors are those that `draft` will have, to the byte. Raises GraphError for files that are broken or another model's.
     """
-    module, place = ghost(component, allow), here(component, precision)
+    module, place = ghost(component, trust), here(component, precision)
     content = content_of(component, module, place, precision) if place is not None else None
     replace_layers(module, precision, getattr(torch, component.dtype), content)
     return module, content
@@ -89,10 +90,10 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     Tensor for tensor the shapes and dtypes of its `ghost`. Raises GraphError at the component's line: a folder or a tensor is
     missing, a file is corrupt, the source has other shapes than the config.
     """
-    kind = _module_class(component, graph.allow)
+    kind = _module_class(component, graph.trust)
     if component.source is not None:
         place = find_folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
-        module = _from_source(kind, component, graph.allow) if place.is_dir() else _filled(component, graph)
+        module = _from_source(kind, component, graph.trust) if place.is_dir() else _filled(component, graph)
         fuse(component, module)
         return module
     with empty_parameters():
@@ -115,7 +116,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
-    kind, own = _module_class(component, graph.allow), getattr(torch, component.dtype)
+    kind, own = _module_class(component, graph.trust), getattr(torch, component.dtype)
     with empty_parameters():
         module = adapt(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
@@ -131,7 +132,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
         content = content_of(component, module, place, precision)
         names = list(dict.fromkeys((*parameters, *saved, *(scale_name(name) for name in content.scales))))
         if place.is_dir() and not saved.keys() - adapters.keys() <= content.pieces.keys():
-            content, source = None, LoadedSource(partial(_from_source, kind, component, graph.allow))
+            content, source = None, LoadedSource(partial(_from_source, kind, component, graph.trust))
         else:
             refuse_missing(content, saved.keys() - adapters.keys(), component)
             source = FileSource(read_as(content, module, precision, own))
@@ -162,23 +163,26 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     since texts are padded. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must hold
     for every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
     """
-    kind = resolve_class(part.class_path, graph.allow, part.where)
-    with _explained(f"parts.{part.name}", part.class_path, part.where):
+    kind = resolve_class(part.class_path, graph.trust, part.where, "part")
+    with _explained(f"parts.{part.name}", part.class_path, part.where, part.source):
         if part.file is not None and (planning or part.source is None):
-            made = _tokenizer(part, part.file)
-            return _longest(made) if planning else made
+            return measured(_tokenizer(part, part.file), f"parts.{part.name}", part.where, part.where, longest=planning)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
                 if not _SAVED & part.config.keys():
                     _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
                 return kind.from_config(part.config)
-            return kind(**part.config)
+            return measured(kind(**part.config), f"parts.{part.name}", part.where, part.where, longest=planning)
         if part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
         here = local_folder(part.source) if planning else None
         folder = here or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
-        made = kind.from_pretrained(folder, local_files_only=True)
-        return _longest(made) if planning else made
+        theirs = any(
+            base.__module__.startswith("transformers.") for base in kind.__mro__
+        )  # diffusers' schedulers run no other code
+        made = kind.from_pretrained(folder, local_files_only=True, **(_NO_CODE if theirs else {}))
+        said = f"{folder}/tokenizer_config.json"
+        return measured(made, f"parts.{part.name}", said, part.where, longest=planning)
 
 
 def _tokenizer(part: Part, file: Path) -> Any:
@@ -191,30 +195,8 @@ def _tokenizer(part: Part, file: Path) -> Any:
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
-def _longest(made: Any) -> Any:
-    """``made``, if it is a tokenizer or has one, with texts that are as long as they may be."""
-    from transformers import PreTrainedTokenizerBase
-
-    inner = getattr(made, "tokenizer", None)
-    if isinstance(inner, PreTrainedTokenizerBase):
-        made.tokenizer = _longest(inner)
-    if not isinstance(made, PreTrainedTokenizerBase):
-        return made
-    own = type(made)
-
-    def longest(self: Any, text: Any = None, *args: Any, padding: Any = False, **settings: Any) -> Any:
-        length = settings.get("max_length") if settings.get("truncation") else None
-        if length and padding in (True, "longest") and text is not None:
-            more = " a" * length  # a token each, in any vocabulary at least one
-            text = [one + more if isinstance(one, str) else one for one in text] if isinstance(text, list) else text + more
-        return own.__call__(self, text, *args, padding=padding, **settings)
-
-    made.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "__call__": longest})
-    return made
-
-
-def _module_class(component: Component, allow: Sequence[str]) -> type[Any]:
-    kind = resolve_class(component.class_path, allow, component.where)
+def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
+    kind = resolve_class(component.class_path, trust, component.where, "component")
     if not issubclass(kind, nn.Module):
         raise GraphError(f"components.{component.name}: {component.class_path} is not a torch module", component.where)
     return kind
@@ -231,7 +213,7 @@ def _construct(kind: type[Any], component: Component) -> Any:
         config = read_json(found)
     if not _SAVED & config.keys():
         _check_keys(config, _parameters_of(kind), place, component.where)
-    with _explained(place, component.class_path, component.where), default_dtype(dtype):
+    with _explained(place, component.class_path, component.where, component.source), default_dtype(dtype):
         if hasattr(kind, "load_config"):  # diffusers
             return kind.from_config(config)
         if getattr(kind, "config_class", None) is not None:  # transformers
@@ -257,26 +239,27 @@ def _filled(component: Component, graph: Graph) -> nn.Module:
     return module
 
 
-def _from_source(kind: type[Any], component: Component, allow: Sequence[str]) -> nn.Module:
+def _from_source(kind: type[Any], component: Component, trust: Sequence[str]) -> nn.Module:
     folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where, component.variant)
     files = weight_files(folder, component.where, component.variant)
     place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     reading = {**_READING, "variant": component.variant or None}
-    with _explained(place, component.class_path, component.where), quiet():
+    with _explained(place, component.class_path, component.where, component.source), quiet():
         if hasattr(kind, "load_config"):  # diffusers
             module, found = kind.from_pretrained(folder, torch_dtype=dtype, **reading)
         elif getattr(kind, "config_class", None) is not None:  # transformers
-            module, found = kind.from_pretrained(folder, dtype=dtype, **reading)
+            module, found = kind.from_pretrained(folder, dtype=dtype, **reading, **_NO_CODE)
         else:
             module, found = _load(kind, component, files)
     if missing := sorted(found["missing_keys"]):
         raise GraphError(f"{place}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
     if component.ip_adapters:
         module = _freeze(adapt(component, module), component)
-    _compare(module, ghost(component, allow), component)
+    _compare(module, ghost(component, trust), component)
     return fill_adapters(component, _freeze(module, component))
 
 
+_NO_CODE = {"trust_remote_code": False}  # by default transformers asks on stdin
 _READING = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
 
 
@@ -361,12 +344,17 @@ def _check_keys(config: dict[str, Any], known: frozenset[str], place: str, where
 
 
 @contextmanager
-def _explained(place: str, class_path: str, where: str) -> Iterator[None]:
+def _explained(place: str, class_path: str, where: str, source: str | None = None) -> Iterator[None]:
     """Whatever a library's constructor or loader raises becomes a GraphError at ``where``."""
     try:
-        yield
+        with unasked():
+            yield
     except GraphError:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
+        if isinstance(error, ValueError) and "trust_remote_code" in text:
+            text = f"{source or class_path} asks for code of its own (auto_map), and code that comes with a checkpoint is never run"
+            advice = "name a class of transformers, or install its package, name its class and add --trust-package PACKAGE"
+            raise GraphError(f"{place}: {text}: {advice}", where) from error
         raise GraphError(f"{place}: {class_path} cannot be made: {type(error).__name__}: {text[:400]}", where) from error

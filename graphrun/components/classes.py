@@ -1,36 +1,72 @@
-"""From a class path in a graph file to the class, within the packages that the graph allows.
+"""From a class path in a file to the class, within the packages and kinds of classes that a file may name without anybody's word.
 
-Decides what code a graph may name. Imports only the package that is named. Must not know files or weights.
+Decides what code a file may name. Imports only the package that is named. Must not know files or weights.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from graphrun.errors import GraphError
-from graphrun.graph.values import did_you_mean
+from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.graph.values import did_you_mean, outside, to_trust
+
+Kind = Literal["component", "part", "pipeline", "blocks"]
+# What a class of diffusers or transformers has to be, by the package and name of one of its bases. ConfigMixin stands for what is
+# made of its configuration alone: diffusers' image processors and pachifiers.
+_BASES: dict[str, frozenset[tuple[str, str]]] = {
+    "component": frozenset({("torch", "Module")}),
+    "part": frozenset(
+        {("diffusers", base) for base in ("SchedulerMixin", "BaseGuidance", "ConfigMixin")}
+        | {("transformers", base) for base in ("PreTrainedTokenizerBase", "ProcessorMixin", "FeatureExtractionMixin")}
+        | {("transformers", base) for base in ("ImageProcessingMixin", "AutoTokenizer", "AutoProcessor", "AutoImageProcessor")}
+        | {("transformers", "AutoFeatureExtractor")}
+    ),
+    "pipeline": frozenset({("diffusers", "DiffusionPipeline"), ("diffusers", "ModularPipeline")}),
+    "blocks": frozenset({("diffusers", "ModularPipelineBlocks")}),
+}
+_SAID = {
+    "component": "a module with weights",
+    "part": "a scheduler, guider, tokenizer or processor",
+    "pipeline": "a pipeline",
+    "blocks": "blocks of a modular pipeline",
+}
 
 
-def resolve_class(class_path: str, allow: Sequence[str], where: str = "") -> type[Any]:
+def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "", *kinds: Kind) -> type[Any]:
     """The class that ``class_path`` names, such as ``diffusers.AutoencoderKL``.
 
-    The class itself must live in an allowed package: ``diffusers.utils.x.subprocess.Popen`` does not.
+    It lives in diffusers or transformers and is of one of ``kinds`` (of any, where none is given), or it lives in a package that
+    the caller trusts. What counts is where the class itself is defined: ``diffusers.utils.x.subprocess.Popen`` is subprocess's.
     Raises GraphError at ``where``.
     """
     package, *steps = class_path.split(".")
-    if package not in allow:
-        raise GraphError(f"{class_path} is outside the allowed packages ({', '.join(allow)}); to trust it, add it to allow:", where)
+    packages = dict.fromkeys((*DEFAULT_ALLOW, *trust))
+    if package not in packages:
+        raise GraphError(f"{class_path} is {outside(package, packages)}", where)
     found: Any = _import(package, class_path, where)
     for step in steps:
         found = _member(found, step, class_path, where)
     if not isinstance(found, type):
         raise GraphError(f"{class_path} is not a class", where)
-    if found.__module__.split(".")[0] not in allow:
-        raise GraphError(f"{class_path} is {found.__module__}.{found.__qualname__}, outside the allowed packages", where)
+    own = found.__module__.split(".")[0]
+    if own not in packages:
+        raise GraphError(f"{class_path} is {found.__module__}.{found.__qualname__}, {outside(own, packages)}", where)
+    if own not in trust and not any(_is(found, kind) for kind in kinds or _BASES):
+        wanted = " nor ".join(_SAID[kind] for kind in kinds or _BASES)
+        raise GraphError(f"{class_path} is not {wanted}, and a file may name no other class here; {to_trust(own)}", where)
     return found
+
+
+def _is(found: type[Any], kind: str) -> bool:
+    if type(found).__name__ == "DummyObject":  # in place of a class whose dependencies are absent; it says so when it is made
+        return True
+    bases = {(base.__module__.split(".")[0], base.__name__) for base in found.__mro__} & _BASES[kind]
+    # What has only a configuration is made of it; AutoModel and its like look for another class, by a name in a file.
+    return bool(bases) and (bases != {("diffusers", "ConfigMixin")} or not hasattr(found, "from_pretrained"))
 
 
 def _member(owner: Any, name: str, class_path: str, where: str) -> Any:

@@ -40,6 +40,20 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
+def unasked() -> Iterator[None]:
+    """transformers does not ask on stdin whether to run code that came with a checkpoint (`resolve_trust_remote_code`), but raises
+    ValueError: a configuration inside another (LLaVA's ``text_config``) may name code too, and no argument says no to that."""
+    from transformers import dynamic_module_utils
+
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Tensors are of ``dtype`` where nothing else is said."""
     before = torch.get_default_dtype()

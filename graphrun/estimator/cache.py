@@ -158,11 +158,11 @@ def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
     this machine count by name, size and when they were written.
     """
     sources = _sources(graph)
-    stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.allow)}
-    if sources is None or any(stamps[name] is None for name in graph.allow):
+    stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.trust)}
+    if sources is None or any(stamps[name] is None for name in graph.trust):
         return None
     code = [stamps, list(sys.version_info[:3]), own_source()]
-    return digest_of([graph.digest, list(graph.allow), _settings(graph, inputs), code, sources])
+    return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), code, sources])
 
 
 def _sources(graph: Graph) -> list[Any] | None:
@@ -224,10 +224,10 @@ def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] |
         from graphrun.estimator.probe import probe
 
         for component in graph.components.values():
-            resolve_class(component.class_path, graph.allow, component.where)
+            resolve_class(component.class_path, graph.trust, component.where, "component")
         for part in graph.parts.values():
-            resolve_class(part.class_path, graph.allow, part.where)
-        resolve_class(graph.pipeline, graph.allow)
+            resolve_class(part.class_path, graph.trust, part.where, "part")
+        resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
         imported()
         return probe(graph, inputs, options)
 

@@ -47,7 +47,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
     Raises what the pipeline's own code raises for them, and GraphError where a component's files are on this machine and are broken
     or another model's.
     """
-    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    ghosts = {name: ghost(component, graph.trust) for name, component in graph.components.items()}
     for name, component in graph.components.items():
         holding(component, ghosts[name])
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
@@ -182,7 +182,7 @@ def _in_every_precision(facts: Facts, graph: Graph, component: Component, module
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
         if precision in ("fp8", "gguf"):
-            held, content = held_ghost(component, graph.allow, precision)
+            held, content = held_ghost(component, graph.trust, precision)
             if content is not None and precision in as_stored(content, layers):
                 as_they_are = (*as_they_are, precision)
                 for (classes, by_layer), found in zip(cuts, sizes, strict=True):
@@ -191,7 +191,7 @@ def _in_every_precision(facts: Facts, graph: Graph, component: Component, module
                 named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
                 kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
         elif precision not in (component.dtype, *QUANTIZED):
-            other = ghost(replace(component, dtype=precision), graph.allow)
+            other = ghost(replace(component, dtype=precision), graph.trust)
             for (classes, by_layer), found in zip(cuts, sizes, strict=True):
                 found[precision] = block_bytes_by_precision(other, classes, precision, by_layer=by_layer)[precision]
     return replace(

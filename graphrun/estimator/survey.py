@@ -68,7 +68,7 @@ def survey(
 
 def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dict[str, Any]:
     declared = graph.components[name]
-    module = probed.ghosts[name] if name in probed.ghosts else ghost(declared, graph.allow)
+    module = probed.ghosts[name] if name in probed.ghosts else ghost(declared, graph.trust)
     sizes = weights_by_precision(module, declared.dtype, allocated=True)
     allowed = {declared.dtype, *declared.precision}
     held = holding(declared, module)

@@ -77,7 +77,7 @@ class Host:
         host._spool.remove_stale()
         refuse_movers(given)
         used = {use.component for phase in problem.phases for use in phase.uses}
-        host.ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+        host.ghosts = {name: ghost(component, graph.trust) for name, component in graph.components.items()}
         host.modules = dict(host.ghosts)  # a stage may list a component that no call enters
         for numbers in problem.components:
             if numbers.name in given and graph.component(numbers.name).loras:

@@ -157,14 +157,15 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file."""
+    """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file. ``trust``: packages of
+    which it may name any class, by the caller's word; ``where`` is the ``file:line`` of its pipeline."""
 
     name: str
     path: Path | None
     pipeline: str
     source: str | None
     pipeline_config: dict[str, Any]
-    allow: tuple[str, ...]
+    trust: tuple[str, ...]
     inputs: Mapping[str, Input]
     components: Mapping[str, Component]
     parts: Mapping[str, Part]
@@ -173,6 +174,7 @@ class Graph:
     directives: Directives = Directives()
     given: tuple[Reference, ...] = ()  # outputs of stages that are handed in, in place of these stages
     fps: float | None = None  # of videos as files; None: as the pipeline's own arguments say
+    where: str = field(default="", compare=False)
 
     def component(self, name: str) -> Component:
         """The component called ``name``; KeyError if there is none."""

@@ -6,7 +6,7 @@ Decides what a graph file may say. Must not import torch, nor the packages whose
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from graphrun.graph.shape import note_shape
 from graphrun.graph.sizes import read_sizes
 from graphrun.graph.spec import ComponentSpec, GraphSpec, InputSpec, IpAdapterSpec, LoraSpec, PartSpec
 from graphrun.graph.stages import check_uses, read_outputs, read_stages
-from graphrun.graph.values import did_you_mean, fit
+from graphrun.graph.values import did_you_mean, fit, outside, to_trust
 from graphrun.units import parse_size
 
 # What a file of weights is called, and what one is that is not read.
@@ -34,8 +34,8 @@ PICKLED = (".ckpt", ".bin", ".pt", ".pth", ".pkl")
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
 
-def load(path: str | Path) -> Graph:
-    """The graph in the YAML file ``path``.
+def load(path: str | Path, trust: Iterable[str] = ()) -> Graph:
+    """The graph in the YAML file ``path``. ``trust``: packages whose code it may run; its own ``allow:`` only asks for them.
 
     Raises GraphError; its text has one line per problem, each ``file:line: place: what is wrong``.
     """
@@ -47,7 +47,7 @@ def load(path: str | Path) -> Graph:
         note_shape(error, document.data, problems)
         problems.raise_if_any()
         raise  # pydantic found something and nothing was noted: a bug here
-    reader = _Reader(document, spec, problems)
+    reader = _Reader(document, spec, problems, tuple(sorted(set(trust))))
     graph = reader.read()
     problems.raise_if_any()
     return graph
@@ -56,13 +56,18 @@ def load(path: str | Path) -> Graph:
 class _Reader:
     """Turns a spec of the right shape into a graph, noting what does not fit."""
 
-    def __init__(self, document: Document, spec: GraphSpec, problems: Problems) -> None:
+    def __init__(self, document: Document, spec: GraphSpec, problems: Problems, trust: tuple[str, ...]) -> None:
         self.document, self.spec, self.problems = document, spec, problems
         self.folder = document.path.parent
-        self.allow = tuple(spec.allow) if spec.allow is not None else DEFAULT_ALLOW
+        self.trust = trust
+        asked = spec.allow if spec.allow is not None else DEFAULT_ALLOW
+        self.allow = dict.fromkeys((*(name for name in asked if name in DEFAULT_ALLOW), *trust))
 
     def read(self) -> Graph:
         spec, problems = self.spec, self.problems
+        for index, package in enumerate(spec.allow or ()):
+            if package not in self.allow:
+                problems.add(("allow", index), f"a file may ask for {package}, and only you can trust it; {to_trust(package)}")
         self._check_class(("pipeline",), spec.pipeline)
         inputs = {name: self._input(name, item) for name, item in spec.inputs.items()}
         components = {name: self._component(name, item) for name, item in spec.components.items()}
@@ -80,7 +85,7 @@ class _Reader:
             pipeline=spec.pipeline,
             source=self._source(("source",), spec.source, spec.revision) if spec.source else None,
             pipeline_config=self._pipeline_config(),
-            allow=self.allow,
+            trust=self.trust,
             inputs=inputs,
             components=components,
             parts=parts,
@@ -88,6 +93,7 @@ class _Reader:
             outputs=outputs,
             directives=self._directives(),
             fps=spec.fps,
+            where=self.document.where(("pipeline",)),
         )
 
     def _pipeline_config(self) -> dict[str, Any]:
@@ -215,10 +221,12 @@ class _Reader:
     def _check_class(self, at: Location, class_path: str) -> None:
         package = class_path.split(".")[0]
         if package not in self.allow:
-            allowed = ", ".join(self.allow)
             meant = did_you_mean(package, self.allow)
-            advice = meant if "did you mean" in meant else f"; to trust it, add {package} to allow:"
-            self.problems.add(at, f"{class_path} is outside the allowed packages ({allowed}){advice}")
+            advice = meant if "did you mean" in meant else ""
+            if package in DEFAULT_ALLOW:
+                advice = f"; allow: leaves {package} out: add it there"
+            what = f"outside the trusted packages ({', '.join(self.allow)}){advice}" if advice else outside(package, self.allow)
+            self.problems.add(at, f"{class_path} is {what}")
 
     def _config(self, at: Location, given: str | dict[str, Any] | None, source: str | None) -> dict[str, Any] | None:
         """The configuration given, or the one in a local source's folder; None when the hub has it, or nobody."""

@@ -79,8 +79,11 @@ def _sentence(details: ErrorDetails, key: str) -> str:
             return f"unknown {key if not key.isdigit() else 'value'} {value!r}{did_you_mean(str(value), choices)}"
         case "string_pattern_mismatch" if key in ("class", "pipeline"):
             return f"{value!r} is not a class path such as diffusers.AutoencoderKL"
+        case "string_pattern_mismatch" if "._-" in context["pattern"]:
+            what = "letters, digits, dots, dashes and underscores, at most 64, no dot or dash first"
+            return f"{value!r} cannot be a graph's name, which is that of the files of its outputs: {what}"
         case "string_pattern_mismatch" if "A-Z" in context["pattern"]:
-            return f"{value!r} is not a name: letters, digits and underscores, no digit first"
+            return f"{value!r} is not a name: letters, digits and underscores, at most 64, no digit first"
         case "string_pattern_mismatch":
             return f"{value!r} holds control characters"
         case "too_short" | "string_too_short":

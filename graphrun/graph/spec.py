@@ -13,7 +13,10 @@ from pydantic_core import PydanticCustomError
 
 from graphrun.graph.ops import OPERATIONS
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# Names become parts of files' names: characters of POSIX's portable file names, and room for what is put beside them (a file's name
+# has 255 bytes on most systems).
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+GraphName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
 ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$")]
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 Scalar = str | bool | int | float
@@ -150,7 +153,7 @@ class GraphSpec(Spec):
     """A graph file of graphrun: a diffusion pipeline as a DAG of stages."""
 
     graphrun: Literal[1] = Field(description="The version of this file format.")
-    name: Text
+    name: GraphName = Field(description="Of the files of its outputs too: letters, digits, dots, dashes, underscores.")
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
@@ -159,7 +162,11 @@ class GraphSpec(Spec):
     revision: Revision | None = None
     variant: FileVariant | None = None
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of its videos, as files.")
-    allow: list[Name] | None = Field(default=None, description="Packages that classes may come from, in place of the usual two.")
+    allow: list[Name] | None = Field(
+        default=None,
+        description="Packages that classes come from, in place of the usual two. It only asks: what runs their code is "
+        "--trust-package NAME of whoever uses the file.",
+    )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)
     components: dict[Name, ComponentSpec] = Field(min_length=1)
     parts: dict[Name, PartSpec] = Field(default_factory=dict)

@@ -26,6 +26,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; known are {', '.join(map(repr, names))}" if len(names) <= 12 else ""
 
 
+def outside(package: str, packages: Iterable[str]) -> str:
+    """What is said of a class of ``package``, which is none of ``packages``."""
+    return f"outside the trusted packages ({', '.join(packages)}); {to_trust(package)}"
+
+
+def to_trust(package: str) -> str:
+    """What a caller does to let a graph name any class of ``package``, which runs its code: no file can."""
+    return f"if you trust {package}, plan and run the graph with --trust-package {package} (in Python trust=[{package!r}])"
+
+
 def of_type(kind: str, value: Any) -> Any:
     """``value`` as ``kind`` (str, int, float or bool), an int being a float too. Raises ValueError if it is something else."""
     if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):

@@ -35,7 +35,7 @@ def of_class(class_path: str, configs: Mapping[str, str], without: Collection[st
 
     Raises InputError for a class that is none, an unknown argument, and for components whose configuration is not given.
     """
-    kind = resolve_class(class_path, DEFAULT_ALLOW)
+    kind = resolve_class(class_path)
     if is_modular_class(kind):
         return _of_blocks(class_path, kind, configs, without, workflow)
     from diffusers import DiffusionPipeline
@@ -116,7 +116,7 @@ def _classes(hint: Any) -> Iterator[type[Any]]:
     """The classes that an annotation names, but for plain ones; of a list of schedulers its members."""
     if isinstance(hint, enum.EnumMeta):
         for member in sorted(hint.__members__, key=lambda name: name != USUAL_SCHEDULER):
-            yield resolve_class(f"diffusers.{member}", DEFAULT_ALLOW)
+            yield resolve_class(f"diffusers.{member}")
     elif isinstance(hint, type) and hint.__module__.split(".")[0] in DEFAULT_ALLOW:
         yield hint
     elif typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -129,7 +129,7 @@ def _path_of(kind: type[Any]) -> str:
     library = kind.__module__.split(".")[0]
     short = f"{library}.{kind.__name__}"
     try:
-        return short if resolve_class(short, DEFAULT_ALLOW) is kind else f"{kind.__module__}.{kind.__qualname__}"
+        return short if resolve_class(short) is kind else f"{kind.__module__}.{kind.__qualname__}"
     except GraphError:
         return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -150,7 +150,7 @@ def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> Thing
     if not class_path:
         named = ", ".join(_path_of(kind) for kind in classes) or "a class"
         raise InputError(f"{where}: which class is it? write --config {name}=CLASS:{file} with {named}")
-    if is_module(class_path, DEFAULT_ALLOW, where):
+    if is_module(class_path, (), where):
         if config is None:
             raise InputError(f"{where}: {path} has no config.json")
         dtype, why = dtype_of(config, ())
@@ -158,7 +158,7 @@ def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> Thing
     if path.is_dir() and config is None:
         return Thing(name, class_path, None, source=str(path.resolve()))
     made = Thing(name, class_path, config)
-    return replace(made, stand_in=True) if _is_tokenizer(resolve_class(class_path, DEFAULT_ALLOW)) else made
+    return replace(made, stand_in=True) if _is_tokenizer(resolve_class(class_path)) else made
 
 
 def _said(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
@@ -178,7 +178,7 @@ def _unsaid(name: str, classes: list[type[Any]]) -> Thing | None:
     """A tokenizer's stand-in, or a scheduler or processor with its defaults; None for a component, whose sizes nobody said."""
     kind = classes[0]
     path = _path_of(kind)
-    if is_module(path, DEFAULT_ALLOW, name):
+    if is_module(path, (), name):
         return None
     if _is_tokenizer(kind):
         length = CLIP_LENGTH if "CLIP" in kind.__name__ else MARKS["model_max_length"]

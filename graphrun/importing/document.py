@@ -49,8 +49,8 @@ def document_of(recipe: Recipe, layout: Layout, name: str) -> Document:
         lines.append(f"source: {_flow(recipe.source)}")
     if recipe.revision is not None:
         lines.append(f"revision: {_flow(recipe.revision)}")
-    if set(recipe.allow) != set(DEFAULT_ALLOW):
-        lines.append(f"allow: {_flow(list(recipe.allow))}")
+    if recipe.trust:
+        lines.append(f"allow: {_flow([*DEFAULT_ALLOW, *recipe.trust])}")
     lines += ["", "inputs:", *(_entry(2, key, value) for key, value in layout.inputs.items())]
     order = list(dict.fromkeys(each.component for entries in layout.entered.values() for each in entries))
     components = sorted(recipe.components.values(), key=lambda t: order.index(t.name) if t.name in order else len(order))

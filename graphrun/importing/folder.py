@@ -5,6 +5,7 @@ Decides which files count. No weights are fetched; of those that lie in a folder
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from graphrun.components.classes import resolve_class
 from graphrun.components.weights import has_weights, stored_tensors
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
-from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.importing.modular import made_by_itself, own_code, pipeline_of
 from graphrun.importing.recipe import Recipe, Thing, class_in, dtype_of, existing_kind, is_module, plain_settings, slug
 from graphrun.ops.modular import BLOCKS, is_modular_class
@@ -74,6 +74,8 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
     index = _index(folder, origin)
     kind, path = _pipeline(index.get("_class_name"), origin)
     listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
+    if wrong := [name for name in listed if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name)]:
+        raise InputError(f"{INDEX}: {wrong[0]!r} cannot be a part's name, which is that of its folder: rename it", origin)
     pairs = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2 and _names(entry)}
     _refuse_unknown(without, pairs, origin)
     absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]
@@ -170,7 +172,7 @@ def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
         )
     path = f"diffusers.{name}"
     try:
-        kind = resolve_class(path, DEFAULT_ALLOW, origin)
+        kind = resolve_class(path, (), origin, "pipeline")
     except GraphError as error:
         text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
         raise GraphError(f"{error}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from error
@@ -184,9 +186,9 @@ def _names(entry: list[Any]) -> bool:
 def _several(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> list[Thing]:
     """The components in the folders NAME, NAME_1, ... of one that is a list of others, such as several ControlNets."""
     path = class_in(entry[0], entry[1], kind, f"{origin}/{name}")
-    whole: Any = resolve_class(path, DEFAULT_ALLOW)
+    whole: Any = resolve_class(path, ())
     configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
-    if configured or not is_module(path, DEFAULT_ALLOW, origin):
+    if configured or not is_module(path, (), origin):
         return []
     found: list[Thing] = []
     while (folder / (own := f"{name}_{len(found)}" if found else name) / CONFIGS[0]).is_file():
@@ -205,7 +207,7 @@ def _thing(folder: Path, name: str, entry: list[str], kind: type[Any], origin: s
     path = class_in(entry[0], entry[1], kind, where)
     found = next((own / file for file in CONFIGS if (own / file).is_file()), None)
     config = read_json(found) if found is not None else None
-    if not is_module(path, DEFAULT_ALLOW, where):
+    if not is_module(path, (), where):
         return Thing(name, path, config)
     if config is None:
         raise InputError(f"{where} has no config.json: without it {entry[1]} has no sizes")

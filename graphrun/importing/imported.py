@@ -25,7 +25,7 @@ from graphrun.importing.document import document_of
 from graphrun.importing.folder import of_folder, of_hub
 from graphrun.importing.layout import Layout
 from graphrun.importing.modular import WORKFLOW, with_workflow
-from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe, accepted
+from graphrun.importing.recipe import DTYPES, OF_FILES, Recipe, accepted, slug
 from graphrun.importing.rehearse import in_one_dtype, rehearse
 from graphrun.importing.single import ONE_FILE, of_file
 from graphrun.integrations.rehearsal import ProbeError
@@ -59,8 +59,9 @@ class Imported:
         Raises InputError where something is there already that is not to be overwritten; then nothing is written.
         """
         refuse_existing(path, force)
-        trial = document_of(self.recipe, self.layout, path.stem)
-        seen = document_of(_as_seen_from(self.recipe, path.parent), self.layout, path.stem)
+        name = path.stem if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", path.stem) else slug(path.stem)
+        trial = document_of(self.recipe, self.layout, name)
+        seen = document_of(_as_seen_from(self.recipe, path.parent), self.layout, name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".graphrun-import-") as made:
@@ -71,12 +72,12 @@ class Imported:
                         content(target)
                     else:
                         target.write_text(content, encoding="utf-8")
-                load(Path(made, path.name))
+                load(Path(made, path.name), self.recipe.trust)
                 Path(made, path.name).write_text(seen.text, encoding="utf-8")
                 _move(Path(made), path, list(trial.files), force)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
-        return load(path)
+        return load(path, self.recipe.trust)
 
 
 def import_source(source: str, asked: Asked) -> Imported:

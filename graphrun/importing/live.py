@@ -25,9 +25,9 @@ def of_pipeline(pipe: Any) -> Recipe:
     """
     kind = own_class(pipe)
     origin = f"from_pipeline({kind.__name__})"
-    path, allow = path_of(kind)
+    path, trust = path_of(kind)
     if is_modular_class(kind):
-        return of_blocks(pipe, path, allow, origin)
+        return of_blocks(pipe, path, trust, origin)
     loaded = str(pipe.config.get("_name_or_path") or "")
     here = bool(loaded) and Path(loaded).is_dir()
     source = str(Path(loaded).resolve()) if here else None if loaded.startswith((".", "/")) else loaded or None
@@ -38,7 +38,7 @@ def of_pipeline(pipe: Any) -> Recipe:
         for key, item in {f"{name}_{n}": net for n, net in enumerate(nets)}.items() if nets else [(name, value)]:
             if item is not None:
                 things.append(_thing(key, item, origin))
-                allow = (*allow, *path_of(type(item))[1])
+                trust = (*trust, *path_of(type(item))[1])
         if nets:
             lists[name] = [f"${name}_{number}" for number in range(len(nets))]
     absent = [name for name, value in components.items() if value is None]
@@ -51,7 +51,7 @@ def of_pipeline(pipe: Any) -> Recipe:
         things=tuple(things),
         settings=plain_settings(kind, given | lists, absent),
         place=source if here else None,
-        allow=tuple(dict.fromkeys(allow)),
+        trust=tuple(dict.fromkeys(trust)),
     )
 
 
@@ -61,7 +61,7 @@ def _components(pipe: Any) -> dict[str, Any]:
     return dict(pipe.components) | {name: part for name, part in named.items() if pipe.config[name][1:] == (type(part).__name__,)}
 
 
-def of_blocks(pipe: Any, path: str, allow: tuple[str, ...], origin: str) -> Recipe:
+def of_blocks(pipe: Any, path: str, trust: tuple[str, ...], origin: str) -> Recipe:
     """The recipe of the modular pipeline ``pipe``, whose components come each from where it was loaded."""
     settings, workflow, more = blocks_of(pipe._blocks, own_class(pipe), origin)
     settings |= {name: plain(pipe.config[name]) for name, spec in fresh_configs(pipe).items() if pipe.config[name] != spec}
@@ -78,7 +78,7 @@ def of_blocks(pipe: Any, path: str, allow: tuple[str, ...], origin: str) -> Reci
         source=None,
         things=tuple(things),
         settings=settings,
-        allow=tuple(dict.fromkeys((*allow, *more))),
+        trust=tuple(dict.fromkeys((*trust, *more))),
         workflow=workflow,
     )
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from graphrun.components.classes import resolve_class
 from graphrun.errors import InputError
-from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.graph.values import did_you_mean
 from graphrun.importing.recipe import Recipe, Thing, path_of, plain_config
 from graphrun.ops.modular import BLOCKS, is_modular_class, quietly
@@ -37,10 +36,10 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
             if _same(usual.get_workflow(workflow), blocks):
                 return {}, workflow, ()
     if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
-        path, allow = path_of(type(blocks))
+        path, trust = path_of(type(blocks))
         made = _made(type(blocks))
         if made is not None and _same(made, blocks):
-            return {BLOCKS: path}, "", allow
+            return {BLOCKS: path}, "", trust
     raise InputError(
         f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by code, and a graph file names a "
         f"class: write one (class MyBlocks({type(blocks).__name__}) with block_classes and block_names) in a module that can be "
@@ -58,7 +57,7 @@ def own_code(name: str) -> str:
 
 def _default_blocks(kind: type[Any]) -> Any:
     name = getattr(kind, "default_blocks_name", None)
-    return resolve_class(f"diffusers.{name}", DEFAULT_ALLOW)() if name else None
+    return resolve_class(f"diffusers.{name}", (), "", "blocks")() if name else None
 
 
 def _made(kind: type[Any]) -> Any:
@@ -107,7 +106,7 @@ def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
     if blocks is None and _default_blocks(kind) is None:
         raise InputError(f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline")
     with quietly():
-        return kind(blocks=resolve_class(blocks, DEFAULT_ALLOW)() if blocks else None)
+        return kind(blocks=resolve_class(blocks, (), "", "blocks")() if blocks else None)
 
 
 def needed_by(blocks: Any, workflow: str) -> set[str]:
@@ -137,7 +136,7 @@ def with_workflow(recipe: Recipe, sets: Mapping[str, Any]) -> tuple[Recipe, Mapp
     if WORKFLOW not in sets or not is_modular_class(recipe.kind):
         return recipe, sets
     own = recipe.settings.get(BLOCKS)
-    blocks = resolve_class(own, recipe.allow)() if own else _default_blocks(recipe.kind)
+    blocks = resolve_class(own, recipe.trust, recipe.origin, "blocks")() if own else _default_blocks(recipe.kind)
     known = blocks._workflow_map or {}
     asked = sets[WORKFLOW]
     if asked not in known:

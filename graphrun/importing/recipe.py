@@ -58,7 +58,8 @@ class Thing:
 class Recipe:
     """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``place`` is
     the folder where its small files are now. ``settings`` are constructor arguments that are plain. ``origin`` is how the user
-    called it, ``notes`` what else a reader of the file should know, ``workflow`` the way through a modular pipeline's blocks."""
+    called it, ``notes`` what else a reader of the file should know, ``workflow`` the way through a modular pipeline's blocks,
+    ``trust`` packages of the user's own classes."""
 
     origin: str
     name: str
@@ -68,14 +69,14 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
     place: str | None = None
     revision: str | None = None
-    allow: tuple[str, ...] = DEFAULT_ALLOW
+    trust: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     workflow: str = ""
 
     @property
     def kind(self) -> type[Any]:
         """The pipeline's class."""
-        return resolve_class(self.pipeline, self.allow, self.origin)
+        return resolve_class(self.pipeline, self.trust, self.origin, "pipeline")
 
     @property
     def components(self) -> dict[str, Thing]:
@@ -92,7 +93,7 @@ class Recipe:
             pipeline=self.pipeline,
             source=self.source,
             pipeline_config=dict(self.settings),
-            allow=self.allow,
+            trust=self.trust,
             inputs={},
             components={
                 t.name: Component(
@@ -151,12 +152,12 @@ def class_in(library: str, name: str, pipeline: type[Any], origin: str) -> str:
         paths = [f"diffusers.pipelines.{library}.{name}", f"{beside}.{name}", f"{beside}.{library}.{name}", *near]
     for path in paths:
         try:
-            resolve_class(path, DEFAULT_ALLOW)
+            resolve_class(path, (), origin, "component", "part")
         except InputError:
             continue
         return path
     if library.split(".")[0] in DEFAULT_ALLOW:
-        resolve_class(paths[0], DEFAULT_ALLOW, origin)
+        resolve_class(paths[0], (), origin, "component", "part")
     raise InputError(
         f"{name} comes from {library!r}, which is no library that is installed and allowed: code that comes with a checkpoint is "
         "never run. Install its package, and write the graph with class: and allow: by hand (docs/pipelines.md)",
@@ -170,22 +171,21 @@ def _annotated(pipeline: type[Any], name: str) -> list[str]:
     return [f"{hint.__module__}.{name}" for hint in hints if isinstance(hint, type) and hint.__name__ == name]
 
 
-def is_module(class_path: str, allow: Sequence[str], origin: str) -> bool:
+def is_module(class_path: str, trust: Sequence[str], origin: str) -> bool:
     """Whether the class is one of modules, which have weights."""
-    return issubclass(resolve_class(class_path, allow, origin), nn.Module)
+    return issubclass(resolve_class(class_path, trust, origin), nn.Module)
 
 
 def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
-    """The class path of ``kind``, and the packages that a graph has to allow for it.
+    """The class path of ``kind``, of which there is an object, and the package that a graph of it has to be trusted with.
 
     Raises InputError where it cannot be imported by its name.
     """
     package = kind.__module__.split(".")[0]
-    allow = tuple(dict.fromkeys((*DEFAULT_ALLOW, package)))
     for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
         try:
-            if resolve_class(path, allow) is kind:
-                return path, allow
+            if resolve_class(path, (package,)) is kind:
+                return path, () if package in DEFAULT_ALLOW else (package,)
         except GraphError:
             continue
     raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
@@ -203,7 +203,7 @@ def accepted(recipe: Recipe) -> Recipe:
     there itself (AutoencoderTiny's ``block_out_channels``)."""
 
     def of(thing: Thing) -> Thing:
-        kind: Any = resolve_class(thing.class_path, recipe.allow, recipe.origin) if thing.is_component else None
+        kind: Any = resolve_class(thing.class_path, recipe.trust, recipe.origin) if thing.is_component else None
         if not hasattr(kind, "load_config") or (recipe.place is None and thing.live is None):
             return thing
         known = inspect.signature(kind.__init__).parameters
@@ -223,7 +223,7 @@ def plain(value: Any) -> Any:
 
 def slug(text: str) -> str:
     """A name for a graph out of a folder's, a repository's or a class's: ``FLUX.1-dev`` is ``flux.1-dev``."""
-    return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.") or "pipeline"
+    return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.")[:64] or "pipeline"
 
 
 def existing_kind(path: Path) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from graphrun import sim
 from graphrun.components.build import build_part, ghost
+from graphrun.components.texts import measured
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.importing.echo import Echo, Entered, digest_of, explained
@@ -123,7 +124,7 @@ def few_steps(strength: float | None) -> int:
 def rehearse(recipe: Recipe) -> Rehearsed:
     """``recipe`` made on meta. Raises GraphError naming the component or part that cannot be made."""
     graph = recipe.graph()
-    ghosts = {name: ghost(component, graph.allow) for name, component in graph.components.items()}
+    ghosts = {name: ghost(component, graph.trust) for name, component in graph.components.items()}
     things = {thing.name: thing for thing in recipe.things}
     parts = {name: _part(things[name], part, graph) for name, part in graph.parts.items()}
     return Rehearsed(recipe, graph, ghosts, parts, Echo(ghosts, recipe.kind.__call__))
@@ -131,7 +132,7 @@ def rehearse(recipe: Recipe) -> Rehearsed:
 
 def _part(thing: Thing, part: Part, graph: Graph) -> Any:
     if thing.stand_in:
-        return stand_in(part.config)
+        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where)
     return build_part(part, graph) if thing.live is None or hasattr(thing.live, "set_timesteps") else thing.live
 
 

@@ -21,7 +21,7 @@ from graphrun.components.gguf import shape_of
 from graphrun.components.quantize import quantizable_layers
 from graphrun.components.weights import Stored
 from graphrun.errors import GraphError, InputError
-from graphrun.graph.graph import DEFAULT_ALLOW, Component
+from graphrun.graph.graph import Component
 from graphrun.importing.recipe import Recipe, Thing, dtype_of, slug
 
 ONE_FILE = (".safetensors", ".gguf")
@@ -98,7 +98,7 @@ def _component(name: str, class_path: str, file: Path, config: object = None) ->
 def _held(thing: Thing, file: Path, base: Recipe) -> tuple[Thing, Content] | str:
     """``thing`` as the file holds it, or what says that the file is without it. Raises GraphError where it holds another model."""
     component = _component(thing.name, thing.class_path, file, thing.config)
-    module = ghost(component, DEFAULT_ALLOW)
+    module = ghost(component, ())
     try:
         content = content_of(component, module, file, _precision(file))
     except GraphError as error:

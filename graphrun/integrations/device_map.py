@@ -44,7 +44,7 @@ def device_maps(graph: Graph, problem: Problem, plan: Plan) -> dict[str, dict[st
             for k in numbers.classes:
                 stay = set(kept.get(k.name, ()))
                 places |= {path: 0 if index in stay else home for index, path in enumerate(k.blocks) if path}
-        module = ghost(graph.component(numbers.name), graph.allow)
+        module = ghost(graph.component(numbers.name), graph.trust)
         found[numbers.name] = dict(_covered(module, "", places)) if set(places.values()) - {0} else {"": 0}
     return found
 

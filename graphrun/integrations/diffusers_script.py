@@ -100,11 +100,12 @@ class _Script:
         if part.file is not None:
             yield f"{part.name} = transformers.PreTrainedTokenizerFast(tokenizer_file={str(part.file)!r}, **{part.config!r})"
         elif part.has_config:
-            kind = resolve_class(part.class_path, self.graph.allow, part.where)
+            kind = resolve_class(part.class_path, self.graph.trust, part.where, "part")
             made = f"from_config({part.config!r})" if hasattr(kind, "from_config") else f"__call__(**{part.config!r})"
             yield f"{part.name} = {part.class_path}.{made}"
         else:
-            yield f"{part.name} = {part.class_path}.from_pretrained({_place(part.source or '')})"
+            more = ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
+            yield f"{part.name} = {part.class_path}.from_pretrained({_place(part.source or '')}{more})"
 
     def _loaded(self, names: list[str], stage: str) -> Iterator[str]:
         for name in names:
@@ -130,7 +131,7 @@ class _Script:
         if precision == "gguf":
             more.append(f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})")
         if source.endswith((".safetensors", ".gguf")):
-            if not hasattr(resolve_class(component.class_path, self.graph.allow, component.where), "from_single_file"):
+            if not hasattr(resolve_class(component.class_path, self.graph.trust, component.where, "component"), "from_single_file"):
                 raise InputError(f"{name}: {component.class_path} has no from_single_file; give it a folder to export the plan")
             yield "# config: a folder or repository with this component's config.json; here it is guessed from the file"
             yield f"{name} = {component.class_path}.from_single_file({_place(source)}, {', '.join(more)})"
@@ -145,14 +146,14 @@ class _Script:
 
     def _streamed(self, component: Component) -> Iterator[str]:
         """Block by block for diffusers' models but VAEs, whose blocks they do not call by themselves; else leaf by leaf."""
-        kind = resolve_class(component.class_path, self.graph.allow, component.where)
+        kind = resolve_class(component.class_path, self.graph.trust, component.where, "component")
         blocks = hasattr(kind, "enable_group_offload") and not hasattr(kind, "decode")
         level = '"block_level", num_blocks_per_group=1' if blocks else '"leaf_level"'
         yield f"apply_group_offloading({component.name}, onload_device=DEVICE, offload_type={level},"
         yield '                       use_stream=DEVICE.type == "cuda")'
 
     def _pipeline(self, names: list[str]) -> Iterator[str]:
-        kind = resolve_class(self.graph.pipeline, self.graph.allow)
+        kind = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
         given = dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
         found = [f"{name}={name}" for name in given if name in names or name in self.graph.parts]
         found += [f"{name}=None" for name in given if name in self.graph.components and name not in names]
@@ -170,7 +171,7 @@ class _Script:
                 yield f"# {stage}: the plan runs it by {name}, which has no call in diffusers"
 
     def _encoded(self) -> Iterator[str]:
-        kind: Any = resolve_class(self.graph.pipeline, self.graph.allow)
+        kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
         call, own = inspect.signature(kind.__call__).parameters, inspect.signature(kind.encode_prompt).parameters
         given = {name: self._value(value) for name, value in self.encode.arguments.items()}
         scale = self._now(self.encode, "guidance_scale")
@@ -202,7 +203,7 @@ class _Script:
         yield f"embeds = {{name: embeds[name] for name in {taken!r} if embeds[name] is not None}}"
 
     def _called(self) -> Iterator[str]:
-        kind: Any = resolve_class(self.graph.pipeline, self.graph.allow)
+        kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
         known = inspect.signature(kind.__call__).parameters
         given = {**self.decode.arguments, **self.denoise.arguments}
         seed = self._value(given.pop("seed", 0))

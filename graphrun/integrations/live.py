@@ -210,7 +210,7 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], forms: Iterable[Form] 
         pipeline=f"{type(pipe).__module__}.{type(pipe).__name__}",
         source=None,
         pipeline_config={},
-        allow=(),
+        trust=(),
         inputs={},
         components=components,
         parts={},

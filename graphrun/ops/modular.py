@@ -52,7 +52,7 @@ def assemble_blocks(
     settings = dict(graph.pipeline_config)
     own = settings.pop(BLOCKS, None)
     with quietly():
-        pipeline = kind(blocks=resolve_class(str(own), graph.allow, where)() if own is not None else None)
+        pipeline = kind(blocks=resolve_class(str(own), graph.trust, graph.where, "blocks")() if own is not None else None)
     expected = list(pipeline._component_specs)
     if unknown := sorted((modules.keys() | parts.keys()) - set(expected)):
         raise GraphError(f"{type(pipeline._blocks).__name__} take no {unknown[0]}{did_you_mean(unknown[0], expected)}", where)

@@ -28,7 +28,7 @@ def assemble(
     Raises GraphError when the pipeline's class needs something that the graph does not have, unless it is ``partial``: encoding a
     prompt needs no VAE and no transformer, and nothing of its sizes is read from them.
     """
-    kind = resolve_class(graph.pipeline, graph.allow)
+    kind = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
     if is_modular_class(kind):
         return assemble_blocks(graph, kind, modules, parts, device)
     arguments: dict[str, Any] = {
@@ -97,7 +97,7 @@ def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
     for value in (stage.arguments[name] for stage in graph.stages for name in names if name in stage.arguments):
         found = inputs.get(value.name, graph.inputs[value.name].default) if isinstance(value, Reference) else value
         return float(found) if found else None
-    known = inspect.signature(resolve_class(graph.pipeline, graph.allow).__call__).parameters
+    known = inspect.signature(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline").__call__).parameters
     defaults = (known[name].default for name in names if name in known)
     return next((float(default) for default in defaults if isinstance(default, (int, float)) and default > 0), None)
 

@@ -71,7 +71,7 @@ class Stages:
         self.graph, self.modules, self.device = graph, modules, device
         self.after_stage, self.before_stage = after_stage, before_stage
         self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
-        self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.allow) for name, c in graph.components.items()}
+        self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.trust) for name, c in graph.components.items()}
         self._inputs, self._planning, self.steps = dict(inputs), planning, Steps(journal)
         self.named: dict[str, Any] = dict(given or {})  # values of stages that later ones need: ``encode.embeds``
         self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}

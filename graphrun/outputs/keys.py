@@ -126,7 +126,7 @@ class Keys:
                     [graph.pipeline, graph.pipeline_config],
                     {name: _declared(component) for name, component in graph.components.items()},
                     {name: self._part(part) for name, part in graph.parts.items()},
-                    [*((name, _version(name)) for name in (*LIBRARIES, *graph.allow)), list(sys.version_info[:3])],
+                    [*((name, _version(name)) for name in (*LIBRARIES, *graph.trust)), list(sys.version_info[:3])],
                     code_digest(),
                     self.device,
                 ]

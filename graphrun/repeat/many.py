@@ -120,7 +120,7 @@ def _run_items(graph: Graph, items: Sequence[Item], means: Means) -> Batch:
 
 def loops_begun_anew(graph: Graph) -> list[tuple[str, str]]:
     """The stages whose loops cannot go on where they were broken off, each with the reason."""
-    why = why_not(resolve_class(graph.pipeline, graph.allow))
+    why = why_not(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline"))
     return [(stage.name, why) for stage in graph.stages if why and stage.op == "denoise"]
 
 

@@ -21,6 +21,7 @@ from graphrun.components.random_weights import TILE, fill
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph
 from graphrun.graph.load import load
+from graphrun.graph.values import outside
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -99,17 +100,17 @@ def at(component: Component, folder: Path) -> Component:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_counts_are_the_checkpoints(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
-    ghosts = {component.name: ghost(component, graph.allow) for component in graph.components.values()}
+    ghosts = {component.name: ghost(component, graph.trust) for component in graph.components.values()}
     assert {key: sum(p.numel() for p in module.parameters()) for key, module in ghosts.items()} == PARAMETERS[name]
     assert all(t.device.type == "meta" for module in ghosts.values() for t in tensors(module).values())
 
 
 def test_a_ghost_of_flux_takes_less_than_a_second() -> None:
     graph = load(GRAPHS / "flux-dev.yaml")
-    ghost(graph.component("vae"), graph.allow)  # imports
-    resolve_class("diffusers.FluxTransformer2DModel", graph.allow)
+    ghost(graph.component("vae"), graph.trust)  # imports
+    resolve_class("diffusers.FluxTransformer2DModel", graph.trust)
     start = time.process_time()
-    ghost(graph.component("transformer"), graph.allow)
+    ghost(graph.component("transformer"), graph.trust)
     assert time.process_time() - start < 1
 
 
@@ -117,12 +118,12 @@ def test_a_ghost_of_flux_takes_less_than_a_second() -> None:
 def test_modules_are_their_ghosts_with_weights(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
     for component in graph.components.values():
-        module, twin = build(component, graph), ghost(component, graph.allow)
+        module, twin = build(component, graph), ghost(component, graph.trust)
         assert described(module) == described(twin)
         assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors(module).values())
         assert not module.training
         assert not twin.training
-    assert max(graph.components.values(), key=lambda c: sum(p.numel() for p in ghost(c, graph.allow).parameters())).name in (
+    assert max(graph.components.values(), key=lambda c: sum(p.numel() for p in ghost(c, graph.trust).parameters())).name in (
         "transformer",
         "unet",
     )
@@ -131,7 +132,7 @@ def test_modules_are_their_ghosts_with_weights(name: str) -> None:
 def test_t5_keeps_wo_in_fp32_in_fp16_only(flux: Graph) -> None:
     """As transformers' from_pretrained does: +1.875 GiB for T5-XXL, which a plan has to know."""
     for dtype, kept in (("float16", torch.float32), ("bfloat16", torch.bfloat16)):
-        module = ghost(replace(flux.component("text_encoder_2"), dtype=dtype), flux.allow)
+        module = ghost(replace(flux.component("text_encoder_2"), dtype=dtype), flux.trust)
         found = {p.dtype for name, p in module.named_parameters() if ".wo." in name}
         assert found == {kept}
         assert module.shared.weight.dtype == getattr(torch, dtype)
@@ -173,7 +174,7 @@ def test_ties_and_large_tensors_are_filled() -> None:
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
 def test_tiny_pipelines_make_images_that_depend_on_the_prompt(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
-    pipeline = resolve_class(graph.pipeline, graph.allow)(
+    pipeline = resolve_class(graph.pipeline, graph.trust)(
         **{key: build(component, graph) for key, component in graph.components.items()},
         **{key: build_part(part, graph) for key, part in graph.parts.items()},
         **graph.pipeline_config,
@@ -227,10 +228,10 @@ def test_a_ghost_has_the_dtypes_that_from_pretrained_gives(
     flux: Graph, tmp_path: Path, class_path: str, config: dict[str, Any], name: str, in_bfloat16: torch.dtype, dtype: str
 ) -> None:
     component = Component("any", class_path, None, config, True, dtype, (dtype,))
-    twin, module = ghost(component, flux.allow), build(component, flux)
+    twin, module = ghost(component, flux.trust), build(component, flux)
     module.save_pretrained(tmp_path)
     read = build(at(component, tmp_path), flux)
-    theirs = resolve_class(class_path, flux.allow).from_pretrained(tmp_path, torch_dtype=getattr(torch, dtype))
+    theirs = resolve_class(class_path, flux.trust).from_pretrained(tmp_path, torch_dtype=getattr(torch, dtype))
     assert described(theirs) == described(read) == described(module) == described(twin)
     assert all(torch.equal(tensor, tensors(module)[key]) for key, tensor in tensors(read).items())
     if dtype == "bfloat16":
@@ -239,7 +240,7 @@ def test_a_ghost_has_the_dtypes_that_from_pretrained_gives(
 
 def test_a_config_may_come_from_the_source(flux: Graph, saved: Path) -> None:
     bare = replace(at(flux.component("vae"), saved / "vae"), has_config=False, config={})
-    assert described(ghost(bare, flux.allow)) == described(ghost(flux.component("vae"), flux.allow))
+    assert described(ghost(bare, flux.trust)) == described(ghost(flux.component("vae"), flux.trust))
 
 
 def broken(saved: Path, tmp_path: Path, name: str) -> Path:
@@ -344,22 +345,22 @@ def test_config_errors(flux: Graph) -> None:
 
 
 def test_classes(flux: Graph) -> None:
-    allow = ("diffusers", "transformers")
-    assert resolve_class("diffusers.AutoencoderKL", allow).__name__ == "AutoencoderKL"
-    assert resolve_class("diffusers.models.autoencoders.autoencoder_kl.AutoencoderKL", allow).__name__ == "AutoencoderKL"
+    assert resolve_class("diffusers.AutoencoderKL").__name__ == "AutoencoderKL"
+    assert resolve_class("diffusers.models.autoencoders.autoencoder_kl.AutoencoderKL").__name__ == "AutoencoderKL"
     for path, message in {
         "diffusers.FluxTransformr2DModel": "unknown class diffusers.FluxTransformr2DModel; did you mean 'FluxTransformer2DModel'?",
         "transformers.T5EncoderModl": "unknown class transformers.T5EncoderModl; did you mean 'T5EncoderModel'?",
-        "os.system": "os.system is outside the allowed packages (diffusers, transformers); to trust it, add it to allow:",
+        "os.system": f"os.system is {outside('os', ('diffusers', 'transformers'))}",
         "diffusers.utils": "diffusers.utils is not a class",
-        "diffusers.utils.hub_utils.Path": "diffusers.utils.hub_utils.Path is pathlib.Path, outside the allowed packages",
+        "diffusers.utils.hub_utils.Path": "diffusers.utils.hub_utils.Path is pathlib.Path, "
+        f"{outside('pathlib', ('diffusers', 'transformers'))}",
     }.items():
         with pytest.raises(GraphError) as caught:
-            resolve_class(path, allow, "graph.yaml:3")
+            resolve_class(path, (), "graph.yaml:3")
         assert str(caught.value) == f"graph.yaml:3: {message}"
     with pytest.raises(GraphError, match="cannot be imported"):
         resolve_class("no_such_package.Thing", ("no_such_package",))
-    assert "is not a torch module" in refusal(replace(flux.component("vae"), class_path="transformers.T5Config"), flux)
+    assert "is not a module with weights" in refusal(replace(flux.component("vae"), class_path="transformers.T5Config"), flux)
 
 
 PLAIN = """
@@ -374,14 +375,14 @@ class Plain(torch.nn.Module):
 """
 
 
-def test_any_module_of_an_allowed_package(flux: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_module_of_a_trusted_package(flux: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that knows neither diffusers nor transformers: its tensors are read under their own names."""
     (tmp_path / "plain_package_of_a_test.py").write_text(PLAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    graph = replace(flux, allow=("plain_package_of_a_test",))
+    graph = replace(flux, trust=("plain_package_of_a_test",))
     path = "plain_package_of_a_test.Plain"
     plain = Component("plain", path, None, {"width": 6}, True, "bfloat16", ("bfloat16",), where="graph.yaml:9")
-    assert described(build(plain, graph)) == described(ghost(plain, graph.allow))
+    assert described(build(plain, graph)) == described(ghost(plain, graph.trust))
     weight = torch.randn(6, 6)
     save_file({"linear.weight": weight, "linear.bias": torch.zeros(6)}, tmp_path / "model.safetensors")
     module = build(at(plain, tmp_path), graph)
@@ -400,7 +401,7 @@ def test_a_hub_source_is_read_from_the_cache(flux: Graph, saved: Path, tmp_path:
     shutil.copytree(saved / "vae", repository / "snapshots" / "1234" / "vae")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("1234")
-    assert described(build(component, flux)) == described(ghost(component, flux.allow))
+    assert described(build(component, flux)) == described(ghost(component, flux.trust))
     assert refusal(replace(component, source="owner/repo/vea"), flux) == "the repository owner/repo has no folder vea"
 
 
@@ -466,6 +467,6 @@ def test_first_values_on_meta_are_not_drawn(name: str) -> None:
     graph = load(GRAPHS / "flux-tiny.yaml")
     component = graph.component(name)
     with Drawn() as drawn:
-        ghost(component, graph.allow)
+        ghost(component, graph.trust)
         draft(component, graph, component.dtype)
     assert not drawn.names

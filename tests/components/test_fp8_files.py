@@ -82,7 +82,7 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
     component = at(flux, cast, "fp8").component("transformer")
     wide = build(replace(component, precision=("bfloat16",)), flux)
     layer = wide.get_submodule("transformer_blocks.0.ff.net.2")
-    mine, content = held_ghost(component, flux.allow, "fp8")
+    mine, content = held_ghost(component, flux.trust, "fp8")
     assert content is not None
     apply_layerwise_casting(layer, FP8, torch.bfloat16)
     assert layer.weight.dtype == mine.get_parameter("transformer_blocks.0.ff.net.2.weight").dtype == FP8
@@ -97,7 +97,7 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
 def test_bytes_are_those_that_the_file_has(flux: Graph, kind: str, request: pytest.FixtureRequest) -> None:
     graph = at(flux, request.getfixturevalue(kind), "fp8")
     component = graph.component("transformer")
-    held, content = held_ghost(component, graph.allow, "fp8")
+    held, content = held_ghost(component, graph.trust, "fp8")
     assert content is not None
     layers = [name.removesuffix(".weight") for name, p in held.named_parameters() if p.dtype == FP8]
     scales = sum(4 * held.get_submodule(path).out_features for path in layers) if kind == "scaled" else 0
@@ -156,4 +156,4 @@ def test_scales_of_another_kind_are_refused(flux: Graph, module: nn.Module, tmp_
     save_file({**tensors, "x_embedder.weight_scale": torch.ones(2, 3)}, tmp_path / "f.safetensors")
     component = at(flux, tmp_path / "f.safetensors", "fp8").component("transformer")
     with pytest.raises(GraphError, match="x_embedder.weight_scale \\[2, 3\\] is no scale of x_embedder.weight \\[128, 16\\]"):
-        holding(component, ghost(component, flux.allow))
+        holding(component, ghost(component, flux.trust))

@@ -60,7 +60,7 @@ def filled(component: Component, graph: Graph) -> nn.Module:
 def theirs_of(component: Component, graph: Graph, file: Path, folder: Path) -> Any:
     from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
 
-    ghost(component, graph.allow).save_config(folder)  # type: ignore[operator]
+    ghost(component, graph.trust).save_config(folder)  # type: ignore[operator]
     quantization = GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
     return FluxTransformer2DModel.from_single_file(
         str(file), config=str(folder), quantization_config=quantization, torch_dtype=torch.bfloat16
@@ -120,7 +120,7 @@ def test_every_type_of_diffusers_is_held_and_dequantized_as_there(kind: str) -> 
 
 def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
     """All of the transformer's tensors but padding: quantized ones as they lie in the file, others in the component's dtype."""
-    module, content = held_ghost(graph.component("transformer"), graph.allow, "gguf")
+    module, content = held_ghost(graph.component("transformer"), graph.trust, "gguf")
     assert content is not None
     quantized = {tensor.name: tensor.nbytes for tensor in content.tensors if tensor.quant}
     held = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
@@ -184,7 +184,7 @@ def test_the_version_table_knows_it() -> None:
 
 def refusal(component: Component, graph: Graph) -> str:
     with pytest.raises(GraphError) as caught:
-        held_ghost(component, graph.allow, "gguf")
+        held_ghost(component, graph.trust, "gguf")
     return str(caught.value)
 
 
@@ -274,7 +274,7 @@ def test_flux_at_true_size_needs_the_header_alone(tmp_path: Path) -> None:
     with path.open("ab") as opened:
         opened.truncate(-(-opened.tell() // 32) * 32 + total)
     component = replace(graph.component("transformer"), precision=("gguf",), gguf=str(path))
-    module, content = held_ghost(component, graph.allow, "gguf")
+    module, content = held_ghost(component, graph.trust, "gguf")
     assert content is not None
     assert module.state_dict().keys() == content.pieces.keys()
     held = sum(p.numel() * p.element_size() for p in module.parameters())

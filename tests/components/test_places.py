@@ -167,7 +167,7 @@ def test_a_variant_is_read_where_it_is_asked_for_and_only_there(
     assert {tensor.dtype for tensor in stored_tensors(folder, "")} == {"float32"}
     assert {tensor.dtype for tensor in stored_tensors(folder, "", "fp16")} == {"float16"}
     component = replace(flux.component("transformer"), source=str(folder), dtype="float16", variant="fp16")
-    held = holding(component, ghost(component, flux.allow))
+    held = holding(component, ghost(component, flux.trust))
     assert held is not None
     assert (held.missing, dict(held.dtypes).keys()) == (0, {"float16"})
     module, (_, writer) = build(component, flux), draft(component, flux, "float16")

@@ -70,7 +70,7 @@ def test_the_file_is_what_diffusers_reads_too(
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 
     for name, module in modules.items():
-        kind: Any = resolve_class(sdxl.component(name).class_path, sdxl.allow)
+        kind: Any = resolve_class(sdxl.component(name).class_path, sdxl.trust)
         (module.save_config if hasattr(module, "save_config") else module.config.save_pretrained)(tmp_path / name)  # type: ignore[operator]
         if hasattr(kind, "from_single_file"):
             theirs = kind.from_single_file(str(file), config=str(tmp_path), subfolder=name)
@@ -86,7 +86,7 @@ def test_every_tensor_of_a_component_is_found(graph_file: Path, modules: dict[st
     graph = graphrun.load(graph_file)
     component = graph.component(name)
     assert component.source == str(graph_file.with_name("sdxl-tiny.safetensors"))
-    held = holding(component, ghost(component, graph.allow))
+    held = holding(component, ghost(component, graph.trust))
     assert held is not None
     assert held.missing == 0
     module = build(component, graph)
@@ -133,7 +133,7 @@ def test_parts_have_no_part_of_a_single_file(graph_file: Path, tmp_path: Path) -
 
 def refusal(component: Component, graph: Graph) -> str:
     with pytest.raises(GraphError) as caught:
-        holding(component, ghost(component, graph.allow))
+        holding(component, ghost(component, graph.trust))
     return str(caught.value)
 
 
@@ -181,7 +181,7 @@ def test_flux_at_true_size_is_found_by_its_header_alone(tmp_path: Path, prefix: 
     shapes = layouts.flux_shapes(graph.component("transformer").config | {"in_channels": 64})
     nbytes = layouts.write_hollow(path, {f"{prefix}{name}": shape for name, shape in shapes.items()})
     component = replace(graph.component("transformer"), source=str(path))
-    held = holding(component, ghost(component, graph.allow))
+    held = holding(component, ghost(component, graph.trust))
     assert held is not None
     assert (held.missing, held.used_bytes, held.nbytes) == (0, nbytes, 2 * 11_901_408_320)
     _, writer = draft(component, graph, "bfloat16")

@@ -71,7 +71,7 @@ def test_headers_say_what_the_files_hold(saved: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
 def test_what_the_module_needs_is_there(flux: Graph, saved: Path, name: str) -> None:
     component = at(flux.component(name), saved / name)
-    module = ghost(component, flux.allow)
+    module = ghost(component, flux.trust)
     held = holding(component, module)
     assert held is not None
     assert held.missing == 0
@@ -83,7 +83,7 @@ def test_what_the_module_needs_is_there(flux: Graph, saved: Path, name: str) -> 
 
 def test_what_is_not_on_this_machine_says_nothing(flux: Graph, saved: Path, tmp_path: Path) -> None:
     vae = flux.component("vae")
-    module = ghost(vae, flux.allow)
+    module = ghost(vae, flux.trust)
     (tmp_path / "config.json").write_bytes((saved / "vae" / "config.json").read_bytes())
     for source in (None, str(tmp_path), "nobody/nothing-of-this-name/vae"):
         assert holding(replace(vae, source=source), module) is None
@@ -175,7 +175,7 @@ def test_tensors_of_the_model_that_are_not_there_are_counted(flux: Graph, broken
     more = {"somebody.elses": torch.zeros(5)}
     save_file({key: t for key, t in {**tensors, **more}.items() if key not in left_out}, file, {"format": "pt"})
     component = at(flux.component("vae"), folder)
-    held = holding(component, ghost(component, flux.allow))
+    held = holding(component, ghost(component, flux.trust))
     assert held is not None
     assert held.missing == 2
     assert held.nbytes - held.used_bytes == 20
@@ -188,7 +188,7 @@ def test_names_with_the_base_model_s_prefix_are_the_module_s(flux: Graph, tmp_pa
     whole = Component("any", "transformers.LlamaForCausalLM", None, config, True, "float32", ("float32",))
     build(whole, flux).save_pretrained(tmp_path)
     body = at(replace(whole, class_path="transformers.LlamaModel"), tmp_path)
-    held = holding(body, ghost(body, flux.allow))
+    held = holding(body, ghost(body, flux.trust))
     assert held is not None
     assert (held.missing, held.nbytes - held.used_bytes) == (0, 4 * 16 * 32)  # but for the output layer
 

@@ -58,7 +58,7 @@ def test_clip_t5_and_flux_in_small_take_what_the_cpu_profiler_saw(
     graph = dry("flux-tiny")[0].without_sources()
     component = replace(graph.components[name], dtype=dtype)
     graph = replace(graph, components={**graph.components, name: component})
-    module = ghost(component, graph.allow)
+    module = ghost(component, graph.trust)
     recorder = Recorder(module, ())
     with torch.no_grad(), FusedAttention(recorder), recorder:
         out = call(module, "meta")

@@ -124,7 +124,7 @@ def test_what_a_prompt_says_does_not_count_but_whether_it_says_anything(tmp_path
 def test_a_graph_that_depends_on_something_without_a_version_is_not_kept() -> None:
     graph = graphrun.load(TINY)
     inputs = graph.for_planning({})
-    assert cache.trace_key(replace(graph, allow=(*graph.allow, "somebodys_module")), inputs) is None
+    assert cache.trace_key(replace(graph, trust=(*graph.trust, "somebodys_module")), inputs) is None
     component = replace(graph.components["vae"], has_config=False, source="owner/repo/vae")
     assert cache.trace_key(replace(graph, components={**graph.components, "vae": component}), inputs) is None
 

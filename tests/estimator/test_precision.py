@@ -178,14 +178,14 @@ def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precis
 def test_a_language_model_s_head_stays_as_it_is(flux: Any) -> None:
     config = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
     component = replace(flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config)
-    module: Any = ghost(component, flux.allow)
+    module: Any = ghost(component, flux.trust)
     assert module.lm_head.weight is not module.model.embed_tokens.weight
     assert set(quantizable_layers(module, torch.bfloat16).values()).isdisjoint({module.lm_head})
     assert len(quantizable_layers(module, torch.bfloat16)) == 7
 
 
 def test_bytes_by_precision_are_those_held(flux: Any) -> None:
-    module = ghost(flux.component("transformer"), flux.allow)
+    module = ghost(flux.component("transformer"), flux.trust)
     found = weights_by_precision(module, "bfloat16")
     for precision in PRECISIONS:
         assert found[precision] == sum(sum(held) for held in held_in(module, "bfloat16", precision).values())

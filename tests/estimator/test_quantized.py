@@ -66,7 +66,7 @@ def test_t5_in_fp16_keeps_wo_in_fp32(dry: Any) -> None:
     from graphrun.components.build import ghost
 
     graph, _, _ = dry("flux-dev")
-    half = ghost(replace(graph.components["text_encoder_2"], dtype="float16"), graph.allow)
-    whole = ghost(graph.components["text_encoder_2"], graph.allow)
+    half = ghost(replace(graph.components["text_encoder_2"], dtype="float16"), graph.trust)
+    whole = ghost(graph.components["text_encoder_2"], graph.trust)
     sizes = [weights_by_precision(m, d)[d] for m, d in ((half, "float16"), (whole, "bfloat16"))]
     assert sizes[0] - sizes[1] == 1.875 * GIB

@@ -10,6 +10,7 @@ from graphrun.errors import GraphError, PlanError
 from graphrun.graph.graph import Reference
 from graphrun.graph.load import load
 from graphrun.graph.settings import completed, settings_of
+from graphrun.graph.values import outside
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 TINY = (
@@ -83,7 +84,7 @@ STRICT = {
     "name": (
         "  prompt: {",
         "  my-prompt: {",
-        "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, no digit first",
+        "8: inputs.my-prompt: 'my-prompt' is not a name: letters, digits and underscores, at most 64, no digit first",
     ),
     "default's type": ("default: 4,", "default: four,", "11: inputs.steps.default: 'four' is not an int"),
     "default's range": ("default: 4,", "default: 0,", "11: inputs.steps.default: 0 is less than the minimum, 1"),
@@ -105,13 +106,13 @@ STRICT = {
     "package misspelled": (
         "diffusers.AutoencoderKL",
         "difusers.AutoencoderKL",
-        "20: components.vae.class: difusers.AutoencoderKL is outside the allowed packages (diffusers, transformers);"
+        "20: components.vae.class: difusers.AutoencoderKL is outside the trusted packages (diffusers, transformers);"
         " did you mean 'diffusers'?",
     ),
     "package not allowed": (
         "diffusers.FluxPipeline",
         "os.system",
-        "5: pipeline: os.system is outside the allowed packages (diffusers, transformers); to trust it, add os to allow:",
+        f"5: pipeline: os.system is {outside('os', ('diffusers', 'transformers'))}",
     ),
     "no such config": (
         f"config: {GRAPHS}/configs/tiny-t5.json",
@@ -219,10 +220,10 @@ def test_a_cycle_is_named_by_its_members(tmp_path: Path) -> None:
     assert any("34: stages.encode: stages form a cycle: encode -> denoise -> decode -> encode;" in line for line in refusal(path))
 
 
-def test_allow_widens_and_narrows(tmp_path: Path) -> None:
-    assert load(written(tmp_path, ("name:", "allow: [diffusers, transformers, torch]\nname:"))).allow[-1] == "torch"
+def test_allow_narrows(tmp_path: Path) -> None:
     lines = refusal(written(tmp_path, ("name:", "allow: [diffusers]\nname:")))
     assert [line.split(": ")[1] for line in lines][:2] == ["components.text_encoder.class", "components.text_encoder_2.class"]
+    assert lines[0].endswith("is outside the trusted packages (diffusers); allow: leaves transformers out: add it there")
 
 
 def test_bad_json_is_said_with_its_own_line(tmp_path: Path) -> None:
@@ -299,3 +300,18 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
         completed(graph, planned, {"prompt": "a"})
     both = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
     assert both == ["8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: do without one of them"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/abs/x", "..", ".", ".x", "-x", "a/b", "a\\\\b", "a b", "é", "x" * 65, 'x\\"; import os']
+)
+def test_a_graphs_name_is_a_files_name(tmp_path: Path, name: str) -> None:
+    (line,) = refusal(written(tmp_path, ("name: flux-tiny", f'name: "{name}"')))
+    assert line.startswith("4: name: ")
+    assert "cannot be a graph's name, which is that of the files of its outputs: letters, digits, dots," in line
+    assert load(written(tmp_path, ("name: flux-tiny", "name: Flux.1-dev_2"))).name == "Flux.1-dev_2"
+
+
+def test_a_long_name_of_a_stage_is_refused_before_it_is_a_file(tmp_path: Path) -> None:
+    (line,) = refusal(written(tmp_path, ("  decode:\n", f"  {'d' * 65}:\n"), ("$decode.image", f"${'d' * 65}.image")))
+    assert "at most 64" in line

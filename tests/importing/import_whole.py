@@ -100,7 +100,7 @@ def of_graph(name: str, folder: Path) -> Saved:
     graph = load(GRAPHS / f"{name}.yaml")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     parts = {key: build_part(part, graph) for key, part in graph.parts.items()}
-    pipe = resolve_class(graph.pipeline, graph.allow)(**modules, **parts)
+    pipe = resolve_class(graph.pipeline, graph.trust)(**modules, **parts)
     pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(folder / name)
     arguments = {"prompt": "a lighthouse", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 16}

@@ -76,10 +76,18 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(graphrun: Cli, copied: P
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("name", ["../../out", "/out", "a/../../../out", "", "x" * 65])
+def test_a_part_whose_name_is_no_folders_name_is_refused_and_nothing_is_written(graphrun: Cli, copied: Path, name: str) -> None:
+    index(copied, **{name: ["diffusers", "AutoencoderKL"]})
+    before = sorted(copied.parent.rglob("*"))
+    assert f"{name!r} cannot be a part's name, which is that of its folder" in refused(graphrun, copied)
+    assert sorted(copied.parent.rglob("*")) == before
+
+
 def test_classes_that_are_none(graphrun: Cli) -> None:
     assert "did you mean 'FluxPipeline'?" in refused(graphrun, "diffusers.FluxPipelin")
     assert "is no pipeline" in refused(graphrun, "diffusers.AutoencoderKL")
-    assert "outside the allowed packages" in refused(graphrun, "os.path")
+    assert "outside the trusted packages" in refused(graphrun, "os.path")
     said = refused(graphrun, "diffusers.FluxPipeline")
     assert "--config transformer=FILE (FluxTransformer2DModel)" in said
     assert "--config tokenizer" not in said

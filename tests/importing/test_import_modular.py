@@ -169,7 +169,7 @@ def test_blocks_that_hand_on_what_no_graph_holds_stay_together(tmp_path: Path) -
     assert [stage.name for stage in graph.stages] == ["make"]
     assert "hand on to each other what no graph holds" in (tmp_path / "graph.yaml").read_text()
     assert graph.pipeline_config == {"blocks": f"{__name__}.SizedBlocks"}
-    assert graph.allow == ("diffusers", "transformers", __name__.partition(".")[0])
+    assert graph.trust == (__name__.partition(".")[0],)
     inputs = inputs_of(call, graph)
     assert equal(run(graph, planned(graph), inputs, live.graph_modules).outputs["image"], expected(pipe, call))
 

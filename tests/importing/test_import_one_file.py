@@ -100,7 +100,7 @@ def test_a_transformer_in_one_file_is_known_by_its_tensors(flux: Path, tmp_path:
     text = (tmp_path / "out" / "graph.yaml").read_text()
     assert "# The file holds transformer; text_encoder, text_encoder_2, vae: of black-forest-labs/FLUX.1-dev." in text
     assert "source: ../flux1-dev.safetensors" in text
-    holds = holding(held, ghost(held, graph.allow))
+    holds = holding(held, ghost(held, graph.trust))
     assert holds is not None
     assert (holds.used_bytes, holds.missing) == (nbytes, 0)
 

@@ -90,7 +90,7 @@ def test_a_call_whose_stages_would_compute_something_else_stays_whole(tmp_path: 
     recipe = with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {})
     sizes = {"height": 16, "width": 16}
     assert lay_out(rehearse(recipe), sizes).why == ""
-    other = replace(recipe, pipeline=f"{__name__}.Halving", allow=(*recipe.allow, __name__.partition(".")[0]))
+    other = replace(recipe, pipeline=f"{__name__}.Halving", trust=(*recipe.trust, __name__.partition(".")[0]))
     assert lay_out(rehearse(other), sizes).why == "cut in three it enters its components with other numbers"
 
 

@@ -29,7 +29,7 @@ from graphrun.ops.pipeline import assemble
 
 def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda _: None) -> Any:
     """diffusers' pipeline of the graph ``name``, over modules of its own."""
-    graph = load(GRAPHS / f"{name}.yaml")
+    graph = load(GRAPHS / f"{name}.yaml", trust=["pyramid_flow"])
     modules = {n: build(component, graph) for n, component in graph.components.items()}
     change(modules)
     return assemble(graph, modules, {n: build_part(part, graph) for n, part in graph.parts.items()}, torch.device("cpu"))

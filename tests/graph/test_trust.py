@@ -1,0 +1,142 @@
+"""A graph file runs no code by its own word: it names the usual classes of two libraries, and others where the caller says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from graphrun.components.build import resolve_class
+from graphrun.errors import GraphError
+from graphrun.graph.load import load
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+Cli = Callable[..., tuple[int, str, str]]
+SCHEDULER = "scheduler: {class: diffusers.FlowMatchEulerDiscreteScheduler, config: configs/flux-scheduler.json}"
+BUDGET = ("--device", "sim", "--vram", "64M", "--set", "steps=1")
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package ``mine`` with a scheduler, which leaves the file that is returned behind where it is imported."""
+    ran = tmp_path / "ran"
+    (tmp_path / "mine.py").write_text(
+        f"import pathlib, diffusers\npathlib.Path({str(ran)!r}).touch()\n"
+        "class Own(diffusers.FlowMatchEulerDiscreteScheduler):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield ran
+    sys.modules.pop("mine", None)
+
+
+def asking(folder: Path, package: str, part: str) -> Path:
+    """FLUX in small, with ``part`` for its scheduler, that asks for ``package``."""
+    path = folder / "graph.yaml"
+    text = (GRAPHS / "flux-tiny.yaml").read_text()
+    assert SCHEDULER in text
+    allow = f"allow: [diffusers, transformers, {package}]"
+    text = text.replace(SCHEDULER, f"scheduler: {part}").replace("pipeline:", f"{allow}\npipeline:")
+    for name in ("configs", "tokenizers"):
+        text = text.replace(f"{name}/", f"{GRAPHS}/{name}/")
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "explain", "frontier", "estimate", "batch"])
+def test_a_file_that_allows_itself_a_command_runs_none(graphrun: Cli, tmp_path: Path, command: str) -> None:
+    ran = tmp_path / "ran"
+    path = asking(tmp_path, "subprocess", f"{{class: subprocess.Popen, config: {{args: [touch, {ran}]}}}}")
+    (tmp_path / "items.jsonl").write_text('{"prompt": "a"}\n')
+    more = {"estimate": ("--device", "sim"), "batch": (*BUDGET, "--inputs", "items.jsonl", "--resume")}.get(command, BUDGET)
+    code, _, said = graphrun("run" if command == "batch" else command, str(path), *more)
+    assert not ran.exists()
+    assert code == 2
+    assert f"{path}:5: allow.2: a file may ask for subprocess, and only you can trust it; " in said
+    what = "subprocess.Popen is outside the trusted packages (diffusers, transformers)"
+    assert f"{path}:32: parts.scheduler.class: {what}" in said
+    assert "--trust-package subprocess" in said
+
+
+def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(graphrun: Cli, tmp_path: Path, mine: Path) -> None:
+    path = asking(tmp_path, "mine", "{class: mine.Own, config: {}}")
+    few = ("--device", "sim", "--vram", "64M", "--until", "encode")
+    assert graphrun("plan", str(path), *few, "-o", "plan.json")[0] == 2
+    assert not mine.exists()
+    code, _, said = graphrun("plan", str(path), *few, "-o", "plan.json", "--trust-package", "mine")
+    assert (code, said) == (0, "")
+    assert mine.exists()
+    for command in (("run", "plan.json"), ("explain", "plan.json"), ("export", "plan.json", "--as", "diffusers")):
+        code, _, said = graphrun(*command)
+        assert (code, "--trust-package mine" in said) == (2, True)
+    assert graphrun("explain", "plan.json", "--trust-package", "mine")[0] == 0
+    assert "can be written" in graphrun("export", "plan.json", "--as", "diffusers", "--trust-package", "mine")[2]
+    assert load(path, ["mine"]).trust == ("mine",)
+    with pytest.raises(GraphError, match=r"trust=\['mine'\]"):
+        load(path)
+
+
+@pytest.mark.parametrize("allow", ["allow: [diffusers, transformers, mine]\n", ""])
+def test_the_callers_word_is_enough(tmp_path: Path, mine: Path, allow: str) -> None:
+    path = asking(tmp_path, "mine", "{class: mine.Own, config: {}}")
+    path.write_text(path.read_text().replace("allow: [diffusers, transformers, mine]\n", allow))
+    assert load(path, ["mine"]).parts["scheduler"].class_path == "mine.Own"
+
+
+# What a file might name in the two libraries that is none of a graph's things, by where it would stand.
+REFUSED = {
+    "transformers.Trainer": "part",
+    "transformers.AutoModel": "part",
+    "transformers.T5Config": "part",
+    "diffusers.AutoModel": "part",  # makes the class that its folder names
+    "diffusers.AutoPipelineForText2Image": "part",
+    "diffusers.DiffusionPipeline": "part",
+    "diffusers.FluxAutoBlocks": "part",
+    "transformers.CLIPTextModel": "part",
+    "diffusers.DDIMScheduler": "component",
+    "transformers.CLIPTokenizer": "pipeline",
+    "diffusers.FluxPipeline": "blocks",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_of_another_kind_is_refused_and_said_with_its_line(name: str) -> None:
+    with pytest.raises(GraphError) as caught:
+        resolve_class(name, (), "graph.yaml:7", REFUSED[name])  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"graph.yaml:7: {name} is not ")
+    assert f"--trust-package {name.split('.')[0]}" in str(caught.value)
+    assert resolve_class(name, (name.split(".")[0],), "", REFUSED[name]).__name__ == name.split(".")[1]  # type: ignore[arg-type]
+    other = {"diffusers": "transformers", "transformers": "diffusers"}[name.split(".")[0]]
+    with pytest.raises(GraphError):
+        resolve_class(name, (other,), "", REFUSED[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diffusers.DDIMScheduler",
+        "diffusers.ClassifierFreeGuidance",
+        "diffusers.VideoProcessor",
+        "diffusers.modular_pipelines.qwenimage.modular_pipeline.QwenImagePachifier",
+        "transformers.CLIPTokenizer",
+        "transformers.PreTrainedTokenizerFast",
+        "transformers.CLIPImageProcessor",
+        "transformers.ClapFeatureExtractor",
+        "transformers.Qwen2VLProcessor",
+        "transformers.AutoTokenizer",
+    ],
+)
+def test_what_pipelines_are_made_of_may_be_named(name: str) -> None:
+    assert resolve_class(name, (), "", "part").__module__.startswith(name.partition(".")[0])
+
+
+def test_a_refused_pipeline_and_part_are_said_with_the_files_line(graphrun: Cli, tmp_path: Path) -> None:
+    path = asking(tmp_path, "diffusers", "{class: transformers.TrainingArguments, config: {output_dir: made}}")
+    code, _, said = graphrun("plan", str(path), *BUDGET, "--no-cache")
+    assert (code, f"{path}:32: transformers.TrainingArguments is not a scheduler" in said, "Traceback" in said) == (2, True, False)
+    path = asking(tmp_path, "diffusers", "{class: diffusers.DDIMScheduler, config: {}}")
+    path.write_text(path.read_text().replace("diffusers.FluxPipeline", "transformers.Trainer"))
+    code, _, said = graphrun("plan", str(path), *BUDGET, "--no-cache")
+    assert code == 2
+    assert f"{path}:6: transformers.Trainer is not a pipeline" in said
