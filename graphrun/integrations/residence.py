@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphrun.components.blocks import held
 from graphrun.components.forms import Form, Forms
@@ -125,14 +126,16 @@ class Leftovers:
         children = [child for module in modules.values() for child in module.modules()]
         helpers = (value for child in children for value in vars(child).values() if is_helper(value))
         self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
-        self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
+        self._kept: Any = WeakTensorKeyDictionary()  # a set; what the call lets go of is let go of
+        held = (tensor for holder in self._holders() for value in vars(holder).values() for tensor in tensors_in(value))
+        self._kept.update((tensor, None) for tensor in held if tensor.device.type == device.type)
 
     def clear(self) -> None:
         """Nothing that the call put on the device stays there."""
         for holder in self._holders():
             for key, value in list(vars(holder).items()):
-                if id(value) not in self._kept and _on_device(value, self._device):
-                    vars(holder)[key] = walk(value, lambda tensor: tensor.cpu())
+                if _on_device(value, self._device) and not all(tensor in self._kept for tensor in tensors_in(value)):
+                    vars(holder)[key] = walk(value, lambda tensor: tensor if tensor in self._kept else tensor.cpu())
         for child, before in self._caches:
             for key, value in list(vars(child).items()):
                 if key not in OWN and _on_device(value, self._device):
