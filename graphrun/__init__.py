@@ -87,8 +87,8 @@ def estimate(
     """The numbers of running ``graph`` within its budgets, from a dry run: no weights, no GPU.
 
     ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
-    machine (its cgroup) has; ``pinned`` limits what of it is page-locked, ``disk`` what may be written. ``runs`` above 1 plans a
-    session: a first run and ``runs - 1`` that find what it left in place. ``allow`` names what may change the output:
+    machine (its cgroup) has left, and what components handed in take; ``pinned`` limits what of it is page-locked, ``disk`` what is
+    written. ``runs`` above 1: a session, a first run and others that find what it left. ``allow`` names what may change outputs:
     ``precision`` (those that the graph lists) or one of them, ``cpu``, ``tiling``, ``split``. ``hardware`` is a name from
     `graphrun.estimator.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA device
     that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which
@@ -98,13 +98,13 @@ def estimate(
     these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept:
     with one found there, no torch is imported. Of a pipeline (`from_pipeline`) ``inputs`` are a call's arguments.
     """
-    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.estimator.machine import ram_budget
     from graphrun.graph.graph import Graph as Declared
 
     hardware = _hardware(hardware, cache)
     known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
     budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
-    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
     reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
     if not isinstance(graph, Declared):
         if until is not None:
@@ -213,7 +213,7 @@ def run(
     rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named; TransferFailed or BrokenPlan
     when reality differs otherwise. The device is back at its baseline then.
     """
-    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.estimator.machine import host_ram_bytes, taken_bytes
     from graphrun.executor.executor import refuse_unfit
     from graphrun.executor.open import open_device
     from graphrun.executor.recover import execute
@@ -229,7 +229,7 @@ def run(
 
         way, keeper = way_of(problem, solution.plan), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
         stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
-    stages["ram_bytes"] = host_ram_bytes()
+    stages["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, tell=tell, **stages)
     if cache is not None:
         from graphrun.estimator.feedback import remember
@@ -268,16 +268,17 @@ def attach(
     `graphrun.executor`; budgets, ``hardware`` and directives are as for `estimate`. Raises InputError where something else moves
     the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
-    from graphrun.estimator.machine import host_ram_bytes
+    from graphrun.estimator.machine import ram_budget
     from graphrun.executor.open import open_hardware
     from graphrun.integrations.attach import Attachment, demands_of, hardware_of
+    from graphrun.integrations.live import components_of
     from graphrun.integrations.standing import refuse_placed
 
     refuse_placed(pipe)
     place = hardware_of(device, hardware)
     opened = open_hardware(place) if device is None or isinstance(device, str) else device
     budget_bytes = parse_size(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None, name="vram")
-    ram_bytes = host_ram_bytes() if ram == "auto" else parse_size(ram, whole_bytes=host_ram_bytes(), name="ram")
+    ram_bytes = ram_budget(ram, components_of(pipe).values())
     reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
     return Attachment(pipe, opened, place, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
 
@@ -305,9 +306,9 @@ def run_many(
     says so, and equal stages run once. ``budgets`` and what else is demanded are `estimate`'s arguments. ``resume`` is a folder for
     the state of the batch: called again with it, the batch goes on from its last finished item, stage or denoising step, with the
     same bits in the end. ``sink`` takes each item's outputs as they come and returns their files, else they are in the result.
-    An item that cannot be run, or whose run fails, is in the result's ``errors``; with ``strict`` it is raised, before or at once.
-    ``modules``, ``cache``, ``reuse`` and ``note`` are as for `run`.
+    An item whose run fails is in the result's ``errors``; with ``strict`` it is raised at once. Others are as for `run`.
     """
+    from graphrun.estimator.machine import ram_budget
     from graphrun.repeat import many
     from graphrun.repeat.items import listed, refuse_broken, resolved
     from graphrun.repeat.journal import Journal
@@ -320,6 +321,7 @@ def run_many(
     if strict:
         refuse_broken(items)
     allow = graph.allowed(budgets.get("allow", ()))
+    budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())  # what is left changes meanwhile
 
     def estimated(values: Mapping[str, Any]) -> Problem:
         return estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)

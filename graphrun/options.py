@@ -48,7 +48,7 @@ class Asked:
     vram: Annotated[
         str | None, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)
     ] = None
-    ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has.")] = "auto"
+    ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")] = "auto"
     pinned: Annotated[str | None, typer.Option(help="Part of the RAM that may be page-locked.", show_default=False)] = None
     disk: Annotated[str | None, typer.Option(help="Bytes that may be written to disk.", show_default=False)] = None
     hardware: HardwareName = None

@@ -79,7 +79,7 @@ class Boundary:
         self._around = around or functools.partial(_enter_and_exit, on_enter, on_exit)
         self._reads = reads
         self._dtypes = dict(dtypes or {})
-        self._casts = casts
+        self.casts = casts
         self._inside = self._casting = False
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._places: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
@@ -144,7 +144,7 @@ class Boundary:
         here = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
         here = here or (device == torch.device("cpu") and not self._inside)  # Cosmos puts its checker away: the plan does
         same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
-        if not here or (not same and self._casts is None):
+        if not here or (not same and self.casts is None):
             return self.refuse(module, device if not here else dtype)
         kept = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
         return module if same and not kept else kind.to(module, dtype, **kept)
@@ -153,11 +153,11 @@ class Boundary:
         """In place of ``module._apply``, through which every move and cast of torch goes."""
         if self._casting:
             return kind._apply(module, *args, **kwargs)  # type: ignore[no-any-return]
-        if self._casts is None or self._inside:
+        if self.casts is None or self._inside:
             return self.refuse(module)
         self._casting = True
         try:
-            self._casts.cast(self._places[id(module)][0], lambda: kind._apply(module, *args, **kwargs))
+            self.casts.cast(self._places[id(module)][0], lambda: kind._apply(module, *args, **kwargs))
         except NotImplementedError:  # meta tensors cannot be moved
             return self.refuse(module)
         finally:
@@ -194,7 +194,7 @@ class Boundary:
         return self._reads(self._form(place[0]), f"{place[1]}.{name}" if place[1] else name, value)
 
     def _form(self, component: str) -> str:
-        return component if self._casts is None else str(self._casts.now(component).name)
+        return component if self.casts is None else str(self.casts.now(component).name)
 
 
 def boundary_around(module: nn.Module) -> Boundary | None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 
 from graphrun.errors import InputError
 from graphrun.estimator import hardware, profiles
-from graphrun.estimator.machine import host_ram_bytes
+from graphrun.estimator.machine import whole_ram_bytes
 from graphrun.planner.problem import Hardware
 from graphrun.units import MIB
 
@@ -120,7 +120,7 @@ def _open(kind: Kind) -> tuple[Hardware, Place]:
         return (replace(found, name=f"{found.name}-measured") if taken else found), _Cuda()
     if kind == "sim":
         return replace(hardware.simulated(), name="sim-measured"), _Sim()
-    capacity_bytes = host_ram_bytes()
+    capacity_bytes = whole_ram_bytes()
     return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), _Cpu()
 
 

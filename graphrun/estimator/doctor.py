@@ -17,7 +17,7 @@ import psutil
 from packaging.version import InvalidVersion, Version
 
 from graphrun.estimator import hardware, profiles
-from graphrun.estimator.machine import host_ram_bytes, memory_limits
+from graphrun.estimator.machine import available_bytes, host_ram_bytes, memory_limits
 from graphrun.estimator.precision import NEEDS, flags
 from graphrun.estimator.store import Store
 from graphrun.units import GIB, show_size
@@ -139,7 +139,7 @@ def _memory() -> dict[str, Any]:
     whole = psutil.virtual_memory()
     return {
         "total_bytes": int(whole.total),
-        "available_bytes": int(whole.available),
+        "available_bytes": available_bytes(),
         "swap_bytes": int(psutil.swap_memory().total),
         "usable_bytes": host_ram_bytes(),
         "limits": [asdict(limit) for limit in memory_limits()],
@@ -167,7 +167,8 @@ def _memory_problems(memory: Mapping[str, Any], device: Mapping[str, Any]) -> li
         problems.append(text)
     for limit in memory["limits"][:1]:
         if limit["nbytes"] < memory["total_bytes"]:
-            problems.append(f"{limit['path']} limits this process to {show_size(limit['nbytes'])}: --ram auto means that much")
+            left = f"--ram auto means what is left of it, now {show_size(memory['usable_bytes'])}"
+            problems.append(f"{limit['path']} limits this process to {show_size(limit['nbytes'])}: {left}")
     return problems
 
 

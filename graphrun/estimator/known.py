@@ -11,12 +11,13 @@ Decides which values a dry run may read. Must not know components: it sees opera
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 # Larger tensors are data, not sizes.
 LARGEST = 64
@@ -26,13 +27,30 @@ SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
 COMPLEMENTS = frozenset({aten.bitwise_not.default, aten.logical_not.default})
 
 
+class Storages:
+    """What is noted of tensors' storages, so that a view has it too. It goes with the storage: another may get its address."""
+
+    def __init__(self) -> None:
+        self._noted: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
+
+    def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        self._noted[tensor.untyped_storage()] = value
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage() in self._noted
+
+    def get(self, tensor: torch.Tensor) -> Any:
+        """What is noted of ``tensor``'s storage, None where nothing is."""
+        return self._noted.get(tensor.untyped_storage())
+
+
 class Known:
     """The values of those meta tensors that have one, kept beside them as CPU tensors."""
 
     def __init__(self) -> None:
         self._values: Any = WeakTensorKeyDictionary()
-        self._choices: dict[int, tuple[int, int]] = {}  # storage of indices: (how many to choose from, how many are chosen)
-        self._complements: set[int] = set()  # storages of what full masks leave out
+        self._choices = Storages()  # of indices: (how many to choose from, how many are chosen)
+        self._complements = Storages()  # of what full masks leave out
 
     def written(self, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``out`` of ``torch.tensor(*args, **kwargs)``: what it says is known."""
@@ -48,9 +66,9 @@ class Known:
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note what ``func(*args, **kwargs)``, which made ``out`` on meta, means for what is known."""
         if func is aten.topk.default:
-            self._choices[_storage(out[1])] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
-        if func in COMPLEMENTS and out.dtype == torch.bool and _storage(args[0]) not in self._complements:
-            self._complements.add(_storage(out))
+            self._choices[out[1]] = args[0].shape[args[2] if len(args) > 2 else -1], args[1]
+        if func in COMPLEMENTS and out.dtype == torch.bool and args[0] not in self._complements:
+            self._complements[out] = True
         if func in SUMS and args[0].is_meta and args[0] not in self._values and not args[0].is_floating_point():
             if 0 < out.numel() <= LARGEST:
                 self._values[out] = torch.full(out.shape, args[0].numel() // out.numel(), dtype=out.dtype, device="cpu")
@@ -68,7 +86,7 @@ class Known:
         none where it is the complement of one that picks all. ``made`` is told of the tensor that holds them."""
         if index is None or index.dtype != torch.bool:
             return (index,)
-        rows = 0 if _storage(index) in self._complements else index.numel()
+        rows = 0 if index in self._complements else index.numel()
         places = torch.empty(rows, index.dim(), dtype=torch.long, device="meta")
         made(places)
         return places.unbind(1)
@@ -78,18 +96,13 @@ class Known:
 
         As many calls take the first as can, which makes the largest single call; together they do the same work as any other.
         """
-        if (choice := self._choices.get(_storage(indices))) is None:
+        if (choice := self._choices.get(indices)) is None:
             return None
         options, chosen = choice
         counts = torch.tensor([indices.numel() // chosen] * chosen + [0] * (options - chosen), device="cpu")
         out = torch.empty_like(counts, device="meta")
         self._values[out] = counts
         return out
-
-    def gone(self, storage: int) -> None:
-        """The storage with this address is no more."""
-        self._choices.pop(storage, None)
-        self._complements.discard(storage)
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         outs = out if isinstance(out, (list, tuple)) else (out,)
@@ -99,8 +112,3 @@ class Known:
         value = func(*tree_map_only(torch.Tensor, lambda tensor: self._values[tensor], tuple(args)), **on_cpu)
         for one, found in zip(outs, value if isinstance(value, (list, tuple)) else (value,), strict=True):
             self._values[one] = found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphrun.estimator.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.estimator.events import Product, Span
-from graphrun.estimator.known import Known
+from graphrun.estimator.known import Known, Storages
 from graphrun.estimator.onmeta import on_meta
 from graphrun.units import round_up
 
@@ -110,6 +110,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._place != "meta":  # weights may lie in one storage, so that which of them is read cannot be told
             self.touched |= {name for name, _ in weights}
             self.outside |= set(layer_paths(module))
+        # Storages that are there before the call. While they are held, none that is made has the address of one.
+        self._there: dict[int, torch.UntypedStorage] = {}
+        self.ignore(tensor for _, tensor in weights)
         for name, tensor in weights:
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._owners: dict[str, set[str]] = {}
@@ -119,9 +122,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._units = _units_of(module, frozenset(blocks))
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
-        self._ignored: set[int] = set()
-        self._whole: set[int] = set()  # results of ``mask.all()``, or of ``mask.sum() == mask.numel()``
-        self._sums: set[int] = set()  # results of ``mask.sum()``
+        self._whole = Storages()  # results of ``mask.all()``, or of ``mask.sum() == mask.numel()``
+        self._sums = Storages()  # results of ``mask.sum()``
 
     @property
     def weights(self) -> Collection[int]:
@@ -133,15 +135,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept = tuple(key for key, _, _ in self._live.values())
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The inputs of the call: they are there already."""
-        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        """The inputs of the call: they are there already, also when the component lets go of them."""
+        self._there |= {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
     def close(self) -> None:
         """Take the hooks off, and release what is still live (the call's outputs) at the end of the record."""
         for hook in self._hooks:
             hook.remove()
         for cdata in list(self._live):
-            self._release(cdata)
+            self._gone(cdata)
+        self._there.clear()
 
     def begin(self) -> Beginning:
         """A place in the record, which `since` must be called with."""
@@ -239,7 +242,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _ANSWERED and args[0].is_meta and (answer := self._answer(func, args, kwargs)) is not None:
             return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            full = args[0].untyped_storage()._cdata not in self._whole
+            full = args[0] not in self._whole
             return full if args[0].dtype == torch.bool else 1
         if func is aten.index.Tensor and args[0].is_meta:
             args = args[0], [column for index in args[1] for column in self.known.columns(index, self._keep)]
@@ -249,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = on_meta(func, args, kwargs)
-            if func is not aten.eq.Scalar or args[0].untyped_storage()._cdata not in self._sums:
+            if func is not aten.eq.Scalar or args[0] not in self._sums:
                 self.known.follow(func, args, kwargs, out)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
@@ -259,10 +262,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors((out,)):
             if self._keep(tensor) and func in MATRIX_PRODUCTS:
                 self._note_product(args, tensor)
-            if func is aten.all.default or (func is aten.eq.Scalar and args[0].untyped_storage()._cdata in self._sums):
-                self._whole.add(tensor.untyped_storage()._cdata)
+            if func is aten.all.default or (func is aten.eq.Scalar and args[0] in self._sums):
+                self._whole[tensor] = True
             elif func is aten.sum.default and args[0].dtype == torch.bool:
-                self._sums.add(tensor.untyped_storage()._cdata)
+                self._sums[tensor] = True
         if func is aten.convolution.default:
             self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
@@ -303,7 +306,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether it is a new tensor: its allocation is then the last event."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        known = cdata in self._live or cdata in self._names or cdata in self._ignored
+        known = cdata in self._live or cdata in self._there
         if tensor.device.type != self._place or known or not storage.nbytes():  # in a record 0 bytes are a release
             return False
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
@@ -322,13 +325,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cdata = storage._cdata
         self._live[cdata] = key, nbytes, weakref.ref(storage, functools.partial(self._gone, cdata))
 
-    def _gone(self, cdata: int, _: object) -> None:
-        self._release(cdata)
-
-    def _release(self, cdata: int) -> None:
-        self._whole.discard(cdata)
-        self.known.gone(cdata)
-        self._sums.discard(cdata)
+    def _gone(self, cdata: int, _: object = None) -> None:
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
             self._now -= found[1]

@@ -11,6 +11,7 @@ run.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,13 +78,17 @@ class Repeats:
             key = place, str(shape), tuple(_told(leaf) for leaf in leaves)
             if (known := self._known.get(key)) is not None:
                 return self._again(path, leaves, *known)
-            given = [id(leaf) for leaf in leaves]
+            given = [_noted(leaf) for leaf in leaves]
             del leaves  # what the call lets go of in a container must go
             begin = self.recorder.begin()
             out = run(module, *args, **kwargs)
             outs, form = tree_flatten(out)
-            changed = [id(leaf) for leaf in tree_leaves((args, kwargs))] != given
-            kept = [Given(given.index(id(leaf))) if isinstance(leaf, torch.Tensor) and id(leaf) in given else leaf for leaf in outs]
+            now = tree_leaves((args, kwargs))
+            changed = len(now) != len(given) or any(leaf is not noted() for leaf, noted in zip(now, given, strict=True))
+            kept = [
+                next((Given(n) for n, noted in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf is noted()), leaf)
+                for leaf in outs
+            ]
             made = [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
             excerpt = self.recorder.since(begin, made)
             if excerpt is not None and not changed:
@@ -127,6 +132,11 @@ def _attribute(value: Any) -> Any:
 
 def _told(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+
+
+def _noted(leaf: Any) -> Callable[[], Any]:
+    """What tells later which leaf this was, and holds no tensor for it: None for one that is gone."""
+    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
 
 
 def _like(leaf: Any) -> Any:

@@ -64,15 +64,15 @@ def execute(
 
     ``modules``: components built before. ``host``: homes of an earlier run, in place of ``modules``; without it they are made for
     this run and dropped with it. ``tell``, ``keep``: as for `run_to_the_end`; ``more`` as for `Stages`. ``ram_bytes``: what this
-    machine, or this process's cgroup, has. Raises PlanError before anything is loaded when the plan is not to be run, or holds more
-    than that in RAM; OutOfMemory when no plan fits what the device has, TransferFailed when a copy fails, BrokenPlan when reality
-    leaves the plan. After any error the device is back at its baseline and the next run starts as if there had been none.
+    machine, or this process's cgroup, has left. Raises PlanError before anything is loaded when the plan may not be run, or holds
+    more than that in RAM; OutOfMemory when no plan fits what the device has, TransferFailed when a copy fails, BrokenPlan when
+    reality leaves the plan. After any error the device is back at its baseline and the next run starts as if there had been none.
     """
     refuse_unfit(problem, plan, graph)
     if ram_bytes is not None and (held := simulate(problem, plan).host_peak_bytes) > ram_bytes:
         raise PlanError(
-            f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)}: "
-            f"plan again with --ram {ram_bytes}"
+            f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)} "
+            f"left: plan again with --ram {ram_bytes}"
         )
     own = Host.of_graph(graph, settle(problem, plan), device, modules) if host is None else host
     try:

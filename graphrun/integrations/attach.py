@@ -33,7 +33,7 @@ from graphrun.integrations.call import signature_of
 from graphrun.integrations.live import components_of, graph_of, joined, pipelines_in, state_of
 from graphrun.integrations.rehearsal import Call, Rehearsal
 from graphrun.integrations.residence import Leftovers, LiveHost, device_bytes
-from graphrun.integrations.standing import Stand, cast_alone, lifted
+from graphrun.integrations.standing import LOADERS, REWEIGHTING, Stand, cast_alone, lifted
 from graphrun.planner.plan import Plan, Slot
 from graphrun.planner.problem import Hardware, Problem
 from graphrun.planner.solution import Solution
@@ -68,7 +68,7 @@ class Attachment:
         self._device, self._hardware = device, hardware
         self._budget_bytes, self._ram_bytes, self._demands = budget_bytes, ram_bytes, demands
         self._lock, self._thread = threading.RLock(), 0
-        self._resting = self._detached = False
+        self._resting = self._detached = self._leaving = False
         self._state = ""
         self._rehearsal: Rehearsal | None = None
         self._tapes: dict[Any, tuple[Tape, frozenset[Any]]] = {}  # by kind of call
@@ -87,10 +87,19 @@ class Attachment:
     # -- what the user calls
 
     def detach(self) -> None:
-        """The pipeline is as it was: its own class, weights in memory of their own, nothing on the device."""
-        if self._detached:
-            return
-        self._detached = True
+        """The pipeline is as it was: its own class, weights in memory of their own, nothing on the device.
+
+        Asked for inside a call (in a callback), it is done when the call ends, whether that returns or raises. Another thread waits
+        for that. Raises InputError, and changes nothing, where a call of another pipeline runs with components of this one.
+        """
+        with self._lock:
+            if self._inside():
+                self._leaving = True
+            elif not self._detached:
+                self._leave()
+                self._detached = True
+
+    def _leave(self) -> None:
         others = [boundary for boundary in lifted(self._modules) if boundary is not self._boundary]
         self._stand.leave()
         self._host.restore()
@@ -157,6 +166,8 @@ class Attachment:
                 return owner
             args, kwargs = (dtype,), {}
         if self._inside():
+            if method.__module__.startswith(LOADERS) and name.startswith(REWEIGHTING):
+                raise InputError(f"a call of this pipeline runs, with the weights it was planned for: {name}() before or after it")
             return method(owner, *args, **kwargs)
         with self._alone(resting=True):
             if name == "save_pretrained":
@@ -189,6 +200,8 @@ class Attachment:
             finally:
                 self._thread, self._resting = 0, False
                 _stand_again(boundaries)
+                if self._leaving:
+                    self.detach()
 
     def _run(self, call: Call) -> Any:
         device, place = self._device, self._device.torch_device

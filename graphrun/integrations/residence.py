@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphrun.components.blocks import held
 from graphrun.components.forms import Form, Forms
@@ -98,41 +99,43 @@ class LiveHost(Host):
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    copied = tensor.detach().clone()
+    copied = tensor.detach().to("cpu", copy=True)
     if isinstance(tensor, nn.Parameter):
         copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        copied.__dict__.update(tensor.__dict__)
+        if tensor.device.type == "cpu":
+            copied.__dict__.update(tensor.__dict__)
     return copied
-
-
-def _bring_home(module: nn.Module) -> None:
-    """What somebody has put beside the weights since, on the device where the module says it is, goes to the CPU."""
-    for child in module.modules():
-        for tensors in (child._parameters, child._buffers):
-            for tensor in tensors.values():
-                if tensor is not None and tensor.device.type not in ("cpu", "meta"):
-                    tensor.data = tensor.data.cpu()
 
 
 class Leftovers:
     """What a call leaves on ``device`` outside of weights and results, found against what was there before it.
 
-    A scheduler's timesteps go to the host; what a module has cached is forgotten, as it was before the call.
+    A scheduler's timesteps go to the host, and so do weights that a module was given meanwhile (a callback that fuses projections);
+    what a module has cached is forgotten, as it was before the call.
     """
 
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         self._pipe, self._modules, self._device = pipe, modules, device
         children = [child for module in modules.values() for child in module.modules()]
         helpers = (value for child in children for value in vars(child).values() if is_helper(value))
+        self._weights = {child: {*child._parameters, *child._buffers} for child in children}
         self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
-        self._kept = {id(value) for holder in self._holders() for value in vars(holder).values() if device_bytes(value, device)}
+        self._kept: Any = WeakTensorKeyDictionary()  # a set; what the call lets go of is let go of
+        held = (tensor for holder in self._holders() for value in vars(holder).values() for tensor in tensors_in(value))
+        self._kept.update((tensor, None) for tensor in held if tensor.device.type == device.type)
 
     def clear(self) -> None:
         """Nothing that the call put on the device stays there."""
         for holder in self._holders():
             for key, value in list(vars(holder).items()):
-                if id(value) not in self._kept and _on_device(value, self._device):
-                    vars(holder)[key] = walk(value, lambda tensor: tensor.cpu())
+                if _on_device(value, self._device) and not all(tensor in self._kept for tensor in tensors_in(value)):
+                    vars(holder)[key] = walk(value, lambda tensor: tensor if tensor in self._kept else tensor.cpu())
+        for child in (child for module in self._modules.values() for child in module.modules()):
+            tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+            for table in tables:
+                for key, tensor in list(table.items()):
+                    if key not in self._weights.get(child, ()) and _on_device(tensor, self._device):
+                        table[key] = _own(tensor)
         for child, before in self._caches:
             for key, value in list(vars(child).items()):
                 if key not in OWN and _on_device(value, self._device):

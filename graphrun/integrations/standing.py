@@ -2,28 +2,41 @@
 
 Decides which methods are calls, which change the pipeline at rest, and which are refused. Must not know plans.
 
-    pipe(...)  pipe.encode_prompt(...)      its own methods        a call: planned, then run
-    pipe.load_lora_weights(...)             what all pipelines     changes it at rest: everything is on the host, and says so
+    pipe(...)  pipe.encode_prompt(...)      its own that return    a call: planned, then run
+    pipe.fuse_qkv_projections()             its own that do not    changes it at rest: everything is on the host, and says so
+    pipe.load_lora_weights(...)             what all pipelines     likewise
     pipe.enable_model_cpu_offload()         what moves weights     refused, with what to do
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from graphrun.components.entry import Boundary, boundary_around
+from graphrun.components.forms import AtRest
 from graphrun.errors import InputError
 from graphrun.integrations.live import is_pipeline, own_class, pipelines_in, placed
 
 # Where methods come from that every pipeline has: they load, save and set, and compute nothing.
-COMMON = ("diffusers.pipelines.pipeline_utils", "diffusers.configuration_utils", "diffusers.loaders", "diffusers.modular_pipelines")
+COMMON = (
+    "diffusers.pipelines.pipeline_utils",
+    "diffusers.configuration_utils",
+    "diffusers.loaders",
+    "diffusers.modular_pipelines",
+    "diffusers.utils",
+)
 # Those that look at where the pipeline is, and put what they load there.
 LOADERS = "diffusers.loaders"
+# Of these, what adds, removes or overwrites weights, which a call streams from the host. Others set what a forward looks at.
+REWEIGHTING = ("load_", "unload_", "fuse_", "unfuse_", "delete_")
 # What moves weights, and would be a second mover.
 MOVING = (
     "enable_model_cpu_offload",
@@ -48,7 +61,10 @@ class Stand:
         self._classes: list[tuple[Any, type[Any]]] = []
         for path, owner in self.pipelines.items():
             kind = type(owner)
-            members: dict[str, Any] = {name: _handing(call, path, name, method) for name, method in _own_methods(kind)}
+            members: dict[str, Any] = {
+                name: _handing(call if name == "__call__" or _returns(method) else at_rest, path, name, method)
+                for name, method in _own_methods(kind)
+            }
             members |= {name: _handing(at_rest, path, name, method) for name, method in _loaders(kind)}
             members |= {name: _handing(at_rest, path, name, getattr(kind, name)) for name in ("save_pretrained", "to")}
             members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)} | more
@@ -75,6 +91,19 @@ def _own_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, base, method in _functions(kind):
         if name == "__call__" or (not name.startswith("_") and not base.__module__.startswith(COMMON)):
             yield name, method
+
+
+@functools.cache
+def _returns(method: Callable[..., Any]) -> bool:
+    """Whether ``method`` returns a value. One that does not computes nothing for its caller: it checks or changes the pipeline."""
+    code = inspect.unwrap(method).__code__
+    done = list(dis.get_instructions(code))
+    values = (
+        (last.argval if last.opname == "RETURN_CONST" else before.opname != "LOAD_CONST" or before.argval)
+        for before, last in pairwise(done)
+        if last.opname in ("RETURN_VALUE", "RETURN_CONST")
+    )
+    return inspect.isgeneratorfunction(inspect.unwrap(method)) or any(value is not None for value in values)
 
 
 def _loaders(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -130,9 +159,16 @@ def cast_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any], here: torch.dev
 
 
 def lifted(modules: Mapping[str, torch.nn.Module]) -> list[Boundary]:
-    """Takes away every boundary around ``modules``, the outermost first, and returns them: pipelines may share components."""
+    """Takes away every boundary around ``modules``, the outermost first, and returns them: pipelines may share components.
+
+    Raises InputError, and takes none away, where one is that of a run.
+    """
     found: list[Boundary] = []
     while standing := {id(b): b for module in modules.values() if (b := boundary_around(module))}:
+        for boundary in standing.values():
+            if not isinstance(boundary.casts, AtRest):
+                shared = ", ".join(name for name, module in modules.items() if boundary_around(module) is boundary)
+                raise InputError(f"a call of another attached pipeline runs with {shared}: wait until it has ended")
         outermost = next(b for b in standing.values() if b.outermost)
         outermost.__exit__()
         found.append(outermost)

@@ -17,8 +17,12 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
         ["python", f"{found['python']} on {found['platform']}"],
         ["device", _card(found["device"])],
         ["simulated", "works" if found["device"]["sim"] else "does not work here"],
-        ["RAM", f"{show_size(memory['usable_bytes'])} usable, {show_size(memory['available_bytes'])} free now"],
-        ["swap", show_size(memory["swap_bytes"])],
+        [
+            "RAM",
+            f"{show_size(memory['usable_bytes'])} for --ram auto, {show_size(memory['available_bytes'])} of "
+            f"{show_size(memory['total_bytes'])} available",
+        ],
+        ["swap", f"{show_size(memory['swap_bytes'])}, which does not count"],
     ]
     for limit in memory["limits"]:
         rows.append(

@@ -11,7 +11,7 @@ import pytest
 from graphrun.estimator import doctor
 from graphrun.estimator.machine import host_ram_bytes, memory_limits
 from graphrun.report.doctor import doctor_screen
-from graphrun.units import GIB
+from graphrun.units import GIB, show_size
 
 
 def files(root: Path, **texts: str) -> None:
@@ -21,12 +21,17 @@ def files(root: Path, **texts: str) -> None:
         path.write_text(text)
 
 
+def available(root: Path) -> Path:
+    (root / "meminfo").write_text(f"MemAvailable: {9 * GIB // 1024} kB\n")
+    return root / "meminfo"
+
+
 def test_the_limits_of_all_groups_around_this_process_count_v2(tmp_path: Path) -> None:
     files(tmp_path, user__job__memory_dot_max=f"{3 * GIB}\n", user__job__memory_dot_current="5\n")
     files(tmp_path, user__memory_dot_max=f"{2 * GIB}\n", memory_dot_max="max\n", own="0::/user/job\n")
     limits = memory_limits(tmp_path, tmp_path / "own")
     assert [(limit.nbytes, limit.version, limit.used_bytes) for limit in limits] == [(2 * GIB, 2, 0), (3 * GIB, 2, 5)]
-    assert host_ram_bytes(tmp_path, tmp_path / "own") == 2 * GIB
+    assert host_ram_bytes(tmp_path, tmp_path / "own", available(tmp_path)) == 2 * GIB
 
 
 def test_cgroup_v1_says_no_limit_with_a_number(tmp_path: Path) -> None:
@@ -42,11 +47,11 @@ def test_a_container_that_sees_its_group_at_the_root_has_its_limit(tmp_path: Pat
     (tmp_path / "own").write_text("4:memory:/docker/0123\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text(f"{GIB}\n")
-    assert host_ram_bytes(tmp_path, tmp_path / "own") == GIB
+    assert host_ram_bytes(tmp_path, tmp_path / "own", available(tmp_path)) == GIB
 
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
-    assert host_ram_bytes(tmp_path, tmp_path / "own") > GIB
+    assert host_ram_bytes(tmp_path, tmp_path / "own", available(tmp_path)) == 9 * GIB
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_a_package_that_is_not_there_is_a_problem() -> None:
 def test_a_limit_below_the_machine_s_memory_and_a_small_lock_limit_are_problems() -> None:
     memory = {
         "total_bytes": 8 * GIB,
-        "usable_bytes": 4 * GIB,
+        "usable_bytes": 3 * GIB,
         "pinned_limit_bytes": 8,
         "limits": [{"path": "/x", "nbytes": 4 * GIB}],
     }
@@ -85,6 +90,8 @@ def test_everything_found_is_json_and_has_a_screen(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
     assert {item["name"] for item in found["versions"]} >= {"torch", "diffusers", "transformers", "accelerate", "bitsandbytes"}
     screen = doctor_screen(found)
+    usable, available = (show_size(found["memory"][f"{name}_bytes"]) for name in ("usable", "available"))
+    assert f"{usable} for --ram auto, {available} of " in screen
     for name, of in found["precisions"].items():
         line = next(line for line in screen.splitlines() if f"{name}: " in line)
         assert ("moves" in line) == of["movable"]

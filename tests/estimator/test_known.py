@@ -121,3 +121,22 @@ def test_what_turns_autocast_off_is_traced_without_numbers() -> None:
     assert sum(flops for _, flops in mark.call.flops) == 2 * 4 * 8 * 4
     with pytest.raises(RuntimeError, match="unsupported"), torch.autocast("meta", enabled=False):
         pass
+
+
+def test_nothing_is_known_of_what_lies_where_something_known_lay() -> None:
+    """What the host computes with masks and choices of its own says nothing of what is made on the device after it."""
+
+    class Gone(nn.Module):
+        def forward(self, mask: torch.Tensor) -> list[int]:
+            rows = []
+            for _ in range(64):
+                (~torch.ones(8, dtype=torch.bool)).sum()
+                (~mask[:0]).clone()
+                rows.append(len(mask[mask.clone()]))
+                torch.ones(8, dtype=torch.bool).all()
+                torch.ones(8, dtype=torch.bool).sum()
+                rows.append(8 * bool(mask.any().item()))
+            return rows
+
+    rows, _ = record(Gone(), torch.ones(8, dtype=torch.bool, device="meta"))
+    assert rows == [8] * len(rows)

@@ -218,3 +218,47 @@ def test_a_call_into_a_block_is_noted_where_weights_lie_in_one_storage() -> None
         net(x)
     recorder.close()
     assert recorder.loose == {"blocks.0.embed"}
+
+
+ROUNDS = 64  # so that an address that was free is taken again
+
+
+def test_what_is_made_where_an_input_lay_is_counted() -> None:
+    """A component may let go of what it was handed: a UNet takes an adapter's features out of their list one by one."""
+
+    class Taking(nn.Module):
+        def forward(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
+            made = []
+            while features:
+                features.pop()
+                made.append(torch.empty(128, device="meta"))
+            return made
+
+    features = [torch.empty(128, device="meta") for _ in range(ROUNDS)]
+    recorder = Recorder(Taking(), ())
+    recorder.ignore(features)
+    with torch.no_grad(), recorder:
+        out = Taking()(features)
+    del out
+    recorder.close()
+    assert sum(nbytes for _, nbytes in recorder.events) == ROUNDS * 512
+
+
+def test_what_is_made_where_a_buffer_lay_is_no_weight() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(ROUNDS):
+                self.register_buffer(f"of_{number}", torch.empty(128, device="meta"))
+
+        def forward(self) -> list[torch.Tensor]:
+            made = []
+            for number in range(ROUNDS):
+                setattr(self, f"of_{number}", None)
+                made.append(torch.empty(128, device="meta"))
+            return [tensor + 1 for tensor in made]
+
+    module = Counting()
+    recorder = record(module, module)
+    assert recorder.touched == set()
+    assert sum(nbytes for _, nbytes in recorder.events) == 2 * ROUNDS * 512

@@ -112,3 +112,32 @@ def test_a_block_that_somebody_listens_to_is_always_run(net: Net) -> None:
 def test_afterwards_every_class_is_its_own(net: Net) -> None:
     record(net, repeats=True)
     assert [type(module) for module in (net, net.blocks[0], net.head)] == [Net, Block, nn.Linear]
+
+
+class Swapping(nn.Module):
+    """Puts a view of its table in the place of what it was handed in a list, and where that lay in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = torch.zeros(1)
+        self.table = nn.Parameter(torch.empty(8, 8, device="meta"))
+
+    def forward(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        self.runs += 1
+        address = id(kept.pop())
+        views = [self.table.detach()]
+        while id(views[-1]) != address and len(views) < 1000:
+            views.append(self.table.detach())
+        kept.append(views[-1])
+        return torch.empty(8, 8, device="meta")
+
+
+def test_a_block_that_replaces_what_it_was_handed_in_a_list_is_always_run() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([Swapping() for _ in range(6)])
+    recorder = Recorder(net, [])
+    with torch.no_grad(), Repeats(net, recorder), recorder:
+        for block in net.blocks:
+            block([torch.empty(8, 8, device="meta")])
+    recorder.close()
+    assert [int(block.runs) for block in net.blocks] == [1] * 6

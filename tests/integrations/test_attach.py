@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from torch import nn
 
 import graphrun
 from graphrun.errors import InputError
+from graphrun.estimator.machine import host_ram_bytes
 from graphrun.executor.simulated import SimulatedDevice
 from graphrun.integrations.attach import Attachment
 from graphrun.integrations.rehearsal import ProbeError
 from graphrun.planner.infeasible import Infeasible
-from graphrun.planner.plan import Stream
+from graphrun.planner.plan import Load, Stream
 from graphrun.sim import Machine
 from graphrun.units import round_up
 
@@ -169,6 +171,21 @@ def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
         assert equal(there.call(pipe, lambda tensor: tensor), want)
         assert attached.trace is not None
         assert attached.trace.peak_bytes == least_bytes - held_bytes < least_bytes
+
+
+def test_components_that_are_in_ram_stay_there_though_little_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pipe = SD.build()
+    want = SD.call(pipe)
+    left_bytes = weight_bytes(pipe) // 4
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {left_bytes // 1024} kB\nSwapFree: 99999999 kB\n")
+    monkeypatch.setattr(host_ram_bytes, "__defaults__", (tmp_path, tmp_path / "own", tmp_path / "meminfo"))
+    with graphrun.attach(pipe, vram="1G", device="sim") as attached:
+        assert equal(SD.call(pipe), want)
+        assert attached.solution is not None
+        problem, plan = attached.solution.problem, attached.solution.plan
+        assert weight_bytes(pipe) < problem.ram_bytes <= weight_bytes(pipe) + left_bytes
+        homes = {action.home for slot in plan.slots for action in slot.actions if isinstance(action, Load)}
+        assert homes <= {"pinned", "pageable"}
 
 
 def test_detaching_gives_everything_back() -> None:

@@ -20,6 +20,7 @@ from tiny_pipelines import cases, picture
 import graphrun
 from graphrun.errors import InputError
 from graphrun.executor.simulated import SimulatedDevice
+from graphrun.integrations.residence import Leftovers
 from graphrun.sim import Machine
 
 
@@ -295,3 +296,18 @@ def ip_adapter(unet: Any) -> dict[str, Any]:
         "norm.bias": torch.zeros(32),
     }
     return {"image_proj": projection, "ip_adapter": found}
+
+
+def test_what_a_call_leaves_where_something_of_before_lay_goes_to_the_host() -> None:
+    pipe, device = SD.build(), SimulatedDevice(Machine())
+    with device.machine:
+        pipe.scheduler.before, pipe.scheduler.stays = [torch.zeros(8, device="sim")], [torch.ones(8, device="sim")]
+        tensor = torch.zeros(8, device="sim")
+        leftovers = Leftovers(pipe, {"vae": pipe.vae}, device.torch_device)
+        address, lists = id(pipe.scheduler.__dict__.pop("before")), [[tensor]]
+        while id(lists[-1]) != address and len(lists) < 1000:
+            lists.append([tensor])
+        pipe.scheduler.after = lists.pop()
+        leftovers.clear()
+    assert pipe.scheduler.after[0].device.type == "cpu"
+    assert pipe.scheduler.stays[0].device.type == "sim"

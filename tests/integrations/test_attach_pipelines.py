@@ -71,6 +71,14 @@ def test_output_peak_and_baseline(name: str) -> None:
     assert equal(case.call(pipe), want)
 
 
+def test_equal_calls_are_equal_problems() -> None:
+    case = CASES["StableDiffusionXLAdapterPipeline"]
+    pipe, inputs = case.build(), {**case.arguments(), "num_inference_steps": case.steps}
+    calls = [graphrun.from_pipeline(pipe) for _ in range(3)]
+    digests = [graphrun.estimate(call, vram="1G", ram="1G", hardware="sim", inputs=inputs).digest for call in calls]
+    assert digests == [digests[0]] * 3
+
+
 def test_a_pipeline_that_keeps_something_from_one_method_for_the_next() -> None:
     """LEdits++ inverts a picture, and its call edits that."""
 

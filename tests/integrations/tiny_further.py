@@ -7,7 +7,7 @@ from typing import Any
 import diffusers as d
 import tiny_parts as p
 import transformers as t
-from tiny_pipelines import SMALL, film, t5_and, texts, wan
+from tiny_pipelines import SMALL, film, picture, plus, sdxl, t5_and, texts, wan
 
 Row = tuple[Any, ...]
 SIZE = {"height": 32, "width": 32}
@@ -37,7 +37,19 @@ def further() -> dict[str, Row]:
             t5_and(text_encoder=p.gemma, transformer=lumina2, vae=p.flow_vae),
             texts(max_sequence_length=16, **SIZE),
         ),
+        # the UNet takes the adapter's features out of the list in which it is handed them
+        "StableDiffusionXLAdapterPipeline": (
+            d.StableDiffusionXLAdapterPipeline,
+            "ControlNet",
+            plus(sdxl(), adapter=adapter),
+            texts(image=picture, **SMALL),
+        ),
     }
+
+
+def adapter() -> Any:
+    widths = [16, 32, 32, 32]
+    return d.T2IAdapter(in_channels=3, channels=widths, num_res_blocks=1, downscale_factor=4, adapter_type="full_adapter_xl")
 
 
 def gemma() -> Any:
@@ -145,7 +157,6 @@ TRIED = {
         "StableDiffusion3ControlNetInpaintingPipeline",
         "StableDiffusionControlNetPAGInpaintPipeline",
         "StableDiffusionControlNetXSPipeline",
-        "StableDiffusionXLAdapterPipeline",
         "StableDiffusionXLControlNetPAGImg2ImgPipeline",
         "StableDiffusionXLControlNetPAGPipeline",
         "StableDiffusionXLControlNetXSPipeline",
