@@ -98,7 +98,6 @@ class Session:
         self._detour, self._handed_out = detour, handed_out
         self._problem, self._plan, self._simulation = settle(problem, plan), plan, simulate(problem, plan)
         self._slowdowns = slowdowns(problem, plan)
-        host.refuse_other(self._problem)
         _refuse_free(plan, host)
         self._host, self._device = host, device
         self._begun = False
@@ -116,6 +115,7 @@ class Session:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this one and begin again")
         if not self._begun:
             self._baseline_bytes = self._device.allocated_bytes
+            self._host.settle_in(self._problem)
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
         slots_planned = self._simulation.again if self._begun else self._simulation.slots
