@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from graphrun.components.contexts import on_host
 from graphrun.components.origins import commits_of
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.executor.device import Device
@@ -109,6 +110,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @on_host()
     def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
         """One run. Raises PlanError where the plan is for one run, and this is another."""
         if self._begun and not self._plan.again:
