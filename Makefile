@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run test lint faults golden tables clean
+.PHONY: run test rehearse lint faults golden tables clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -16,6 +16,10 @@ run: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+rehearse: $(STAMP)
+	@mkdir -p out
+	$(BIN)/python benchmarks/gpu.py --rehearse --out out/gpu-rehearsal.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

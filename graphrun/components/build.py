@@ -34,7 +34,7 @@ from graphrun.components.content import (
     replace_layers,
     scale_name,
 )
-from graphrun.components.contexts import default_dtype, empty_parameters, on_meta, quiet, unasked
+from graphrun.components.contexts import default_dtype, empty_parameters, on_host, on_meta, quiet, unasked
 from graphrun.components.lora import LoraSource, deltas_of, fuse
 from graphrun.components.precisions import QUANTIZED
 from graphrun.components.quantize import quantizable_layers
@@ -58,6 +58,7 @@ _TOKENIZER_KEYS = frozenset(
 )
 
 
+@on_host()
 def ghost(component: Component, trust: Sequence[str]) -> nn.Module:
     """``component`` on the meta device: its class, config, shapes and dtypes, without a byte of weights.
 
@@ -71,6 +72,7 @@ def ghost(component: Component, trust: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
+@on_host()
 def held_ghost(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
     """The `ghost` of ``component`` with the layers of ``precision``, and what files on this machine hold for it.
 
@@ -82,6 +84,7 @@ def held_ghost(component: Component, trust: Sequence[str], precision: str) -> tu
     return module, content
 
 
+@on_host()
 def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
     """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone;
     with its LoRAs fused.
@@ -106,6 +109,7 @@ def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, st
     return fill_adapters(component, module)
 
 
+@on_host()
 def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module, Writer]:
     """``component`` in ``precision`` with parameters on meta, buffers on the CPU, and the writer of its blocks.
 
@@ -156,6 +160,7 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     return module, Writer(Composed(source, buffers, names), precision, shapes)
 
 
+@on_host()
 def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     """The tokenizer, scheduler or processor that ``part`` declares.
 

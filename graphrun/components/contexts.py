@@ -65,6 +65,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
+def on_host() -> Iterator[None]:
+    """Tensors are in host memory where nothing else is said, also for a caller who chose otherwise (`torch.set_default_device`)."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+@contextmanager
 def empty_parameters() -> Iterator[None]:
     """Parameters are constructed on meta, buffers for real: those that are not saved with the weights are computed there."""
     from accelerate import init_empty_weights

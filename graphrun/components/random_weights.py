@@ -33,8 +33,8 @@ def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torc
     """The values of ``owner``'s parameter ``key``, which looks like ``like``, from ``seed``: a tensor on the CPU."""
     if like.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-    tile = torch.randn(min(like.numel(), TILE), generator=generator).mul_(scale(owner, key, like)).to(like.dtype)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
+    tile = torch.randn(min(like.numel(), TILE), generator=generator, device="cpu").mul_(scale(owner, key, like)).to(like.dtype)
     values = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     for piece in torch.split(values.view(-1), TILE):
         piece.copy_(tile[: piece.numel()])

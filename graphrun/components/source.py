@@ -82,7 +82,7 @@ class FileSource:
         piece = self._stored[name]
         if isinstance(piece, Stored):
             return self._plain_into(piece, target)
-        values = [torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype)) for leaf in piece.leaves]
+        values = [torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu") for leaf in piece.leaves]
         for leaf, value in zip(piece.leaves, values, strict=True):
             self._plain_into(leaf, value)
         target.copy_(piece.make(values).reshape(target.shape))
@@ -94,7 +94,7 @@ class FileSource:
             self._read(tensor, 0, flat.view(torch.uint8))
             return tensor.nbytes
         step = max(1, PIECE_BYTES // dtype.itemsize)
-        scratch = torch.empty(min(step, flat.numel()), dtype=dtype)
+        scratch = torch.empty(min(step, flat.numel()), dtype=dtype, device="cpu")
         for start in range(0, flat.numel(), step):
             piece = scratch[: min(step, flat.numel() - start)]
             self._read(tensor, start * dtype.itemsize, piece.view(torch.uint8))
@@ -195,7 +195,7 @@ class Writer:
                 continue
             if name not in fields:
                 shape, dtype = self._shapes[name]
-                weight = torch.empty(shape, dtype=dtype)
+                weight = torch.empty(shape, dtype=dtype, device="cpu")
                 count(weight)
                 read_bytes += self.source.into(name, weight)
                 fields = {name: quantized(weight, self._precision)}

@@ -51,7 +51,7 @@ class Place(Protocol):
         ``SMALL_BYTES``, ``small``, to the device from pinned memory."""
 
     def compute(self, kind: str) -> float:
-        """``matmul`` or ``attention`` once; the FLOPs it took."""
+        """``matmul``, ``attention`` or ``convolution`` once; the FLOPs it took."""
 
 
 def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0) -> tuple[Hardware, dict[str, float]]:
@@ -62,8 +62,6 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
     """
     before = _cards_used_bytes() if kind == "cuda" else {}  # before torch wakes the driver
     base, place = _open(kind)
-    if kind == "cuda":
-        base = _with_context(base, before)
     share = allowed_seconds / 9
     figures = {
         f"{copy}_bytes_per_second": _rate(place, lambda copy=copy: _copied(place, copy), share)  # type: ignore[misc]
@@ -75,6 +73,8 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
     figures["disk_bytes_per_second"] = disk_rate(folder, share)
     for work in ("matmul", "attention"):
         figures[f"{work}_flops_per_second"] = _rate(place, lambda work=work: place.compute(work), share)  # type: ignore[misc]
+    if kind == "cuda":
+        base = _with_context(base, before, place)
     figures["context_bytes"] = float(base.context_bytes)
     matmul, attention = figures["matmul_flops_per_second"], figures["attention_flops_per_second"]
     measured = replace(
@@ -176,9 +176,9 @@ class _Cpu:
         import torch
 
         self._torch = torch
-        self._here, self._there = (torch.empty(self.nbytes, dtype=torch.uint8).fill_(n) for n in range(2))
-        self._left, self._right = torch.randn(512, 512, dtype=torch.bfloat16), torch.randn(512, 2048, dtype=torch.bfloat16)
-        self._heads = torch.randn(1, 8, 512, 64, dtype=torch.bfloat16)
+        self._here, self._there = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
+        shapes = ((512, 512), (512, 2048), (1, 8, 512, 64))
+        self._left, self._right, self._heads = (torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes)
 
     def now(self) -> float:
         """Seconds on the wall."""
@@ -244,8 +244,8 @@ class _Cuda:
         import torch
 
         self._torch, device = torch, torch.device("cuda", 0)
-        self._pinned = [torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True).fill_(n) for n in range(2)]
-        self._pageable = torch.empty(self.nbytes, dtype=torch.uint8).fill_(1)
+        self._pinned = [torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n) for n in range(2)]
+        self._pageable = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(1)
         self._device = [torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._streams = [torch.cuda.Stream(device=device) for _ in range(2)]  # type: ignore[no-untyped-call]
         half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
@@ -278,24 +278,31 @@ class _Cuda:
 
 
 def _compute(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
-    """One matrix product [m k] [k n], or fused attention [b h s d]; its FLOPs: 2 m k n, 4 b h s s d."""
+    """One matrix product [m k] [k n], fused attention [b h s d], or a convolution of [b h s d] with 3 x 3 kernels, h to h channels;
+    its FLOPs: 2 m k n, 4 b h s s d, 18 b h h s d."""
     with torch.no_grad():
         if kind == "matmul":
             torch.mm(left, right)
             return float(2 * left.shape[0] * left.shape[1] * right.shape[1])
+        if kind == "convolution":
+            channels = heads.shape[1]
+            torch.nn.functional.conv2d(heads, left.flatten()[: 9 * channels**2].view(channels, channels, 3, 3), padding=1)
+            return float(18 * channels * heads.numel())
         torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
         return float(4 * heads.numel() * heads.shape[-2])
 
 
-def _with_context(base: Hardware, before: Mapping[str, int]) -> Hardware:
-    """``base`` with what the driver took when this process woke it: what its card lost beyond what torch reserved."""
+def _with_context(base: Hardware, before: Mapping[str, int], place: Place) -> Hardware:
+    """``base`` with what the driver took since it was woken: what its card lost beyond what torch reserved. Behind products and
+    attention, and a convolution: kernels are loaded when they first run, and stay. No less than ``base`` assumes, since a run may
+    need kernels that were not loaded here.
+    """
     import torch
 
-    torch.mm(torch.ones(64, 64, device="cuda"), torch.ones(64, 64, device="cuda"))
-    torch.cuda.synchronize(0)
-    return replace(
-        base, context_bytes=taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0)) or base.context_bytes
-    )
+    place.compute("convolution")
+    place.now()
+    measured = taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
+    return replace(base, context_bytes=max(base.context_bytes, measured or 0))
 
 
 def taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int) -> int | None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphrun import sim
 from graphrun.components.build import build_part, ghost, held_ghost
 from graphrun.components.content import as_stored
+from graphrun.components.contexts import on_host
 from graphrun.components.entry import Boundary, Casts
 from graphrun.components.memos import forget
 from graphrun.components.precisions import QUANTIZED
@@ -41,6 +42,7 @@ from graphrun.units import MIB, round_up
 HOLLOW_BYTES = 64 * MIB
 
 
+@on_host()
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
     """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name).
 

@@ -93,7 +93,7 @@ class CudaDevice:
 
     def arena(self, nbytes: int) -> torch.Tensor:
         """Host memory that begins at a page and shares its last page with nobody: a page can be registered once."""
-        memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8)
+        memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGESIZE
         arena = memory[start : start + nbytes]
         self.arenas.count("arenas", arena)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from graphrun.components.contexts import on_host
 from graphrun.components.origins import commits_of
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.executor.device import Device
@@ -98,7 +99,6 @@ class Session:
         self._detour, self._handed_out = detour, handed_out
         self._problem, self._plan, self._simulation = settle(problem, plan), plan, simulate(problem, plan)
         self._slowdowns = slowdowns(problem, plan)
-        host.refuse_other(self._problem)
         _refuse_free(plan, host)
         self._host, self._device = host, device
         self._begun = False
@@ -110,12 +110,14 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @on_host()
     def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
         """One run. Raises PlanError where the plan is for one run, and this is another."""
         if self._begun and not self._plan.again:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this one and begin again")
         if not self._begun:
             self._baseline_bytes = self._device.allocated_bytes
+            self._host.settle_in(self._problem)
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
         slots_planned = self._simulation.again if self._begun else self._simulation.slots

@@ -24,7 +24,7 @@ from graphrun.executor.movers import refuse_movers
 from graphrun.executor.residency import Residency
 from graphrun.executor.spool import Spool
 from graphrun.graph.graph import Graph
-from graphrun.planner.problem import ComponentNumbers, Problem, Variant
+from graphrun.planner.problem import BlockClass, ComponentNumbers, Grain, Problem, Variant
 
 
 class Host:
@@ -134,13 +134,12 @@ class Host:
         """Whether ``problem``, settled, has the graph and the blocks that this was built for."""
         return _shape(problem) == self._shape
 
-    def refuse_other(self, problem: Problem) -> None:
-        """Raises InputError unless it `fits`."""
-        if not self.fits(problem):
-            raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
-
     def settle_in(self, problem: Problem) -> None:
-        """Components that ``problem``, which is settled, cuts into other blocks are laid out anew. Between runs."""
+        """Components that ``problem``, which is settled, cuts into layers and that lie in blocks, or the reverse, are laid out
+        anew. At the begin of a run. Raises InputError where it is of another graph, or holds a component otherwise."""
+        shape = _shape(problem)
+        if shape != self._shape and not _cut_alone(shape, self._shape):
+            raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
         for numbers in problem.components:
             before = self.residencies.get(numbers.name)
             if before is None or before.grain == numbers.grain:
@@ -150,7 +149,7 @@ class Host:
                 before.free()
             writer = None if before.given or (before.held and not on_disk) else self._writers[numbers.name]
             self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
-        self._shape = _shape(problem)
+        self._shape = shape
 
     def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: Blocks | None) -> None:
         if writer is not None and numbers.variants[0].home == "disk":
@@ -161,7 +160,18 @@ class Host:
         self._writers[numbers.name] = writer
 
 
-def _shape(problem: Problem) -> tuple[Any, ...]:
+Shape = tuple[str, dict[str, tuple[Grain, tuple[BlockClass, ...], Variant]]]
+
+
+def _shape(problem: Problem) -> Shape:
     """What must be equal: what settling a problem makes of a variant's compute does not count."""
     held = {c.name: replace(c.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="") for c in problem.components}
-    return problem.graph_digest, tuple((c.name, c.classes, held[c.name]) for c in problem.components)
+    return problem.graph_digest, {c.name: (c.grain, c.classes, held[c.name]) for c in problem.components}
+
+
+def _cut_alone(one: Shape, other: Shape) -> bool:
+    """Whether these are of one graph, and differ in nothing but which components are cut into layers."""
+    ((digest, these), (theirs, those)) = one, other
+    pairs = [(these[name], those[name]) for name in these.keys() & those.keys()]
+    alike = (a == b or (a[0] != b[0] and a[2].name == b[2].name) for a, b in pairs)
+    return digest == theirs and these.keys() == those.keys() and all(alike)

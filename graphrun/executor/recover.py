@@ -123,7 +123,6 @@ def run_to_the_end(
                 problem, behind = _without_steps(problem, stages, behind)
                 solution = solve(problem)
                 problem, plan, session = solution.problem, solution.plan, None
-                host.settle_in(settle(problem, plan))
             except (Infeasible, BrokenPlan) as reason:
                 raise _given_up(error, reason, stages, keep) from None
             stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]

@@ -51,7 +51,7 @@ class SimulatedDevice:
 
     def arena(self, nbytes: int) -> torch.Tensor:
         """Ordinary host memory."""
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.arenas.count("arenas", memory)
         return memory
 

@@ -169,7 +169,7 @@ def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[
     with file.open("xb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for path, layout in layouts.items():
-            buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
             writer.write(layout, buffer)
             raw: Any = buffer.numpy()
             opened.write(memoryview(raw))

@@ -76,7 +76,7 @@ class Echo(Prober):
             ) from error
         digest = digest_of((component, entry, args, kwargs))
         self.heard.append(Entered(component, entry, digest))
-        generator = torch.Generator().manual_seed(int(digest[:15], 16))
+        generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
         return walk(made.template, lambda t: _numbers(t, generator).to(sim.device) if t.is_meta else t)
 
     def _look(self) -> None:
@@ -92,8 +92,8 @@ def _numbers(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Numbers near 1 in the shape of ``like``; zeros where they are indices or flags, or too many to be looked at."""
     nbytes = like.numel() * like.element_size()
     if not like.is_floating_point() or nbytes > HOLLOW_BYTES:
-        return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.randn(like.shape, generator=generator).to(like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    return torch.randn(like.shape, generator=generator, device="cpu").to(like.dtype)
 
 
 def digest_of(value: Any) -> str:
@@ -108,7 +108,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
         update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.numel() * value.element_size() <= HOLLOW_BYTES and not value.is_meta:
             raw = value.raw if isinstance(value, SimTensor) else value
-            flat = torch.empty(raw.numel(), dtype=raw.dtype).copy_(raw.detach().reshape(-1))
+            flat = torch.empty(raw.numel(), dtype=raw.dtype, device="cpu").copy_(raw.detach().reshape(-1))
             update(flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
         for key, item in value.items():

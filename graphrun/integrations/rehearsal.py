@@ -22,6 +22,7 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.components.blocks import Place, held
+from graphrun.components.contexts import on_host
 from graphrun.components.entry import entry_of
 from graphrun.components.forms import Form, Forms
 from graphrun.errors import GraphrunError, InputError
@@ -53,6 +54,7 @@ class ProbeError(InputError):
 class Rehearsal:
     """A pipeline's ghost in the state that the pipeline is in now, and every trace made with it so far."""
 
+    @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
         self.pipe = ghost_of(pipe, sim.device)
         self.ghosts = joined(components_of(self.pipe))
@@ -61,6 +63,7 @@ class Rehearsal:
         self._twins = {id(module): self.ghosts[name] for name, module in modules.items()}
         self._facts: tuple[int, Mapping[str, Facts]] = (-1, {})
 
+    @on_host()
     def probe(self, call: Call) -> Tape:
         """The tape of ``call``. Arguments, generators and global random state are left as they are.
 
@@ -91,6 +94,7 @@ class Rehearsal:
             ) from error
         return tape
 
+    @on_host()
     def trace(self, form: Form, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, Returned]:
         """An entry into a component in ``form``, wherever it comes: what it takes, and what it returns."""
         self.prober.know(form)

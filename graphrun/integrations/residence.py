@@ -80,8 +80,8 @@ class LiveHost(Host):
         if form in self.residencies:
             self.residencies[form].join()
 
-    def refuse_other(self, problem: Problem) -> None:
-        """Nothing to refuse: `arrange` has laid out what ``problem`` says."""
+    def settle_in(self, problem: Problem) -> None:
+        """Nothing is left to do: `arrange` has laid out what ``problem`` says."""
 
     def restore(self) -> None:
         """Every weight has memory of its own, outside of arenas, and may be trained if it might before."""

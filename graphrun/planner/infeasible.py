@@ -8,6 +8,7 @@ from graphrun.errors import GraphrunError
 from graphrun.planner.cut import finer
 from graphrun.planner.least import (
     chosen_from,
+    held_ram,
     least_needs_of,
     only,
     smallest_budget,
@@ -93,11 +94,13 @@ def _binding(problem: Problem, needs: tuple[Need, ...], tiers: tuple[Tier, ...])
 def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
     """The explanation for ``problem``, which has no plan; ``repairs``: with what would help, which takes some solves.
 
-    Its figures are those of components that are cut as finely as they can be in the phases that do not fit.
+    Its figures are those of components that are cut into layers where that takes less in the phases that do not fit.
     """
-    while (more := finer(problem, least_needs_of(problem))) is not None:
-        problem = more
-    needs = tuple(need for need in least_needs_of(problem) if need.short_bytes > 0)
+    needs = _short(problem)
+    while (more := finer(problem, needs)) is not None:
+        if (left := _short(more)) and not needs:
+            break  # what spares the host takes more of the device than there is
+        problem, needs = more, left
     whole = problem.hardware.capacity_bytes
     tiers = [
         Tier("VRAM", min(problem.budget_bytes, whole), smallest_budget(problem)),
@@ -107,7 +110,13 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
         tiers.append(Tier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
     if problem.disk_bytes is not None:
         tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
-    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs) if repairs else ())
+    least = {tier.name: tier.least_bytes for tier in tiers}
+    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs, least) if repairs else ())
+
+
+def _short(problem: Problem) -> tuple[Need, ...]:
+    """The phases that cannot fit."""
+    return tuple(need for need in least_needs_of(problem) if need.short_bytes > 0)
 
 
 def surely_infeasible(problem: Problem) -> bool:
@@ -117,4 +126,4 @@ def surely_infeasible(problem: Problem) -> bool:
     if not simple(problem):
         return False
     short = any(need.short_bytes > 0 for need in least_needs(only(problem)))
-    return short or (problem.runs == 1 and smallest_ram(problem) > problem.ram_bytes)
+    return short or (problem.runs == 1 and held_ram(problem) > problem.ram_bytes)

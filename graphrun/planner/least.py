@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from graphrun.planner.cut import cut, cuttable
+from graphrun.planner.cut import cut, grains, smaller_as_layers
 from graphrun.planner.homes import freed
 from graphrun.planner.matrix import Matrix, Tier
 from graphrun.planner.needs import Need, least_needs, needed_components
@@ -25,22 +25,25 @@ ROUNDS = 4
 
 def smallest_budget(problem: Problem) -> int:
     """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity, with
-    components cut as finely as they can be.
+    components cut into layers where these take less.
 
     Where the host's budgets leave none at all, the least with ample ones. 0 where no variant may be chosen.
     """
-    finest = cut(problem, cuttable(problem))
-    return min(_smallest_budget(problem), _smallest_budget(finest)) if finest is not problem else _smallest_budget(problem)
-
-
-def _smallest_budget(problem: Problem) -> int:
-    """`smallest_budget` with components cut as they are."""
     if not chosen_from(problem):
         return 0
     if simple(problem):
-        return problem.overhead_bytes + max((need.total_bytes for need in least_needs(only(problem))), default=0)
-    found = least_device(problem) or least_device(ample(problem))
-    return problem.overhead_bytes + found[0] if found else 0
+        every = list(grains(problem))
+        return problem.overhead_bytes + min(map(_peak, [of for of in every if held_ram(of) <= problem.ram_bytes] or every))
+    floor = least_device(ample(cut(problem, smaller_as_layers(problem))))
+    least: int | None = None
+    for of in grains(problem):
+        if (found := least_device(of)) is not None:
+            least = found[0] if least is None else min(least, found[0])
+        if floor is not None and least is not None and least <= floor[0]:
+            break
+    if least is None:
+        least = floor[0] if floor is not None else -problem.overhead_bytes
+    return problem.overhead_bytes + least
 
 
 def smallest_ram(problem: Problem) -> int:
@@ -48,8 +51,19 @@ def smallest_ram(problem: Problem) -> int:
     if not chosen_from(problem):
         return 0
     if simple(problem) and all(component.variants[0].device != "cpu" for component in only(problem).components):
-        return sum(component.variants[0].host_bytes for component in needed_components(only(problem)))
+        every = list(grains(problem))
+        return min(map(held_ram, [of for of in every if _peak(of) <= problem.effective_bytes] or every))
     return _least_host(problem, "ram")
+
+
+def held_ram(problem: Problem) -> int:
+    """What the homes take, cut as they are, of a problem in which nothing is to be chosen but blocks."""
+    return sum(component.variants[0].host_bytes for component in needed_components(only(problem)))
+
+
+def _peak(problem: Problem) -> int:
+    """The least that a phase takes at its peak, of such a problem."""
+    return max((need.total_bytes for need in least_needs(only(problem))), default=0)
 
 
 def smallest_pinned(problem: Problem) -> int:
@@ -117,10 +131,10 @@ def _least_host(problem: Problem, tier: Tier) -> int:
 
     wide = {"ram": {"ram_bytes": AMPLE}, "pinned": {"pinned_bytes": None}, "disk": {"disk_bytes": None}}[tier]
     given = replace(problem, **wide)  # type: ignore[arg-type]
-    found = (
-        _weighed(given, tier, taken_of) or _weighed(roomy(given), tier, taken_of) or _weighed(roomy(ample(given)), tier, taken_of)
-    )
-    return found[0] if found else 0
+    for tried in (given, roomy(given), roomy(ample(given))):
+        if found := [of[0] for each in grains(tried) if (of := _weighed(each, tier, taken_of)) is not None]:
+            return min(found)
+    return 0
 
 
 def _weighed(problem: Problem, tier: Tier | None, of: Callable[[Program, Choice], int]) -> tuple[int, Program, Choice] | None:

@@ -20,6 +20,8 @@ from graphrun.units import round_up
 
 # Blocks of a ring in which the next one is copied while one computes.
 DEPTH = 2
+# The slots of a phase that compute.
+PARTS: tuple[Part, ...] = ("first", "rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +90,37 @@ def least_needs(problem: Problem) -> tuple[Need, ...]:
                 held[component.name] = held.get(component.name, set()) | here
                 weights += _whole(component, held[component.name])
                 continue
-            passes = {k for k, yes in enumerate(streamable_classes(component)) if yes and "whole" not in demanded}
             if use is None:
                 continue
-            for part in ("first", "rest"):
-                used = {k for k, calls in enumerate(use.class_calls_in(part)) if calls}
-                fixed[part] += _whole(component, used - passes)
-                activation, sizes = phase.first_bytes if part == "first" else phase.rest_bytes, component.variants[0].block_bytes
-                short = (sizes[k] - room_bytes(activation, use, k) for k in used & passes)
-                rings[part] += round_up(max(0, max(short, default=0)), ALLOCATION_BYTES)
+            for part in PARTS:
+                whole, ring = _passing(problem, component, use, phase, part)
+                fixed[part], rings[part] = fixed[part] + whole, rings[part] + ring
         both = [_need(problem, phase, part, weights + fixed[part], rings[part], values) for part in ("first", "rest")]
         needs.append(both[1] if phase.rest_calls and both[1].total_bytes > both[0].total_bytes else both[0])
     return tuple(needs)
+
+
+def least_weights(problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int) -> int:
+    """The least with which ``phase`` can make this ``use`` of ``component`` in variant ``number``: weights and activation."""
+    if component.variants[number].device == "cpu":
+        return 0
+    found = []
+    for part in PARTS:
+        whole, ring = _passing(problem, component, use, phase, part, number)
+        found.append(whole + ring + (phase.first_bytes if part == "first" else phase.rest_bytes))
+    return max(found)
+
+
+def _passing(
+    problem: Problem, component: ComponentNumbers, use: Use, phase: PhaseNumbers, part: Part, number: int = 0
+) -> tuple[int, int]:
+    """What ``use`` needs whole of ``component`` in ``part``, and the ring for what passes: bytes, in variant ``number``."""
+    sizes, whole = component.variants[number].block_bytes, problem.demanded(component.name) & {"keep", "whole"}
+    passes = {k for k, yes in enumerate(streamable_classes(component, number)) if yes and not whole}
+    used = {k for k, calls in enumerate(use.class_calls_in(part)) if calls}
+    activation = phase.first_bytes if part == "first" else phase.rest_bytes
+    ring = max((sizes[k] - room_bytes(activation, use, k) for k in used & passes), default=0)
+    return _whole(component, used - passes, number), round_up(max(0, ring), ALLOCATION_BYTES)
 
 
 def _need(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int) -> Need:
@@ -108,6 +129,6 @@ def _need(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring:
     return Need(phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes)
 
 
-def _whole(component: ComponentNumbers, classes: Iterable[int]) -> int:
-    sizes = component.variants[0].block_bytes
+def _whole(component: ComponentNumbers, classes: Iterable[int], number: int = 0) -> int:
+    sizes = component.variants[number].block_bytes
     return sum(len(component.classes[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in classes)

@@ -5,10 +5,9 @@ Ranked: what leaves the output as it is comes first; of equals, what is predicte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphrun.planner.least import smallest_budget, smallest_disk, smallest_pinned, smallest_ram
 from graphrun.planner.needs import Need
 from graphrun.planner.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.planner.settle import stages_of
@@ -41,9 +40,10 @@ class _Tried:
     otherwise: _Tried | None = None  # what to try where this does not work
 
 
-def repairs_of(problem: Problem, needs: Sequence[Need]) -> tuple[Repair, ...]:
-    """Every change that works alone, best first. ``needs``: the phases that are short of VRAM."""
-    found = (_verified(tried) for tried in _all(problem, needs))
+def repairs_of(problem: Problem, needs: Sequence[Need], least: Mapping[str, int]) -> tuple[Repair, ...]:
+    """Every change that works alone, best first. ``needs``: the phases that are short of VRAM; ``least``: the smallest budget by
+    tier, of those that have one."""
+    found = (_verified(tried) for tried in _all(problem, needs, least))
     return tuple(sorted((of for of in found if of is not None), key=lambda repair: (repair.changes_output, repair.seconds)))
 
 
@@ -54,17 +54,17 @@ def _verified(tried: _Tried) -> Repair | None:
     return Repair(tried.text, tried.change, sum(s for s in seconds if s is not None), tried.changes_output)
 
 
-def _all(problem: Problem, needs: Sequence[Need]) -> Iterator[_Tried]:
-    yield from _budgets(problem)
+def _all(problem: Problem, needs: Sequence[Need], least: Mapping[str, int]) -> Iterator[_Tried]:
+    yield from _budgets(problem, least)
     yield from _permissions(problem)
     yield from _directives(problem, needs)
     yield from _apart(problem)
     yield from _smaller(problem, needs)
 
 
-def _budgets(problem: Problem) -> Iterator[_Tried]:
+def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[_Tried]:
     """Each budget raised alone; VRAM and RAM together where neither helps alone."""
-    device, ram = smallest_budget(problem), smallest_ram(problem)
+    device, ram = least["VRAM"], least["RAM"]
     capacity = problem.hardware.capacity_bytes
     raised = replace(problem, budget_bytes=device)
     if device > capacity:
@@ -78,10 +78,10 @@ def _budgets(problem: Problem) -> Iterator[_Tried]:
         if device > min(problem.budget_bytes, capacity):
             both = (replace(raised, ram_bytes=ram),)
             yield _Tried(f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), both)
-    if problem.pinned_bytes is not None and (pinned := smallest_pinned(problem)) > problem.pinned_bytes:
+    if problem.pinned_bytes is not None and (pinned := least["pinned RAM"]) > problem.pinned_bytes:
         text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
         yield _Tried(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
-    if problem.disk_bytes is not None and (disk := smallest_disk(problem)) > problem.disk_bytes:
+    if problem.disk_bytes is not None and (disk := least["disk"]) > problem.disk_bytes:
         yield _Tried(_raise("disk", problem.disk_bytes, disk), (("--disk", str(disk)),), (replace(problem, disk_bytes=disk),))
 
 

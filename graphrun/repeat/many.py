@@ -234,7 +234,6 @@ class _Runner:
             for first, *others in todo:
                 if problem.runs == 1:  # what stays is for the runs that were planned
                     session.close()
-                host.settle_in(settle(problem, plan))  # a run that was planned again may have cut components otherwise
                 more = self._arguments(leg.graph, first, leg.solution)
                 stages = stages_for(plan, leg.graph, first.inputs, self.device, host, **more)
                 hears, tell = self.means.watcher.run(leg, first), self.means.watcher.planned_again

@@ -120,7 +120,7 @@ def _set_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """``set_()`` and ``set_(other)``: the tensor stands for another storage from now on."""
     tensor = args[0]
     if len(args) == 1:
-        replace(cls, tensor, wrap(cls, torch.empty(0, dtype=tensor.dtype), tensor.allocation.machine))
+        replace(cls, tensor, wrap(cls, torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine))
     elif type(args[1]) is cls and len(args) == 2:
         replace(cls, tensor, wrap(cls, args[1].raw.detach(), args[1].allocation.machine))
     else:

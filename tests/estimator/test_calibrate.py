@@ -81,6 +81,36 @@ def test_a_context_is_what_the_card_itself_lost(
     assert measuring.taken(before, after, uuid, 300_000_000) == context
 
 
+@pytest.mark.parametrize(("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)])
+def test_a_context_is_measured_behind_every_kind_of_kernel_and_only_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assumed: int, context: int
+) -> None:
+    loads = {"matmul": 10_000_000, "attention": 30_000_000, "convolution": 200_000_000}  # when a kernel first runs
+    loaded: set[str] = set()
+
+    class Card(measuring._Cpu):
+        queued: set[str] = set()
+
+        def now(self) -> float:
+            loaded.update(self.queued)
+            return super().now()
+
+        def compute(self, kind: str) -> float:
+            self.queued = self.queued | {kind}
+            return super().compute(kind)
+
+    def awake(kind: str) -> tuple[Hardware, Card]:
+        loaded.add("driver")
+        return card("mine", context_bytes=assumed), Card()
+
+    used = {"driver": 500_000_000, **loads}
+    monkeypatch.setattr(measuring, "_open", awake)
+    monkeypatch.setattr(measuring, "_uuid", lambda: "GPU-a")
+    monkeypatch.setattr(measuring, "_cards_used_bytes", lambda: {"GPU-a": GB + sum(used[each] for each in loaded)})
+    measured, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)
+    assert measured.context_bytes == figures["context_bytes"] == context
+
+
 def test_without_a_card_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "found", lambda: None)
     with pytest.raises(InputError, match="no CUDA device here to calibrate"):

@@ -56,7 +56,6 @@ class Whole:
         return self.within(smallest_budget(self.problem))
 
     def run(self, problem: Problem, plan: Any, graph: Graph | None = None, **more: Any) -> Trace:
-        self.host.settle_in(problem)
         stages = stages_for(plan, graph or self.graph, self.inputs, self.device, self.host, **more)
         return follow(problem, plan, self.host, self.device, stages)
 

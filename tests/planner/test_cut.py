@@ -182,6 +182,66 @@ def test_only_the_variant_that_is_taken_has_a_ring_by_layer() -> None:
     assert predicted_seconds(both) == predicted_seconds(replace(of, budget_bytes=least)) is not None
 
 
+def held_as(component: ComponentNumbers, *blocks: int, layers: tuple[int, ...], **others: object) -> ComponentNumbers:
+    """``component`` with blocks and layers of these sizes."""
+    (plain,) = component.variants
+    assert component.layers is not None
+    variant = replace(plain, block_bytes=blocks, load_seconds=tuple(nbytes / 1e9 for nbytes in blocks), **others)  # type: ignore[arg-type]
+    finer = replace(variant, block_bytes=layers, load_seconds=tuple(nbytes / 1e9 for nbytes in layers))
+    return replace(component, variants=(variant,), layers=replace(component.layers, variants=(finer,)))
+
+
+def with_experts(budget_bytes: int) -> Problem:
+    """First ``m``, which takes less as layers, then ``e``, of which they leave more to a rest that cannot be streamed, but for a
+    variant of it that may not be chosen."""
+    of = problem(budget_bytes)
+    ((own,), (phase,)) = of.components, of.phases
+    (use,) = phase.uses
+    assert own.layers is not None
+    assert use.layers is not None
+    m = held_as(own, 24 * MB, 8 * MB, layers=(512, 2 * MB, MB))
+    e = held_as(replace(own, name="e", layers=replace(own.layers, name="e")), 8 * MB, 8 * MB, layers=(20 * MB, 2 * MB, MB))
+    small = held_as(e, 4 * MB, 8 * MB, layers=(512, 512, 512), precision="nf4", needs="nf4")
+    assert e.layers is not None
+    assert small.layers is not None
+    layers = replace(e.layers, variants=e.layers.variants + small.layers.variants)
+    e = replace(e, variants=e.variants + small.variants, layers=layers)
+    of_e = replace(use, component="e", layers=replace(use.layers, component="e"))
+    return replace(of, components=(m, e), phases=(phase, replace(phase, stage="then", uses=(of_e,))))
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_smallest_budget_is_of_layers_only_where_they_take_less(runs: int) -> None:
+    of = replace(with_experts(12 * MB), runs=runs)
+    with pytest.raises(Infeasible) as refused:
+        solve(of)
+    least = refused.value.smallest_budget_bytes
+    assert least == smallest_budget(of) == 21 * MB, "the rest of e, a block of it, and 5 MB of activation"
+    assert refused.value.repairs[0].change == (("--vram", str(least)),)
+    found = solve(replace(of, budget_bytes=least))
+    assert [c.grain for c in found.problem.components] == ["layers", "blocks"]
+    with pytest.raises(Infeasible):
+        solve(replace(of, budget_bytes=least - 1))
+
+
+def test_a_component_that_would_spare_the_host_as_layers_is_cut_if_the_device_has_room() -> None:
+    of = problem(18 * MB)
+    own = held_as(of.components[0], 512, 8 * MB, layers=(5 * MB, 4 * MB, 4 * MB), home="disk", host_bytes=16 * MB)
+    (variant,) = own.variants
+    assert own.layers is not None
+    layers = replace(own.layers, variants=(replace(own.layers.variants[0], host_bytes=10 * MB, disk_seconds=(0.01,) * 3),))
+    own = replace(own, variants=(replace(variant, disk_seconds=(0.01, 0.01)),), layers=layers)
+    of = replace(of, components=(own,), ram_bytes=12 * MB)
+    assert [c.grain for c in solve(of).problem.components] == ["layers"]
+    tight = replace(of, budget_bytes=13 * MB + 512)
+    assert [c.grain for c in solve(replace(tight, ram_bytes=16 * MB)).problem.components] == ["blocks"]
+    with pytest.raises(Infeasible) as refused:
+        solve(tight)
+    assert (refused.value.needs, refused.value.smallest_ram_bytes) == ((), 16 * MB), "as layers it would be short of VRAM"
+    assert refused.value.smallest_budget_bytes == smallest_budget(tight) == 14 * MB + 448, "of its layers"
+    assert {repair.change[0][0] for repair in refused.value.repairs} == {"--vram", "--ram"}
+
+
 def test_cutting_twice_changes_nothing_and_a_cut_problem_is_another_one() -> None:
     of = problem(12 * MB)
     once = cut(of, ["m"])

@@ -82,7 +82,6 @@ class Encoding:
         return self.within(smallest_budget(self.ample))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
-        self.host.settle_in(problem)
         return execute(problem, plan, self.graph, self.inputs, self.device, host=self.host)
 
     def pipeline(self, device: torch.device) -> Any:
