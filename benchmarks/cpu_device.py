@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from graphrun.errors import GraphrunError
-from graphrun.executor.arenas import Arenas
+from graphrun.runtime.devices.device import Arenas
 
 AMPLE = 1 << 50
 
 
 class CpuDevice:
-    """Behind the protocol of `graphrun.executor.device.Device`."""
+    """Behind the protocol of `graphrun.runtime.devices.device.Device`."""
 
     name = "cpu"
     torch_device = torch.device("cpu")

@@ -48,7 +48,7 @@ def inside() -> dict[str, Any]:
     imported = time.perf_counter()
 
     import graphrun
-    from graphrun.estimator.probe import probe
+    from graphrun.profile.dry_run import probe
 
     graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
     probed = probe(graph, graph.for_planning({}))
@@ -61,7 +61,7 @@ def inside() -> dict[str, Any]:
 
     plan_screen(solution)
     shown = time.perf_counter()
-    calls = {call.component: call for _, call in probed.tape.entries()}
+    calls = {call.component: call for _, call in probed.recording.entries()}
     return {
         "threads": torch.get_num_threads(),
         "import_seconds": round(imported - start, 2),
@@ -80,7 +80,7 @@ def inside() -> dict[str, Any]:
 def small_runs() -> dict[str, Any]:
     """The small graphs on the simulated accelerator under budgets that force streaming."""
     import graphrun
-    from graphrun.planner.simulate import simulate
+    from graphrun.verify.simulate import simulate
 
     found = {}
     for name, vram in (("flux-tiny", "6M"), ("sdxl-tiny", "13M")):

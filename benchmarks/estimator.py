@@ -3,7 +3,7 @@
 .venv/bin/python benchmarks/estimator.py      writes benchmarks/results/estimator.json
 
 Rules were fitted on the rows named in FITTED; every other row judges them. Nothing here is fitted: what is added to a trace is
-what `graphrun.estimator.corrections` says for the row's card and dtype.
+what `graphrun.profile.corrections` says for the row's card and dtype.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from vae_report import reserved_bytes, vae, vae_bytes
 from videos import rows as video_rows
 
 import graphrun
-from graphrun.components.build import ghost
-from graphrun.estimator.allocator import Allocator, Caching, Counting
-from graphrun.estimator.events import Tape
-from graphrun.estimator.extrapolate import Range, Size
-from graphrun.estimator.hardware import hardware
-from graphrun.estimator.numbers import phase_spans
-from graphrun.estimator.probe import probe
-from graphrun.estimator.windows import windows_of
 from graphrun.graph.graph import Component, Graph, Input, Reference
+from graphrun.model.allocator import Allocator, Caching, Counting
+from graphrun.modules.build import meta_module
+from graphrun.profile.dry_run import probe
+from graphrun.profile.extrapolate import Range, Size
+from graphrun.profile.hardware import hardware
+from graphrun.profile.phase_memory import phase_memories_of
+from graphrun.profile.problems import phase_spans
+from graphrun.profile.recording import Recording
 from graphrun.units import GIB, MIB, round_up
 
 ROOT = Path(__file__).parent.parent
@@ -72,27 +72,29 @@ def dry_run(name: str, images: int, **settings: int) -> Any:
     return probe(graph, graph.for_planning({"steps": 2, **settings}))
 
 
-def peaks(tape: Tape, card: str, allocator: Callable[[], Allocator]) -> dict[str, int]:
+def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -> dict[str, int]:
     """The most beside weights of each phase."""
-    entries = tape.entries()
+    entries = recording.entries()
     spans = phase_spans(entries)
-    windows = windows_of(tape, spans, hardware(card), allocator)
+    phase_memories = phase_memories_of(recording, spans, hardware(card), allocator)
     return {
-        f"{entries[begin][0]}/{begin}": max(window.entry_bytes, window.first_bytes, window.rest_bytes)
-        for (begin, _), window in zip(spans, windows, strict=True)
+        f"{entries[begin][0]}/{begin}": max(phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes)
+        for (begin, _), phase_memory in zip(spans, phase_memories, strict=True)
     }
 
 
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
     """Per stage and component: bytes of its weights, and the most allocated beside weights in its phases."""
     probed = dry_run(name, images)
-    entries = probed.tape.entries()
+    entries = probed.recording.entries()
     spans = phase_spans(entries)
     found: dict[str, dict[str, int]] = {}
-    for (begin, end), window in zip(spans, windows_of(probed.tape, spans, hardware(card), Counting), strict=True):
+    for (begin, end), phase_memory in zip(spans, phase_memories_of(probed.recording, spans, hardware(card), Counting), strict=True):
         for component in {call.component for _, call in entries[begin:end]}:
-            row = found.setdefault(component, {"weights": weight_bytes(probed.ghosts[component]), "activation": 0})
-            row["activation"] = max(row["activation"], window.entry_bytes, window.first_bytes, window.rest_bytes)
+            row = found.setdefault(component, {"weights": weight_bytes(probed.meta_modules[component]), "activation": 0})
+            row["activation"] = max(
+                row["activation"], phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes
+            )
     return found
 
 
@@ -109,7 +111,7 @@ def scaled(module: nn.Module, scale_bytes: int, kinds: tuple[type[nn.Module], ..
 def torchao_bytes(quant: str) -> int:
     """FLUX's transformer in torchao's weight-only formats: per output channel a scale (fp8: fp32), in int8 also a zero point."""
     graph = graphrun.load(ROOT / "graphs/flux-dev.yaml")
-    module = ghost(graph.components["transformer"], graph.trust)
+    module = meta_module(graph.components["transformer"], graph.trust)
     return scaled(module, 2 + 8 if "int8" in quant else 4, (nn.Linear,))
 
 
@@ -131,7 +133,7 @@ def pixart(quant: str) -> int:
     path = "diffusers.PixArtTransformer2DModel"
     transformer = Component("transformer", path, None, config, True, "float16", ("float16",))
     allow = ("diffusers", "transformers")
-    modules = {"transformer": ghost(transformer, allow), "text_encoder": ghost(replace(t5, dtype="float16"), allow)}
+    modules = {"transformer": meta_module(transformer, allow), "text_encoder": meta_module(replace(t5, dtype="float16"), allow)}
     sizes = {
         name: scaled(module, 2, (nn.Linear, nn.Conv2d)) if name in quant and "fp8" in quant else weight_bytes(module)
         for name, module in modules.items()
@@ -211,9 +213,9 @@ def report_rows() -> Iterator[dict[str, Any]]:
             }
 
 
-def worst(made: Tape, direct: Tape, allocator: Callable[[], Allocator]) -> float:
+def worst(made: Recording, direct: Recording, allocator: Callable[[], Allocator]) -> float:
     """The largest error of any phase's peak, in percent."""
-    ours, theirs = (peaks(tape, "rtx4090", allocator) for tape in (made, direct))
+    ours, theirs = (peaks(recording, "rtx4090", allocator) for recording in (made, direct))
     return max((100 * (ours[name] / theirs[name] - 1) for name in theirs), key=abs)
 
 
@@ -223,13 +225,13 @@ def extrapolated() -> Iterator[dict[str, Any]]:
     for name in ("flux-dev", "sdxl"):
         for counts in ((1, 1), (2, 4)):
             small, large = (
-                dry_run(name, count, height=side, width=side).tape for count, side in zip(counts, (512, 1024), strict=True)
+                dry_run(name, count, height=side, width=side).recording for count, side in zip(counts, (512, 1024), strict=True)
             )
             spanned = Range(Size(512**2, counts[0]), Size(1024**2, counts[1]), small, large)
             for height, width in grid:
                 for images in sorted({counts[0], 2 * counts[1] if counts[1] > 1 else 1}):
-                    direct = dry_run(name, images, height=height, width=width).tape
-                    made = spanned.tape(Size(height * width, images))
+                    direct = dry_run(name, images, height=height, width=width).recording
+                    made = spanned.recording(Size(height * width, images))
                     errors = {kind.__name__: worst(made, direct, kind) for kind in (Counting, Caching)}
                     yield {
                         "graph": name,

@@ -57,8 +57,8 @@ class Prepared:
     def __init__(self, name: str, larger: Mapping[str, Any] | None = None, **inputs: Any) -> None:
         """``larger``: of the transformer's configuration."""
         import graphrun
-        from graphrun.components.build import build, build_part, ghost
-        from graphrun.estimator.probe import probe
+        from graphrun.modules.build import build, build_part, meta_module
+        from graphrun.profile.dry_run import probe
 
         self.graph = graphrun.load(HERE.parent / "graphs" / f"{name}.yaml")
         if larger:
@@ -69,12 +69,12 @@ class Prepared:
         self.probed = probe(self.graph, self.inputs)
         self.modules = {n: build(component, self.graph) for n, component in self.graph.components.items()}
         self.parts = {n: build_part(part, self.graph) for n, part in self.graph.parts.items()}
-        self.ghosts = {n: ghost(component, self.graph.trust) for n, component in self.graph.components.items()}
+        self.meta_modules = {n: meta_module(component, self.graph.trust) for n, component in self.graph.components.items()}
 
     def problem(self, budget_bytes: int, rate: float = 1e9) -> Any:
         """The problem on the simulated accelerator with ``rate`` bytes per second into it."""
-        from graphrun.estimator.hardware import simulated
-        from graphrun.estimator.numbers import Limits, problem_of
+        from graphrun.profile.hardware import simulated
+        from graphrun.profile.problems import Limits, problem_of
 
         hardware = replace(simulated(), h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
         return problem_of(self.graph, self.probed, hardware, Limits(budget_bytes, AMPLE), self.inputs)
@@ -83,12 +83,12 @@ class Prepared:
         """The graph's stages, without graphrun's executor."""
         from graphrun.ops import run_stages
 
-        run_stages(self.graph, self.modules, place, self.inputs, parts=self.parts, ghosts=self.ghosts)
+        run_stages(self.graph, self.modules, place, self.inputs, parts=self.parts, meta_modules=self.meta_modules)
 
 
 def resident_plan(problem: Any) -> Any:
     """Every component is loaded before its phase and stays to the end; nothing streams."""
-    from graphrun.planner.parse import parse
+    from graphrun.model.plan import parse
 
     lines, loaded = [f"plan {problem.digest}"], []
     for phase in problem.phases:
@@ -97,7 +97,7 @@ def resident_plan(problem: Any) -> Any:
         lines += [f"  load {name} all from pinned" for name in new]
         loaded += new
         lines += [f"slot {phase.name} first", "  run"]
-        lines += [f"slot {phase.name} rest x{phase.rest_calls}", "  run"] if phase.rest_calls else []
+        lines += [f"slot {phase.name} steady x{phase.steady_calls}", "  run"] if phase.steady_calls else []
     return parse("\n".join([*lines, "slot end", *(f"  evict {name} all" for name in loaded)]))
 
 
@@ -132,7 +132,7 @@ def interval(ratios: list[float]) -> list[float]:
 
 def session_plan(problem: Any) -> Any:
     """The first run loads everything, which stays; further runs move nothing."""
-    from graphrun.planner.parse import parse
+    from graphrun.model.plan import parse
 
     lines = str(resident_plan(problem)).splitlines()
     first = [line for line in lines if not line.startswith("  evict")]
@@ -143,9 +143,9 @@ def resident() -> dict[str, Any]:
     """FLUX on the CPU, resident: graphrun over diffusers' pipeline. The pictures are the same."""
     import numpy as np
 
-    from graphrun.components.build import resolve_class
-    from graphrun.executor.executor import Session, stages_for
-    from graphrun.executor.host import Host
+    from graphrun.modules.build import resolve_class
+    from graphrun.runtime.executor import Session, stages_for
+    from graphrun.runtime.host import Host
 
     prepared, device = Prepared("flux-tiny", LARGER, steps=8), CpuDevice()
     problem = replace(prepared.problem(AMPLE), runs=2)
@@ -174,9 +174,9 @@ def resident() -> dict[str, Any]:
 
 def overhead(name: str) -> dict[str, Any]:
     """Resident runs of graph ``name`` on sim."""
-    from graphrun.executor.host import Host
-    from graphrun.executor.recover import execute
-    from graphrun.executor.simulated import SimulatedDevice
+    from graphrun.runtime.devices.simulated import SimulatedDevice
+    from graphrun.runtime.host import Host
+    from graphrun.runtime.recovery import execute
     from graphrun.sim import Machine
 
     prepared = Prepared(name)
@@ -197,12 +197,12 @@ def overhead(name: str) -> dict[str, Any]:
 def overlap(name: str) -> list[dict[str, Any]]:
     """The slot that streams the largest component, at several rates, with the least budget and with room for another block."""
     import graphrun
-    from graphrun.executor.host import Host
-    from graphrun.executor.recover import execute
-    from graphrun.executor.simulated import SimulatedDevice
-    from graphrun.planner.infeasible import smallest_budget
-    from graphrun.planner.simulate import simulate
+    from graphrun.runtime.devices.simulated import SimulatedDevice
+    from graphrun.runtime.host import Host
+    from graphrun.runtime.recovery import execute
     from graphrun.sim import Machine
+    from graphrun.solve.whatif.infeasible import smallest_budget
+    from graphrun.verify.simulate import simulate
 
     prepared, found = Prepared(name), []
     for rate, room in ((rate, room) for room in ("least", "another block") for rate in RATES):
@@ -211,7 +211,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
             problem = replace(problem, budget_bytes=smallest_budget(problem))
         else:
             problem = replace(problem, components=tuple(replace(component, layers=None) for component in problem.components))
-            streamed = ((k, b) for c in problem.components for k, b in zip(c.classes, c.variants[0].block_bytes, strict=True))
+            streamed = ((k, b) for c in problem.components for k, b in zip(c.groups, c.variants[0].block_bytes, strict=True))
             another_bytes = max(nbytes for k, nbytes in streamed if k.streamable)
             problem = replace(problem, budget_bytes=smallest_budget(problem) + another_bytes)
         solution = graphrun.plan(problem)
@@ -228,7 +228,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
             b / rate + s
             for use in phase.uses
             for k, b, s in zip(
-                problem.component(use.component).classes,
+                problem.component(use.component).groups,
                 problem.component(use.component).variants[0].block_bytes,
                 use.seconds,
                 strict=True,
@@ -240,7 +240,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
             {
                 "bytes_per_second": rate,
                 "room": room,
-                "by": "layer" if any(problem.component(use.component).grain == "layers" for use in phase.uses) else "block",
+                "by": "layer" if any(problem.component(use.component).granularity == "layers" for use in phase.uses) else "block",
                 "slot": f"{slot.phase} {slot.part}",
                 "seconds": seconds,
                 "planned_seconds": report.seconds,
@@ -249,8 +249,8 @@ def overlap(name: str) -> list[dict[str, Any]]:
                 "one_block_seconds": block,
                 "over_bound": round(seconds / bound, 4),
                 "within": seconds <= bound,
-                "by_class_seconds": (classes := by_class(problem, solution.plan.slots[index], rate)),
-                "within_by_class": seconds <= SLACK * max(classes, transfer) + block,
+                "by_class_seconds": (groups := by_class(problem, solution.plan.slots[index], rate)),
+                "within_by_class": seconds <= SLACK * max(groups, transfer) + block,
             }
         )
     return found
@@ -258,14 +258,14 @@ def overlap(name: str) -> list[dict[str, Any]]:
 
 def by_class(problem: Any, slot: Any, rate: float) -> float:
     """The longer of compute and transfer of each class of the streamed component in ``slot``, added up."""
-    from graphrun.planner.plan import Stream
+    from graphrun.model.plan import Stream
 
     (stream,) = (action for action in slot.actions if isinstance(action, Stream))
     component, kept = problem.component(stream.component), {name: len(blocks) for name, blocks in stream.keep or ()}
     phase = next(phase for phase in problem.phases if phase.name == slot.phase)
     use, total = next(use for use in phase.uses if use.component == stream.component), 0.0
-    calls, sizes = use.class_calls_in(slot.part), component.variants[0].block_bytes
-    for k, of in enumerate(component.classes):
+    calls, sizes = use.group_calls_in(slot.part), component.variants[0].block_bytes
+    for k, of in enumerate(component.groups):
         copied = (len(of.blocks) - kept.get(of.name, 0)) * sizes[k] * use.passes_of(k) if of.streamable else 0
         total += calls[k] * max(len(of.blocks) * use.seconds[k], copied / rate)
     return total

@@ -9,14 +9,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from graphrun.planner.actions import plan_of  # noqa: E402
-from graphrun.planner.check import check  # noqa: E402
-from graphrun.planner.modes import MODES, Mode, fitting  # noqa: E402
-from graphrun.planner.plan import Plan  # noqa: E402
-from graphrun.planner.problem import Problem  # noqa: E402
-from graphrun.planner.program import program_of  # noqa: E402
-from graphrun.planner.settle import arrange  # noqa: E402
-from graphrun.planner.simulate import simulate  # noqa: E402
+from graphrun.model.choices import reorder  # noqa: E402
+from graphrun.model.plan import Plan  # noqa: E402
+from graphrun.model.problem import Problem  # noqa: E402
+from graphrun.solve.actions import plan_of  # noqa: E402
+from graphrun.solve.baselines import MODES, Mode, fitting  # noqa: E402
+from graphrun.solve.program import program_of  # noqa: E402
+from graphrun.verify.check import check  # noqa: E402
+from graphrun.verify.simulate import simulate  # noqa: E402
 
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def _plans(problem: Problem, plan: Plan, mode: Mode) -> Iterator[Plan]:
-    arranged = arrange(problem, plan.order, dict(plan.options))
+    arranged = reorder(problem, plan.order, dict(plan.options))
     names = dict(plan.variants)
     variants = []
     for component in problem.components:

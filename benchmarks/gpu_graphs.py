@@ -41,9 +41,9 @@ class Bench:
 
     def build(self, out: dict[str, Any]) -> None:
         """Weights into host arenas, and the device."""
-        from graphrun.components import random_weights
-        from graphrun.components.build import build
-        from graphrun.executor.host import Host
+        from graphrun.modules import sources as random_weights
+        from graphrun.modules.build import build
+        from graphrun.runtime.host import Host
 
         start = time.perf_counter()
         problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
@@ -69,11 +69,13 @@ class Bench:
             found[stage] = fingerprint(made)
 
         host = self.host
-        return run_stages(self.graph, modules, place, self.values, parts=host.parts, ghosts=host.ghosts, after_stage=note)
+        return run_stages(
+            self.graph, modules, place, self.values, parts=host.parts, meta_modules=host.meta_modules, after_stage=note
+        )
 
     def measure_resident(self, out: dict[str, Any]) -> None:
         """Everything on the device: the bits to compare with, and bytes and seconds of calls beside the estimator's."""
-        from graphrun.components.entry import Boundary
+        from graphrun.modules.interceptor import CallInterceptor
         from graphrun.ops.pipeline import assemble
 
         device, place, calls = self.device, self.device.torch_device, []
@@ -95,7 +97,7 @@ class Bench:
         with device.session(1 << 60), placed(self.host.modules, place), torch.no_grad():
             with contextlib.suppress(RuntimeError):
                 _warm(place)
-            with Boundary(self.host.modules, place, around=around):
+            with CallInterceptor(self.host.modules, place, around=around):
                 self.stages(self.host.modules, place, self.resident)
             out["values"] = self.resident
             start = time.perf_counter()
@@ -104,7 +106,7 @@ class Bench:
             device.barrier()
             out["seconds"] = round(time.perf_counter() - start, 4)
             out["second resident run has the same bits"] = again == self.resident
-            with Boundary(self.host.modules, place, around=lambda c, e, proceed, a, k: proceed(*a, **k)):
+            with CallInterceptor(self.host.modules, place, around=lambda c, e, proceed, a, k: proceed(*a, **k)):
                 pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
                 start = time.perf_counter()
                 image = pipeline(
@@ -130,11 +132,11 @@ class Bench:
             uses = [
                 {"component": u.component, "calls": u.calls, "seconds_per_call": _call_seconds(self.ample, u)} for u in phase.uses
             ]
-            phases.append({"phase": phase.name, "first_bytes": phase.first_bytes, "rest_bytes": phase.rest_bytes, "uses": uses})
+            phases.append({"phase": phase.name, "first_bytes": phase.first_bytes, "steady_bytes": phase.steady_bytes, "uses": uses})
         try:
-            from graphrun.estimator.probe import probe
+            from graphrun.profile.dry_run import probe
 
-            kinds = {id(call): call for _, call in probe(self.graph, self.values).tape.entries()}.values()
+            kinds = {id(call): call for _, call in probe(self.graph, self.values).recording.entries()}.values()
             traced = [
                 {"component": c.component, "entry": c.entry, "traced_bytes": c.peak_bytes, "input_bytes": c.input_bytes}
                 for c in kinds
@@ -146,7 +148,7 @@ class Bench:
     def measure_budget(self, budget: str | int, out: dict[str, Any], runs: int) -> None:
         """Plans for ``budget``, runs by it, and compares slot by slot."""
         import graphrun
-        from graphrun.planner.simulate import simulate
+        from graphrun.verify.simulate import simulate
 
         problem = self.problem(budget)
         start = time.perf_counter()
@@ -169,7 +171,7 @@ class Bench:
 
     def follow(self, problem: Any, plan: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
         """A run by ``plan``: trace, fingerprints, wall seconds."""
-        from graphrun.executor.executor import follow
+        from graphrun.runtime.executor import follow
 
         found: dict[str, Any] = {}
         self.lab.slots.clear()
@@ -290,7 +292,7 @@ class Bench:
 
 def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool) -> None:
     """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can be planned."""
-    from graphrun.planner.infeasible import smallest_budget
+    from graphrun.solve.whatif.infeasible import smallest_budget
 
     bench = Bench(name, lab, steps, full_size=full_size)
     with log.part(f"{name} build") as out:
@@ -315,8 +317,8 @@ def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: i
 
 
 def _call_seconds(problem: Any, use: Any) -> float:
-    classes = problem.component(use.component).classes
-    return sum(s * len(k.blocks) * n for s, k, n in zip(use.seconds, classes, use.class_calls, strict=True)) / max(1, use.calls)
+    groups = problem.component(use.component).groups
+    return sum(s * len(k.blocks) * n for s, k, n in zip(use.seconds, groups, use.group_calls, strict=True)) / max(1, use.calls)
 
 
 def _warm(place: torch.device) -> None:

@@ -58,7 +58,7 @@ class Lab:
 
     def open(self, problem: Any) -> Any:
         """The executor's device for ``problem``, whose books at the end of each slot go to ``slots``."""
-        from graphrun.executor.open import open_device
+        from graphrun.runtime.devices.open import open_device
 
         device = open_device(problem)
         lab = self
@@ -108,10 +108,10 @@ class Lab:
 
 def weave(module: nn.Module, seed: str) -> None:
     """Random weights of any size in no time and no memory: every matrix is a set of windows into one random tile (row i starts
-    i steps into it), scaled as `graphrun.components.random_weights` does. Rows differ, and a copy of it is a plain tensor of
+    i steps into it), scaled as `graphrun.modules.sources` does. Rows differ, and a copy of it is a plain tensor of
     the real size. For benchmarks; where each weight should be drawn for itself, use that module's `fill`.
     """
-    from graphrun.components.random_weights import scale
+    from graphrun.modules.sources import scale
 
     tile = torch.randn(TILE, generator=torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])))
     made: dict[int, nn.Parameter] = {}
@@ -122,12 +122,14 @@ def weave(module: nn.Module, seed: str) -> None:
                 continue
             if id(parameter) not in made:
                 number += 1
-                values = _windows(child, key, parameter, tile, number * 7919, scale)
+                values = _phase_memories(child, key, parameter, tile, number * 7919, scale)
                 made[id(parameter)] = nn.Parameter(values, requires_grad=False)
             child._parameters[key] = made[id(parameter)]
 
 
-def _windows(owner: nn.Module, key: str, like: torch.Tensor, tile: torch.Tensor, start: int, scale: Callable[..., float]) -> Any:
+def _phase_memories(
+    owner: nn.Module, key: str, like: torch.Tensor, tile: torch.Tensor, start: int, scale: Callable[..., float]
+) -> Any:
     if like.dim() <= 1:
         if "Norm" in type(owner).__name__:
             return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype)

@@ -92,7 +92,7 @@ def _rate(copy: Callable[[], object], nbytes: int) -> float:
 
 
 def _device() -> Any:
-    from graphrun.executor.cuda import CudaDevice
+    from graphrun.runtime.devices.cuda import CudaDevice
 
     return CudaDevice()
 

@@ -69,10 +69,10 @@ MIDDLE = """
 def component_line(name: str) -> str:
     """One row of the first table: a graph's components, largest first."""
     import graphrun
-    from graphrun.components.build import ghost
+    from graphrun.modules.build import meta_module
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
-    sizes = {key: nbytes(ghost(component, graph.trust)) for key, component in graph.components.items()}
+    sizes = {key: nbytes(meta_module(component, graph.trust)) for key, component in graph.components.items()}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return f"| {name} | {', '.join(f'{key} {size / 2**30:.2f}' for key, size in ordered)} |"
 
@@ -85,12 +85,12 @@ def nbytes(module: Any) -> int:
 def plan_line(name: str) -> str:
     """One row of the second table."""
     import graphrun
-    from graphrun.estimator.hardware import hardware
-    from graphrun.estimator.numbers import Limits, problem_of
-    from graphrun.estimator.probe import probe
-    from graphrun.planner.infeasible import Infeasible, smallest_budget
-    from graphrun.planner.simulate import simulate
+    from graphrun.profile.dry_run import probe
+    from graphrun.profile.hardware import hardware
+    from graphrun.profile.problems import Limits, problem_of
+    from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
     from graphrun.units import parse_size
+    from graphrun.verify.simulate import simulate
 
     graph = graphrun.load(ROOT / "graphs" / f"{name}.yaml", trust=["pyramid_flow"])
     inputs = graph.for_planning({})

@@ -147,7 +147,7 @@ class Bench:
 
     def model(self, name: str) -> None:
         """All cells of one model: without a cap, the grid, encoding alone, tight RAM."""
-        from graphrun.planner.infeasible import smallest_budget
+        from graphrun.solve.whatif.infeasible import smallest_budget
 
         path = graph_file(name, self.asked.device)
         if not path.exists():
@@ -270,7 +270,7 @@ def about(asked: argparse.Namespace) -> dict[str, Any]:
         of = torch.cuda.get_device_properties(0)
         found["card"], found["card_bytes"] = of.name, of.total_memory
     else:
-        from graphrun.estimator.hardware import simulated
+        from graphrun.profile.hardware import simulated
 
         rates = simulated()
         found["rates"] = {

@@ -61,8 +61,8 @@ class Subject:
     @functools.cached_property
     def modules(self) -> dict[str, Any]:
         """Built in host memory."""
-        from graphrun.components import random_weights
-        from graphrun.components.build import build
+        from graphrun.modules import sources as random_weights
+        from graphrun.modules.build import build
 
         random = random_weights.fill
         if self.full_size:
@@ -97,7 +97,7 @@ class Subject:
 
     def pipeline(self) -> Any:
         """diffusers' pipeline as its users make it; what the graph does not have is None."""
-        from graphrun.components.build import build_part, resolve_class
+        from graphrun.modules.build import build_part, resolve_class
 
         kind = resolve_class(self.graph.pipeline, self.graph.trust)
         known = inspect.signature(kind.__init__).parameters
@@ -110,7 +110,7 @@ class Subject:
 
     def call(self, pipeline: Any) -> Any:
         """What the pipeline makes, as its users call it."""
-        from graphrun.components.build import resolve_class
+        from graphrun.modules.build import resolve_class
 
         if self.encodes_only:
             return self.encode(pipeline)
@@ -219,10 +219,10 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     Weights are in host memory, as the peers' are, but where RAM is tight: there graphrun reads their files as its plan says.
     """
     import graphrun
-    from graphrun.executor.executor import Session, stages_for
-    from graphrun.executor.host import Host
-    from graphrun.planner.settle import settle
-    from graphrun.planner.simulate import simulate
+    from graphrun.model.choices import apply_choices
+    from graphrun.runtime.executor import Session, stages_for
+    from graphrun.runtime.host import Host
+    from graphrun.verify.simulate import simulate
 
     graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
     problem = _problem(of, graph, asked, books.on.name)
@@ -231,7 +231,7 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     plan, planned = solution.plan, simulate(problem, solution.plan)
     given = of.modules if asked["folder"] is None else {}
     books.modules, device = given, books.on.executor()
-    host = Host.of_graph(graph, settle(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})
+    host = Host.of_graph(graph, apply_choices(problem, plan), device, {c.name: given[c.name] for c in problem.components if given})
     inputs = graph.resolve({key: value for key, value in of.inputs.items() if key in graph.inputs})
 
     def once(session: Session) -> None:
@@ -276,7 +276,7 @@ def _problem(of: Subject, graph: Any, asked: Mapping[str, Any], device: str) -> 
 
 
 def _context_bytes() -> int:
-    from graphrun.estimator.hardware import found
+    from graphrun.profile.hardware import found
 
     of = found()
     return 0 if of is None else of.context_bytes
@@ -314,7 +314,7 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _status(error: Exception) -> str:
     from graphrun.errors import GraphrunError, OutOfMemory
-    from graphrun.planner.infeasible import Infeasible
+    from graphrun.solve.whatif.infeasible import Infeasible
 
     if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
         return "oom"

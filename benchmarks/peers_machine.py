@@ -55,7 +55,7 @@ class Sim:
     name = "sim"
 
     def __init__(self, cap_bytes: int | None) -> None:
-        from graphrun.estimator.hardware import simulated
+        from graphrun.profile.hardware import simulated
         from graphrun.sim import Machine
 
         of = simulated()
@@ -83,7 +83,7 @@ class Sim:
 
     def executor(self) -> Any:
         """The machine behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
-        from graphrun.executor.simulated import SimulatedDevice
+        from graphrun.runtime.devices.simulated import SimulatedDevice
 
         noting = self
 
@@ -143,8 +143,8 @@ class Cuda:
 
     def executor(self) -> Any:
         """The device behind the executor's protocol. The executor starts the peak anew for each slot: the highest is kept here."""
-        from graphrun.estimator.hardware import found
-        from graphrun.executor.cuda import CudaDevice
+        from graphrun.profile.hardware import found
+        from graphrun.runtime.devices.cuda import CudaDevice
 
         noting, of = self, found()
 

@@ -7,7 +7,7 @@ graphs     each graph x VRAM x RAM, with nothing allowed that changes the output
 sessions   the same for ten runs, cold then warm, with RAM to spare and without; CPU seconds too, since other programs run beside it
 random     12 components x 20 stages, seeded: seconds to solve and gap
 
-A graph whose dry run knows one variant of each component is given more by rule (three precisions x three homes), and says so.
+A graph whose dry run knows one variant of each component is given more by rule (three precisions x three backing stores), and says so.
 """
 
 from __future__ import annotations
@@ -32,18 +32,9 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 
 from fixed_modes import compared  # noqa: E402
 
-from graphrun.planner.problem import (  # noqa: E402
-    BlockClass,
-    ComponentNumbers,
-    Hardware,
-    PhaseNumbers,
-    Problem,
-    Use,
-    ValueNumbers,
-    Variant,
-)
-from graphrun.planner.simulate import simulate  # noqa: E402
-from graphrun.planner.solve import solved  # noqa: E402
+from graphrun.model.problem import BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant  # noqa: E402
+from graphrun.solve.solve import solved  # noqa: E402
+from graphrun.verify.simulate import simulate  # noqa: E402
 
 GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")
 VRAM, RAM = (6, 8, 12, 16, 24, 48), (16, 32, 64)
@@ -53,7 +44,7 @@ PRECISIONS = (("bfloat16", 1.0, "", 0.0), ("int8", 0.5, "int8", 1e-12), ("nf4", 
 
 
 def varied(problem: Problem) -> Problem:
-    """``problem`` with three precisions x three homes to each component, where its dry run knew one variant."""
+    """``problem`` with three precisions x three backing stores to each component, where its dry run knew one variant."""
     if any(len(component.variants) > 1 for component in problem.components):
         return problem
 
@@ -69,15 +60,15 @@ def _variants(component: ComponentNumbers, hardware: Hardware) -> Iterator[Varia
     rates = {"pinned": hardware.h2d_bytes_per_second, "pageable": hardware.pageable_bytes_per_second}
     for precision, share, needs, slower in PRECISIONS:
         sizes = tuple(int(share * nbytes) for nbytes in plain.block_bytes)
-        total = sum(len(of.blocks) * nbytes for of, nbytes in zip(component.classes, sizes, strict=True))
-        for home in ("pinned", "pageable", "disk"):
-            disk = home == "disk"
+        total = sum(len(of.blocks) * nbytes for of, nbytes in zip(component.groups, sizes, strict=True))
+        for backing_store in ("pinned", "pageable", "disk"):
+            disk = backing_store == "disk"
             yield replace(
                 plain,
                 precision=precision,
-                home=home,  # type: ignore[arg-type]
+                backing_store=backing_store,  # type: ignore[arg-type]
                 block_bytes=sizes,
-                load_seconds=tuple(hardware.copy_start_seconds + n / rates.get(home, rates["pinned"]) for n in sizes),
+                load_seconds=tuple(hardware.copy_start_seconds + n / rates.get(backing_store, rates["pinned"]) for n in sizes),
                 host_bytes=2 * max(sizes) if disk else total,
                 disk_seconds=tuple(nbytes / hardware.disk_bytes_per_second for nbytes in sizes) if disk else (),
                 block_seconds=tuple(slower * nbytes for nbytes in sizes) if slower else (),
@@ -134,8 +125,8 @@ def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem:
-    """A chain of stages that use one or two of the components each, in two precisions and three homes."""
-    from graphrun.estimator.hardware import priors
+    """A chain of stages that use one or two of the components each, in two precisions and three backing stores."""
+    from graphrun.profile.hardware import priors
 
     rng, card = random.Random(seed), priors()["rtx4090"]
     made = tuple(_random_component(rng, number, card) for number in range(components))
@@ -145,7 +136,7 @@ def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem
         for used in rng.sample(made, rng.choice((1, 1, 1, 2))):
             calls = rng.choice((1, 1, 2, 20, 40))
             each = tuple(nbytes * rng.choice((0.5, 1, 2)) / 15e9 for nbytes in used.variants[0].block_bytes)
-            uses.append(Use(used.name, calls, (calls,) * len(used.classes), each))
+            uses.append(Use(used.name, calls, (calls,) * len(used.groups), each))
         activation = rng.choice((50, 200, 500, 1500)) * MIB
         phases.append(PhaseNumbers(f"s{stage}", 0, tuple(uses), 0, activation, activation))
     values = []
@@ -157,13 +148,13 @@ def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem
 
 
 def _random_component(rng: random.Random, number: int, card: Hardware) -> ComponentNumbers:
-    classes = [("blocks", rng.choice((12, 24, 32, 48)), rng.choice((20, 80, 200, 400)) * MIB)] if rng.random() < 0.8 else []
-    if classes and rng.random() < 0.4:
-        classes.append(("more", rng.choice((8, 16, 32)), rng.choice((20, 80, 200, 400)) * MIB))
-    classes.append(("rest", 1, rng.choice((50, 100, 400)) * MIB))
-    blocks = tuple(BlockClass(name, tuple(f"{name}.{i}" for i in range(count)), count > 1) for name, count, _ in classes)
-    sizes = tuple(nbytes for _, _, nbytes in classes)
-    plain = Variant("bfloat16", "pinned", "device", sizes, sizes, sum(count * nbytes for _, count, nbytes in classes))
+    groups = [("blocks", rng.choice((12, 24, 32, 48)), rng.choice((20, 80, 200, 400)) * MIB)] if rng.random() < 0.8 else []
+    if groups and rng.random() < 0.4:
+        groups.append(("more", rng.choice((8, 16, 32)), rng.choice((20, 80, 200, 400)) * MIB))
+    groups.append(("remainder", 1, rng.choice((50, 100, 400)) * MIB))
+    blocks = tuple(BlockGroup(name, tuple(f"{name}.{i}" for i in range(count)), count > 1) for name, count, _ in groups)
+    sizes = tuple(nbytes for _, _, nbytes in groups)
+    plain = Variant("bfloat16", "pinned", "device", sizes, sizes, sum(count * nbytes for _, count, nbytes in groups))
     one = ComponentNumbers(f"c{number}", plain.host_bytes // 2, blocks, (plain,))
     return replace(one, variants=tuple(variant for variant in _variants(one, card) if variant.precision != "nf4"))
 

@@ -44,25 +44,25 @@ def prompts(count: int) -> list[dict[str, Any]]:
 def many(count: int) -> dict[str, Any]:
     """Prompts by the chosen course, one cold run after another, and under diffusers' model offload: bytes and seconds."""
     import graphrun
-    from graphrun.planner.simulate import simulate
+    from graphrun.verify.simulate import simulate
 
     of = graph()
     batch = graphrun.run_many(of, prompts(count), common=SMALL, **BUDGET)
-    course = batch.courses[0]
+    schedule = batch.schedules[0]
     solution = graphrun.plan(graphrun.estimate(of, inputs=SMALL, **BUDGET))
     cold = simulate(solution.problem, solution.plan)
-    measured = [graphrun.run(solution, of, item) for item in prompts(2)]
+    measured = [graphrun.run(solution, of, request) for request in prompts(2)]
     same = all(
         trace.outputs["image"].tobytes() == batch.outputs[number + 1]["image"].tobytes() for number, trace in enumerate(measured)
     )
     offload = offloaded(of, min(count, 4))
     return {
         "prompts": count,
-        "chosen": course.name,
-        "legs": [list(leg.stages) for leg in course.legs],
-        "predicted_seconds": course.seconds,
+        "chosen": schedule.name,
+        "segments": [list(segment.stages) for segment in schedule.segments],
+        "predicted_seconds": schedule.seconds,
         "measured_seconds": batch.seconds,
-        "predicted_bytes": course.moved_bytes,
+        "predicted_bytes": schedule.moved_bytes,
         "measured_bytes": batch.moved_bytes,
         "item by item, cold": {
             "predicted_seconds": count * cold.seconds,
@@ -85,8 +85,8 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
     import torch
 
     from graphrun import sim
-    from graphrun.components.build import build, build_part
-    from graphrun.estimator import hardware as devices
+    from graphrun.modules.build import build, build_part
+    from graphrun.profile import hardware as devices
 
     from diffusers import FluxPipeline  # isort: skip
 
@@ -106,14 +106,14 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
     ):
         pipeline.enable_model_cpu_offload(device=sim.device)
         marks = []
-        for item in prompts(count):
+        for request in prompts(count):
             pipeline(
-                prompt=item["prompt"],
+                prompt=request["prompt"],
                 height=SMALL["height"],
                 width=SMALL["width"],
                 num_inference_steps=SMALL["steps"],
                 max_sequence_length=SMALL["max_sequence_length"],
-                generator=torch.Generator("cpu").manual_seed(item["seed"]),
+                generator=torch.Generator("cpu").manual_seed(request["seed"]),
             )
             machine.synchronize()
             marks.append((machine.seconds(), machine.bytes_in))
@@ -132,18 +132,20 @@ def offloaded(of: Any, count: int) -> dict[str, Any]:
 def full_size(count: int) -> dict[str, Any]:
     """FLUX.1-dev within 12 GiB, planned and simulated: the same comparison at full size, without weights."""
     import graphrun
-    from graphrun.planner.simulate import simulate
-    from graphrun.repeat.course import courses
+    from graphrun.batch.schedule import schedules
+    from graphrun.verify.simulate import simulate
 
     of = graphrun.load(ROOT / "graphs/flux-dev.yaml")
     problem = graphrun.estimate(of, vram="12G", ram="64G", hardware="rtx4090")
     solution = graphrun.plan(problem)
     cold = simulate(solution.problem, solution.plan)
-    found = courses(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
+    found = schedules(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
     return {
         "prompts": count,
         "item by item, cold": {"predicted_seconds": count * cold.seconds, "predicted_bytes": count * cold.moved_bytes},
-        "courses": {course.name: {"predicted_seconds": course.seconds, "predicted_bytes": course.moved_bytes} for course in found},
+        "courses": {
+            schedule.name: {"predicted_seconds": schedule.seconds, "predicted_bytes": schedule.moved_bytes} for schedule in found
+        },
         "chosen": found[0].name,
     }
 
@@ -172,21 +174,21 @@ def repeated_prompts(times: int) -> dict[str, Any]:
     """Three prompts, each with several seeds: how often encoders were loaded, in a batch and with outputs kept from it."""
     import graphrun
 
-    items = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(3 * times)]
+    requests = [{"prompt": f"prompt {number % 3}", "seed": number} for number in range(3 * times)]
     with tempfile.TemporaryDirectory() as cache:
-        first = graphrun.run_many(graph(), items, common=SMALL, cache=Path(cache), **BUDGET)
-        second = graphrun.run_many(graph(), items, common=SMALL, cache=Path(cache), **BUDGET)
+        first = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
+        second = graphrun.run_many(graph(), requests, common=SMALL, cache=Path(cache), **BUDGET)
     with tempfile.TemporaryDirectory() as cache, graphrun.Session(graph(), inputs=SMALL, cache=Path(cache), **BUDGET) as held:
-        traces = held.map(items)
+        traces = held.map(requests)
     return {
-        "items": len(items),
+        "requests": len(requests),
         "runs of a session that loaded encoders": sum(bool(encoders_in(trace)) for trace in traces),
         "runs of encode": sum("encode" in stages for stages, _, _ in first.traces),
         "bytes of encoders": encoder_bytes(first),
         "encoders are": sum(
-            sum(b * len(k.blocks) for k, b in zip(c.classes, c.variants[0].block_bytes, strict=True))
-            for leg in first.courses[0].legs
-            for c in leg.solution.problem.components
+            sum(b * len(k.blocks) for k, b in zip(c.groups, c.variants[0].block_bytes, strict=True))
+            for segment in first.schedules[0].segments
+            for c in segment.solution.problem.components
             if "text_encoder" in c.name
         ),
         "runs of encode, again": sum("encode" in stages for stages, _, _ in second.traces),
@@ -221,20 +223,27 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
     """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on with; then what is there beside an
     unbroken one: every file in the folder, hidden ones too."""
     import graphrun
-    from graphrun.report.saving import save_outputs
+    from graphrun.report.outputs import save_outputs
 
-    of, items = graph(), 8
+    of, requests = graph(), 8
     root = Path(tempfile.mkdtemp(prefix="graphrun-kills-"))
 
-    def batch(name: str, items: int) -> Any:
+    def batch(name: str, requests: int) -> Any:
         folder = root / name
         folder.mkdir(exist_ok=True)
 
-        def sink(item: Any, outputs: Any) -> list[Path]:
-            return save_outputs(outputs, folder / f"{item.number:04d}.png")
+        def sink(request: Any, outputs: Any) -> list[Path]:
+            return save_outputs(outputs, folder / f"{request.number:04d}.png")
 
         return graphrun.run_many(
-            of, prompts(items), common=SMALL, cache=root / "cache", reuse="none", sink=sink, resume=root / f"{name}.state", **BUDGET
+            of,
+            prompts(requests),
+            common=SMALL,
+            cache=root / "cache",
+            reuse="none",
+            sink=sink,
+            resume=root / f"{name}.state",
+            **BUDGET,
         )
 
     def killed_until_done(moments: random.Random, seconds: float, left: int) -> int:
@@ -242,7 +251,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         for name in ("broken", "broken.state"):
             shutil.rmtree(root / name, ignore_errors=True)
         for killed in range(left + 1):
-            child = apart(lambda: batch("broken", items))
+            child = apart(lambda: batch("broken", requests))
             deadline = time.monotonic() + moments.uniform(0.02, 0.4) * seconds if killed < left else float("inf")
             while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
                 time.sleep(0.003)
@@ -256,7 +265,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
     try:
         batch("warm", 2)
         start = time.monotonic()
-        batch("whole", items)
+        batch("whole", requests)
         seconds = time.monotonic() - start
         expected, found = digests(root / "whole"), []
         for seed in seeds:
@@ -269,7 +278,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         return {
             "kills": sum(each["kills"] for each in found),
             "batches": sum(each["batches"] for each in found),
-            "items": items,
+            "requests": requests,
             "every item there once, equal to the unbroken run": not any(each["unequal"] for each in found),
             "seeds": found,
         }
@@ -286,8 +295,8 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
     """Two processes that write, read and evict in one cache, and what they saw: torn values, errors, lost entries."""
     import torch
 
-    from graphrun.outputs.index import Index
-    from graphrun.outputs.pack import pack, unpack
+    from graphrun.batch.cache.index import Index
+    from graphrun.batch.cache.pack import pack, unpack
 
     root = Path(tempfile.mkdtemp(prefix="graphrun-cache-"))
 

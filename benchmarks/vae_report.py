@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import graphrun
-from graphrun.components.build import ghost
-from graphrun.estimator.allocator import Allocator, Counting, Native
-from graphrun.estimator.recorder import FusedAttention, Recorder
+from graphrun.model.allocator import Allocator, Counting, Native
+from graphrun.modules.build import meta_module
+from graphrun.profile.recorder import FusedAttention, Recorder
 
 ROOT = Path(__file__).parent.parent
 Events = tuple[tuple[int, int], ...]
@@ -124,7 +124,7 @@ class FluxAE(nn.Module):
 def vae(name: str, dtype: str) -> Any:
     """The VAE of a reference graph on meta, in ``dtype``."""
     graph = graphrun.load(ROOT / f"graphs/{name}.yaml")
-    return ghost(replace(graph.components["vae"], dtype=dtype), graph.trust)
+    return meta_module(replace(graph.components["vae"], dtype=dtype), graph.trust)
 
 
 @cache

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from vae_report import Events, replay
 
-from graphrun.components.build import ghost
-from graphrun.estimator.allocator import Counting
-from graphrun.estimator.events import Call
-from graphrun.estimator.precision import requantized
-from graphrun.estimator.quantized import quantized_shapes, weights_by_precision
-from graphrun.estimator.recorder import ROUND_BYTES, FusedAttention, Recorder
 from graphrun.graph.graph import Component
+from graphrun.model.allocator import Counting
+from graphrun.modules.build import meta_module
+from graphrun.profile.precision import requantized
+from graphrun.profile.quantized import quantized_shapes, weights_by_precision
+from graphrun.profile.recorder import ROUND_BYTES, FusedAttention, Recorder
+from graphrun.profile.recording import Call
 from graphrun.units import GIB, KIB, MIB, round_up
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def module(name: str) -> Any:
     """A component on meta, in bf16."""
     path, config = CONFIGS[name]
-    return ghost(Component(name, path, None, dict(config), True, "bfloat16", ("bfloat16",)), ("diffusers", "transformers"))
+    return meta_module(Component(name, path, None, dict(config), True, "bfloat16", ("bfloat16",)), ("diffusers", "transformers"))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
-    what it waited), ``run`` (one call), ``fill`` (one block of a home) and ``read`` (one block, for its copy), both with the bytes
-    that files gave for it, ``free`` (a home),
+    what it waited), ``run`` (one call), ``fill`` (one block of a backing store) and ``read`` (one block, for its copy), both with the bytes
+    that files gave for it, ``free`` (a backing store),
     ``spill`` and ``restore`` (a value), ``size`` (what a quantized component holds on the device behind its first call)."""
 
     kind: str
@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SlotTrace:
-    """What was measured in one slot of the plan. ``host_bytes``: the most that homes and spilled values took in RAM, of which
+    """What was measured in one slot of the plan. ``host_bytes``: the most that backing stores and spilled values took in RAM, of which
     ``locked_bytes`` had locked pages."""
 
     phase: str
@@ -80,7 +80,7 @@ class Trace:
 
     @property
     def host_bytes(self) -> int:
-        """The most that homes and spilled values took in RAM at any time."""
+        """The most that backing stores and spilled values took in RAM at any time."""
         return max((slot.host_bytes for slot in self.slots), default=0)
 
     @property
@@ -91,7 +91,7 @@ class Trace:
     @property
     def disk_bytes_read(self) -> int:
         """Bytes that files gave for weights: those of the files' precision, whatever became of them."""
-        return sum(event.nbytes for event in self.events if event.kind in ("fill", "read"))
+        return sum(event.nbytes for event in self.events if event.kind in ("read", "fetch"))
 
     @property
     def seconds(self) -> float:

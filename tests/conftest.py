@@ -64,7 +64,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """(graph, its dry run, the inputs) of ``graphs/<name>.yaml``, made once for all tests."""
     import graphrun
-    from graphrun.estimator.probe import probe
+    from graphrun.profile.dry_run import probe
 
     graph = graphrun.load(GRAPHS / f"{name}.yaml", trust=["pyramid_flow"])
     inputs = graph.for_planning({})
@@ -73,8 +73,8 @@ def dry_run(name: str) -> tuple[Any, Any, dict[str, Any]]:
 
 def problem_for(name: str, vram: int, ram: int = 64 * 2**30, hardware: str = "sim") -> Any:
     """The problem of a reference graph within two budgets."""
-    from graphrun.estimator import hardware as devices
-    from graphrun.estimator.numbers import Limits, problem_of
+    from graphrun.profile import hardware as devices
+    from graphrun.profile.problems import Limits, problem_of
 
     graph, probed, inputs = dry_run(name)
     return problem_of(graph, probed, devices.hardware(hardware), Limits(vram, ram), inputs)
@@ -97,7 +97,7 @@ def graphrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
-    from graphrun import cli
+    from graphrun.cli import app as cli
 
     monkeypatch.chdir(tmp_path)
 
@@ -115,7 +115,7 @@ def graphrun(
 def edited(tmp_path: Path) -> Callable[..., Any]:
     """The graph of a file of ``graphs/``, by name, loaded from a copy in which texts are replaced once each: (old, new)."""
 
-    from graphrun.graph.load import load
+    from graphrun.graph.loading import load
 
     def edit(name: str, *changes: tuple[str, str]) -> Any:
         shutil.copytree(GRAPHS, tmp_path / "graphs", dirs_exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.batches import stopping
+from graphrun.cli.batches import stopping
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")
@@ -20,7 +20,7 @@ RUN = ("run", TINY, "--device", "sim", "--vram", "6M", *SMALL)
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "graphrun" / "outputs"
+    return tmp_path / "cache" / "graphrun" / "cache"
 
 
 def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(graphrun: Cli, own_cache: Path) -> None:

@@ -14,9 +14,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import graphrun
-from graphrun import batches  # noqa: F401  (joins the app)
-from graphrun.cli import app, main
-from graphrun.components.build import build, build_part, resolve_class
+from graphrun.cli import batches  # noqa: F401  (joins the app)
+from graphrun.cli.app import app, main
+from graphrun.modules.build import build, build_part, resolve_class
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 SMALL = {"height": 64, "width": 64, "steps": 2, "seed": 3}

@@ -164,11 +164,11 @@ def test_a_parameters_data_moves_between_host_and_sim_and_stays_the_same_object(
     layer = torch.nn.Linear(4, 4).requires_grad_(False)
     weight, values = layer.weight, layer.weight.clone()
     with on.open():
-        home = weight.data
+        backing_store = weight.data
         weight.data = weight.data.to("sim")
         assert layer.weight is weight
         assert (weight.device.type, on.allocated_bytes()) == ("sim", 512)
-        weight.data = home
+        weight.data = backing_store
         assert (weight.device.type, on.allocated_bytes()) == ("cpu", 0)
     assert torch.equal(layer.weight, values)
     assert "data" not in torch.Tensor.__dict__
@@ -187,10 +187,10 @@ def test_a_defect_of_a_peer_shows(part: Any, name: str) -> None:
 @pytest.mark.parametrize("model", ["flux", "sdxl", "cogview4", "hidream", "wan"])
 def test_the_full_size_models_of_a_card_make_a_pipeline(part: Any, model: str) -> None:
     """On meta: what a card adds is the weights."""
-    from graphrun.components.build import ghost
+    from graphrun.modules.build import meta_module
 
     of = part("peers_cell").Subject(model, "cuda", 2)
-    of.modules = {name: ghost(component, of.graph.trust) for name, component in of.graph.components.items()}
+    of.modules = {name: meta_module(component, of.graph.trust) for name, component in of.graph.components.items()}
     pipeline = of.pipeline()
     assert set(part("peers_tools").modules_of(pipeline)) == set(of.modules)
     assert sum(p.numel() for module in of.modules.values() for p in module.parameters()) > 2e9

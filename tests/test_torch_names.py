@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphrun.executor import cuda
+from graphrun.runtime.devices import cuda
 
 ROOT = Path(__file__).parent.parent
 LISTED = Path(__file__).with_name("torch_2_11_private_names.txt")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import graphrun
-from graphrun.components.build import build, build_part, resolve_class
-from graphrun.executor.host import Host
-from graphrun.executor.recover import execute
-from graphrun.executor.simulated import SimulatedDevice
+from graphrun.modules.build import build, build_part, resolve_class
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.host import Host
+from graphrun.runtime.recovery import execute
 from graphrun.sim import Machine
 
 GRAPHS = Path(__file__).parent.parent / "graphs"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.graph.content import file_digest, header_digest
+from graphrun.graph.digests import file_digest, header_digest
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import did_you_mean, fit
 
@@ -88,7 +88,7 @@ class Component:
     ``source`` is the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this component alone, None for
     random weights made from ``seed``; ``variant`` says which of a folder's files, ``gguf`` is the file of that precision. ``loras``
     are fused into either. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the
-    constructor's defaults. ``precision``: the first is what is planned, the others must be allowed. ``home``: where its master
+    constructor's defaults. ``precision``: the first is what is planned, the others must be allowed. ``backing_store``: where its master
     copy may lie, empty: wherever it can. ``where`` is ``file:line``.
     """
 
@@ -100,7 +100,7 @@ class Component:
     dtype: str
     precision: tuple[str, ...]
     seed: int = 0
-    home: tuple[str, ...] = ()
+    backing_store: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     variant: str = ""
     gguf: str = ""
@@ -147,7 +147,7 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Directives:
     """What the user demands of placement: components that stay from their first use to the end, components of which nothing stays
-    that can be streamed, components whose home is pinned, and bytes of the VRAM budget left to other programs."""
+    that can be streamed, components whose backing store is pinned, and bytes of the VRAM budget left to other programs."""
 
     keep: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ class Graph:
     stages: tuple[Stage, ...]
     outputs: Mapping[str, Reference]
     directives: Directives = Directives()
-    given: tuple[Reference, ...] = ()  # outputs of stages that are handed in, in place of these stages
+    precomputed: tuple[Reference, ...] = ()  # outputs of stages that are handed in, in place of these stages
     fps: float | None = None  # of videos as files; None: as the pipeline's own arguments say
     where: str = field(default="", compare=False)
 
@@ -274,10 +274,10 @@ class Graph:
         precisions = {precision for component in self.components.values() for precision in component.precision[1:]}
         options = {OPERATIONS[stage.op].options[option] for stage in self.stages for option in stage.options} - {""}
         known = sorted({*precisions, *options, "cpu"})
-        given = [name.strip() for text in names for name in text.split(",")]
-        if unknown := [name for name in given if name not in known and name != "precision"]:
+        precomputed = [name.strip() for text in names for name in text.split(",")]
+        if unknown := [name for name in precomputed if name not in known and name != "precision"]:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
-        return tuple(sorted({*given, *(precisions if "precision" in given else ())} - {"precision"}))
+        return tuple(sorted({*precomputed, *(precisions if "precision" in precomputed else ())} - {"precision"}))
 
     def until(self, name: str) -> Graph:
         """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and its outputs, all of them.
@@ -299,7 +299,7 @@ class Graph:
         outputs |= {of.output: of for of in sorted(made - set(outputs.values()), key=str)}
         return replace(self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs)
 
-    def with_given(self, names: Iterable[str]) -> Graph:
+    def with_precomputed(self, names: Iterable[str]) -> Graph:
         """The graph to which the outputs of the stages ``names`` are handed in: without these, and without what only they need.
 
         All inputs stay. Raises InputError when there is no such stage, or nothing would be left to run.
@@ -317,7 +317,7 @@ class Graph:
             raise InputError(f"given {', '.join(sorted(handed))}: no stage is left to run")
         read = dict.fromkeys(reference for stage in kept for reference in stage.references if reference.name in handed)
         asked = (reference for reference in self.outputs.values() if reference.name in handed)
-        return replace(self._of(kept), given=tuple(sorted({*self.given, *read, *asked}, key=str)))
+        return replace(self._of(kept), precomputed=tuple(sorted({*self.precomputed, *read, *asked}, key=str)))
 
     def part(self, names: Iterable[str]) -> Graph:
         """The stages ``names`` alone: what they read of others is given, and what others read of them is among the outputs."""
@@ -327,7 +327,7 @@ class Graph:
         wanted = {r for stage in self.stages if stage.name not in chosen for r in stage.references if r.name in chosen}
         outputs = {name: reference for name, reference in self.outputs.items() if reference.name in chosen}
         outputs |= {str(reference)[1:]: reference for reference in sorted(wanted, key=str)}
-        return replace(self._of(kept), given=tuple(sorted(read, key=str)), outputs=outputs)
+        return replace(self._of(kept), precomputed=tuple(sorted(read, key=str)), outputs=outputs)
 
     def _of(self, kept: tuple[Stage, ...]) -> Graph:
         """The graph with the stages ``kept`` alone, and directives for what they use."""
@@ -369,7 +369,7 @@ class Graph:
                     c.config if c.has_config else c.source,
                     c.dtype,
                     *c.precision,
-                    *([c.home] if c.home else []),
+                    *([c.backing_store] if c.backing_store else []),
                     *map(header_digest, c.ip_adapters),
                 ]
                 for c in self.components.values()
@@ -380,7 +380,7 @@ class Graph:
                 for s in self.stages
             },
             "outputs": {name: str(reference) for name, reference in self.outputs.items()},
-            **({"given": [str(reference) for reference in self.given]} if self.given else {}),
+            **({"precomputed": [str(reference) for reference in self.precomputed]} if self.precomputed else {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from graphrun.components.classes import resolve_class
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
 from graphrun.graph.values import did_you_mean
+from graphrun.modules.classes import resolve_class
 
 # Of a modular pipeline's `pipeline_config`: the class of its blocks, where it is not the pipeline's own.
 BLOCKS = "blocks"

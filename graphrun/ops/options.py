@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.components.entry import Boundary
-from graphrun.components.trees import tensors_in, walk
 from graphrun.errors import GraphError
+from graphrun.modules.interceptor import CallInterceptor
+from graphrun.modules.trees import tensors_in, walk
 
 # Pixels of a tile's edge, where a VAE's own is larger: its configuration names the size it was trained at, and 1024 saves nothing
 # at 1024. 512 is the tile that diffusers' own video VAEs and the SD VAE come with.
@@ -34,7 +34,7 @@ def applied(name: str, pipeline: Any, modules: Mapping[str, nn.Module], device: 
     """
     with ExitStack() as stack:
         if name == "split":
-            stack.enter_context(Boundary(modules, device, around=_one_by_one))
+            stack.enter_context(CallInterceptor(modules, device, around=_one_by_one))
         else:
             vaes = {key: module for key, module in modules.items() if hasattr(module, f"enable_{name}")}
             if not vaes:

@@ -1,6 +1,6 @@
-"""A diffusers pipeline put together for one stage: the components the stage uses, and ghosts of the others.
+"""A diffusers pipeline put together for one stage: the components the stage uses, and meta modules of the others.
 
-A ghost has the class and config of the real component and no weights, so the pipeline's own code reads the right sizes from it
+A meta module has the class and config of the real component and no weights, so the pipeline's own code reads the right sizes from it
 (with ``None`` in its place diffusers falls back to a VAE scale factor of 8 and computes wrong shapes); entering it is an error.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from graphrun.components.build import resolve_class
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference
+from graphrun.modules.build import resolve_class
 from graphrun.ops.modular import assemble_blocks, is_modular_class
 
 

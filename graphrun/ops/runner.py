@@ -1,5 +1,5 @@
 """Runs the stages of a graph in order, each on a pipeline of its own. Knows nothing of memory: whoever needs to act when a
-component is entered has put a `Boundary` around the modules before.
+component is entered has put a `CallInterceptor` around the modules before.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.components.build import build_part, ghost
-from graphrun.components.entry import Boundary
-from graphrun.components.trees import walk
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
+from graphrun.modules.build import build_part, meta_module
+from graphrun.modules.interceptor import CallInterceptor
+from graphrun.modules.trees import walk
 from graphrun.ops.block import block
 from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
@@ -41,7 +41,7 @@ Before = Callable[[str], None]
 class Stages:
     """The stages of a graph, being run: `run` goes on from the first that is not done.
 
-    ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``ghosts`` of all components
+    ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``meta_modules`` of all components
     are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
     (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
     outputs)`` sees its values as they are on the device. ``given``: values of stages that are not run, by name as in
@@ -61,19 +61,23 @@ class Stages:
         after_stage: Observer | None = None,
         before_stage: Before | None = None,
         parts: Mapping[str, Any] | None = None,
-        ghosts: Mapping[str, nn.Module] | None = None,
+        meta_modules: Mapping[str, nn.Module] | None = None,
         order: Sequence[str] = (),
         options: Mapping[str, str] | None = None,
         planning: bool = False,
-        given: Mapping[str, Any] | None = None,
+        precomputed: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.graph, self.modules, self.device = graph, modules, device
         self.after_stage, self.before_stage = after_stage, before_stage
         self._parts = parts if parts is not None else {part.name: build_part(part, graph) for part in graph.parts.values()}
-        self._ghosts = ghosts if ghosts is not None else {name: ghost(c, graph.trust) for name, c in graph.components.items()}
+        self._meta_modules = (
+            meta_modules
+            if meta_modules is not None
+            else {name: meta_module(c, graph.trust) for name, c in graph.components.items()}
+        )
         self._inputs, self._planning, self.steps = dict(inputs), planning, Steps(journal)
-        self.named: dict[str, Any] = dict(given or {})  # values of stages that later ones need: ``encode.embeds``
+        self.named: dict[str, Any] = dict(precomputed or {})  # values of stages that later ones need: ``encode.embeds``
         self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}
         self.options = dict(options or {})
         self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
@@ -82,8 +86,8 @@ class Stages:
     def run(self) -> dict[str, Any]:
         """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
         self.enter()
-        idle = {name: module for name, module in self._ghosts.items() if self.modules.get(name) is not module}
-        with Boundary(idle, self.device, on_enter=self._refuse):
+        idle = {name: module for name, module in self._meta_modules.items() if self.modules.get(name) is not module}
+        with CallInterceptor(idle, self.device, on_enter=self._refuse):
             while self.todo:
                 self._stage(self.todo[0])
         return self._outputs
@@ -123,10 +127,10 @@ class Stages:
         graph, device = self.graph, self.device
         if self.before_stage is not None:
             self.before_stage(stage.name)
-        present = {name: self.modules[name] if name in stage.uses else self._ghosts[name] for name in graph.components}
+        present = {name: self.modules[name] if name in stage.uses else self._meta_modules[name] for name in graph.components}
         absent = {name: module for name, module in present.items() if name not in stage.uses and self.modules.get(name) is module}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
-        with Boundary(absent, device, on_enter=self._refuse), torch.no_grad():
+        with CallInterceptor(absent, device, on_enter=self._refuse), torch.no_grad():
             pipeline = assemble(graph, present, self._parts, device, partial=partial)
             option = self.options.get(stage.name)
             used = {name: module for name, module in present.items() if name in stage.uses}

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrun.components.trees import tensors_in
 from graphrun.errors import BrokenPlan
+from graphrun.modules.trees import tensors_in
 from graphrun.ops.loops import CALLBACKS, REMEMBERED, why_not
 
 

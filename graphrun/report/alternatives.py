@@ -7,12 +7,12 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from graphrun.planner.alternatives import Alternative
-from graphrun.planner.needs import Need
-from graphrun.planner.plan import Stream
-from graphrun.planner.settle import settle
-from graphrun.planner.solution import Solution
+from graphrun.model.choices import apply_choices
+from graphrun.model.least_memory import PhaseMinimum
+from graphrun.model.plan import Stream
+from graphrun.model.solution import Solution
 from graphrun.report.table import scale_of, size, table
+from graphrun.solve.whatif.alternatives import Alternative
 from graphrun.units import show_seconds, show_size
 
 TITLES: Mapping[str, str] = MappingProxyType(
@@ -29,7 +29,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
     """What ``graphrun explain PLAN COMPONENT`` shows: a row per placement, each solved for, and why the others are impossible."""
     problem, planned = solution.problem, found[0]
-    weights = settle(problem, solution.plan).component(component).weight_bytes()
+    weights = apply_choices(problem, solution.plan).component(component).weight_bytes()
     unit, scale = scale_of(max(planned.peak_bytes, weights))
     rows = [[f"{component}", "predicted", "against plan", f"moved {unit}", "peak", ""]]
     notes = []
@@ -54,8 +54,8 @@ def alternatives_screen(solution: Solution, component: str, found: Sequence[Alte
 def _title(of: Alternative) -> str:
     if not of.variant:
         return TITLES[of.placement]
-    precision, home, device = of.variant.split()
-    return f"as {precision} from {home}{', on the CPU' if device == 'cpu' else ''}"
+    precision, backing_store, device = of.variant.split()
+    return f"as {precision} from {backing_store}{', on the CPU' if device == 'cpu' else ''}"
 
 
 def _now(solution: Solution, component: str) -> str:
@@ -80,7 +80,7 @@ def _why(of: Alternative) -> str:
     return f"{'; '.join(terms)}; it takes --vram {of.smallest_budget_bytes} ({show_size(of.smallest_budget_bytes)})"
 
 
-def _terms(need: Need) -> str:
+def _terms(need: PhaseMinimum) -> str:
     named = (
         (need.weights_bytes, "weights"),
         (need.ring_bytes, "ring"),
@@ -114,7 +114,7 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
     return {
         "graph": problem.graph,
         "component": component,
-        "weight_bytes": settle(problem, solution.plan).component(component).weight_bytes(),
+        "weight_bytes": apply_choices(problem, solution.plan).component(component).weight_bytes(),
         "effective_bytes": problem.effective_bytes,
         "alternatives": rows,
     }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from graphrun.planner.plan import Slot, Stream
-from graphrun.planner.problem import PhaseNumbers, Problem
-from graphrun.planner.settle import settle
-from graphrun.planner.simulate import SlotReport, simulate
-from graphrun.planner.solution import Solution
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Slot, Stream
+from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.solution import Solution
 from graphrun.report.screen import regime
 from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import show_seconds, show_size
+from graphrun.verify.simulate import SlotReport, simulate
 
 HEAD = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
 Pair = tuple[SlotReport, SlotTrace]
@@ -19,7 +19,7 @@ Pair = tuple[SlotReport, SlotTrace]
 
 def call_screen(solution: Solution, trace: Trace) -> str:
     """What the last call was planned to take and what it took: a row per phase, the whole call, and whether the plan was kept."""
-    problem, simulation = settle(solution.problem, solution.plan), simulate(solution.problem, solution.plan)
+    problem, simulation = apply_choices(solution.problem, solution.plan), simulate(solution.problem, solution.plan)
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)
     pairs = trace.beside(simulation.slots)
@@ -70,7 +70,7 @@ def _weights(problem: Problem, phase: PhaseNumbers, slots: list[Slot]) -> str:
         if component.variants[0].device == "cpu":
             found.append("on the CPU")
         elif streams:
-            kept, total = sum(len(blocks) for _, blocks in streams[-1].keep or ()), sum(len(k.blocks) for k in component.classes)
+            kept, total = sum(len(blocks) for _, blocks in streams[-1].keep or ()), sum(len(k.blocks) for k in component.groups)
             found.append(f"{kept} of {total}")
         else:
             found.append("whole")

@@ -20,7 +20,7 @@ from graphrun.units import show_seconds, show_size
 
 WIDTH, LABEL, ROW, GAP, MEMORY = 1000, 90, 22, 6, 120
 TRACKS: Mapping[str, tuple[str, ...]] = {
-    "disk": ("fill", "read"),
+    "disk": ("read", "fetch"),
     "copies": ("load", "stream", "spill", "restore"),
     "compute": ("run",),
 }

@@ -65,7 +65,7 @@ def _phases(phases: list[dict[str, Any]]) -> str:
     clock, second = seconds_of(sum(row["seconds"] for row in phases))
     rows = [["phase", "calls", "allocated", "reserved", "native", "values", "carry", "TFLOP", f"compute {clock}", "basis"]]
     for row in phases:
-        sizes = ("allocated_bytes", "reserved_bytes", "reserved_native_bytes", "values_bytes", "carry_bytes")
+        sizes = ("allocated_bytes", "reserved_bytes", "reserved_native_bytes", "values_bytes", "live_in_bytes")
         rows.append(
             [
                 row["phase"],

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphrun.planner.frontier import Point
-from graphrun.planner.problem import Problem
+from graphrun.model.problem import Problem
 from graphrun.report.infeasible import demands_of
 from graphrun.report.screen import proof
 from graphrun.report.table import scale_of, size, table
+from graphrun.solve.whatif.frontier import Point
 from graphrun.units import show_seconds, show_size
 
 Swept = Sequence[tuple[str, Sequence[Point]]]  # a value of the swept input with its points; ("", points) where none is swept

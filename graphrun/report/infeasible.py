@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrun.planner.infeasible import Infeasible
-from graphrun.planner.problem import Problem
-from graphrun.planner.repairs import Repair
+from graphrun.model.problem import Problem
 from graphrun.report.table import scale_of, size, table
+from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.solve.whatif.repairs import Repair
 from graphrun.units import show_seconds, show_size
 
 

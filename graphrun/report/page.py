@@ -11,18 +11,18 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from graphrun.planner.frontier import Point
-from graphrun.planner.plan import Slot
-from graphrun.planner.problem import Problem
-from graphrun.planner.settle import settle
-from graphrun.planner.simulate import Simulation, simulate
-from graphrun.planner.solution import Solution
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Slot
+from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.report.chart import Level, timeline_svg
 from graphrun.report.frontier import frontier_svg
 from graphrun.report.screen import plan_screen, proof
 from graphrun.report.table import scale_of, seconds_of, size
+from graphrun.solve.whatif.frontier import Point
 from graphrun.trace import Event
 from graphrun.units import show_seconds, show_size
+from graphrun.verify.simulate import Simulation, simulate
 
 Row = Sequence[str]
 
@@ -56,8 +56,8 @@ class Measured:
 def report_page(solution: Solution, measured: Measured | None, points: Sequence[Point]) -> str:
     """The page: figures, timelines planned and measured, phases, planned against measured, the frontier, the plan's text."""
     problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
-    settled = settle(problem, solution.plan)
-    colours = {component.name: number % 8 for number, component in enumerate(settled.components)}
+    applied = apply_choices(problem, solution.plan)
+    colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
     levels = planned_levels(solution.plan.slots, simulation)
     sections = [_figures(solution, simulation, measured), _legend(colours)]
     drawings = [("Planned", simulation.events, levels)]
@@ -66,7 +66,7 @@ def report_page(solution: Solution, measured: Measured | None, points: Sequence[
         first = [event for event in events if event.slot < len(solution.plan.slots)]
         drawn = timeline_svg(first, own, problem.effective_bytes, colours, f"{name}: what is read, copied and computed, and memory")
         sections.append(f'<h2>{name}</h2><div class="wide">{drawn}</div>')
-    sections.append(_phases(settled, simulation))
+    sections.append(_phases(applied, simulation))
     if measured:
         sections.append(_against(solution, simulation, measured))
     if points:
@@ -118,13 +118,13 @@ def _legend(colours: Mapping[str, int]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def _phases(settled: Problem, simulation: Simulation) -> str:
+def _phases(applied: Problem, simulation: Simulation) -> str:
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)
     rows: list[Row] = [
         ["phase", "calls", "resident", "ring", "activation", "values", f"peak {unit}", "headroom", "streamed", clock]
     ]
-    for phase in settled.phases:
+    for phase in applied.phases:
         slots = [slot for slot in simulation.slots if slot.phase == phase.name]
         top = max(slots, key=lambda slot: slot.peak_bytes)
         terms = (top.resident_bytes, top.ring_bytes, top.activation_bytes, top.values_bytes, top.peak_bytes)
@@ -132,7 +132,7 @@ def _phases(settled: Problem, simulation: Simulation) -> str:
             [
                 phase.name,
                 str(max((use.calls for use in phase.uses), default=0)),
-                *(size(nbytes, scale) for nbytes in (*terms, settled.effective_bytes - top.peak_bytes)),
+                *(size(nbytes, scale) for nbytes in (*terms, applied.effective_bytes - top.peak_bytes)),
                 size(sum(slot.streamed_bytes for slot in slots), scale),
                 f"{sum(slot.seconds for slot in slots) / second:.3f}",
             ]

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from graphrun.planner.plan import Plan
-from graphrun.planner.simulate import Simulation
+from graphrun.model.plan import Plan
 from graphrun.units import show_seconds
+from graphrun.verify.simulate import Simulation
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -103,13 +103,13 @@ class Progress:
 
 
 class BatchProgress:
-    """Of a batch: hears of its courses, legs, runs and finished items, as `graphrun.repeat.many.Watcher` says.
+    """Of a batch: hears of its courses, legs, runs and finished items, as `graphrun.batch.queue.Watcher` says.
 
     A line for each run, with its leg, the mean of a run and what is left; on a terminal a bar that goes on with every step.
     """
 
-    def __init__(self, items: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
-        self.items, self.finished, self.say = items, 0, say
+    def __init__(self, requests: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
+        self.requests, self.finished, self.say = requests, 0, say
         self.bar, self.pace, self._clock = Bar(say is not None), Pace(0.0, clock), clock
         self._runs = self._begun = 0
         self._start = 0.0
@@ -121,24 +121,24 @@ class BatchProgress:
     def __exit__(self, *_: object) -> None:
         self.bar.__exit__()
 
-    def course(self, course: Any, counts: Mapping[str, int]) -> None:
+    def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
         """Predicted seconds of a course are to come."""
-        self.pace = Pace(course.seconds, self._clock)
-        self._line(f"  {course.items} of {self.items} items {course.name}: predicted {show_seconds(course.seconds)}")
+        self.pace = Pace(schedule.seconds, self._clock)
+        self._line(f"  {schedule.requests} of {self.requests} items {schedule.name}: predicted {show_seconds(schedule.seconds)}")
 
-    def leg(self, leg: Any, runs: int) -> None:
+    def segment(self, segment: Any, runs: int) -> None:
         """A session of ``runs`` runs begins."""
         self._runs, self._begun, self._start = runs, 0, self._clock()
         if not self.pace.done_seconds:
             self.pace.begin()
 
-    def run(self, leg: Any, item: Any) -> Callable[[int, int, int], None]:
+    def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         """A run begins: what hears of its calls."""
         self._begun += 1
-        simulation = leg.simulation
+        simulation = segment.simulation
         slots = simulation.again if self._begun > 1 and simulation.again else simulation.slots
         seconds, names, before = [slot.seconds for slot in slots], [slot.phase for slot in slots], self.pace.done_seconds
-        stages, number = " ".join(leg.stages), self._begun
+        stages, number = " ".join(segment.stages), self._begun
         rate = f", {show_seconds((self._clock() - self._start) / (number - 1))} each" if number > 1 else ""
         self._line(f"  {stages} {number}/{self._runs}{rate}, {self.pace.text()}")
 
@@ -151,16 +151,16 @@ class BatchProgress:
 
         return called
 
-    def done(self, item: Any, files: Sequence[Path]) -> None:
+    def done(self, request: Any, files: Sequence[Path]) -> None:
         """An item is where it belongs."""
         self.finished += 1
         if files:
-            self._line(f"  done {self.finished}/{self.items}: {', '.join(map(str, files))}")
+            self._line(f"  done {self.finished}/{self.requests}: {', '.join(map(str, files))}")
 
-    def left_out(self, item: Any) -> None:
+    def left_out(self, request: Any) -> None:
         """An item cannot be run, or its run failed."""
         if self.say is not None:
-            self.say(f"graphrun: {item.where}: {item.error}")
+            self.say(f"graphrun: {request.where}: {request.error}")
 
     def restarts(self, stage: str, why: str) -> None:
         """A loop begins anew where it is broken off."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from graphrun.planner.plan import Load, Plan, Slot, Stream, action_text
-from graphrun.planner.problem import Problem
-from graphrun.planner.settle import settle
-from graphrun.planner.simulate import Simulation, SlotReport, simulate
-from graphrun.planner.solution import Solution
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Load, Plan, Slot, Stream, action_text
+from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import Trace
 from graphrun.units import gib, show_seconds, show_size
+from graphrun.verify.simulate import Simulation, SlotReport, simulate
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
     """What ``graphrun plan`` shows: lines of totals, a row per phase, a timeline, and why a component is streamed."""
-    problem, plan = settle(solution.problem, solution.plan), solution.plan
+    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
     simulation = simulate(solution.problem, plan)
     parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
     if plan.again:
@@ -50,8 +50,8 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  {regime(problem)}",
             *([f"directives {directives}"] if directives else []),
             *(
-                [f"given {', '.join(problem.given)}: these outputs are kept, so nothing is loaded for them"]
-                if problem.given
+                [f"given {', '.join(problem.precomputed)}: these outputs are kept, so nothing is loaded for them"]
+                if problem.precomputed
                 else []
             ),
             *choices(solution.plan),
@@ -86,7 +86,7 @@ def choices(plan: Plan) -> list[str]:
 
 def by_layer(problem: Problem) -> list[str]:
     """A line for the components that are cut into layers."""
-    names = [component.name for component in problem.components if component.grain == "layers"]
+    names = [component.name for component in problem.components if component.granularity == "layers"]
     return [f"by layer {', '.join(names)}: blocks do not fit, or are slower"] if names else []
 
 
@@ -154,19 +154,23 @@ def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -
                 row.append("cpu")
             elif streams:
                 row.append("▒▒▒▒")
-                total = sum(len(k.blocks) for k in component.classes)
-                notes.append(f"▒ {component.name} streamed in {phase.name}: {blocks} of {total} {component.grain} stay resident")
+                total = sum(len(k.blocks) for k in component.groups)
+                notes.append(
+                    f"▒ {component.name} streamed in {phase.name}: {blocks} of {total} {component.granularity} stay resident"
+                )
             else:
                 row.append(("████" if uses else "░░░░") if blocks else "·")
         variant = component.variants[0]
-        rows.append([*row, f"{variant.precision}, {variant.home if variant.device == 'device' else 'computed on the CPU'}"])
+        rows.append(
+            [*row, f"{variant.precision}, {variant.backing_store if variant.device == 'device' else 'computed on the CPU'}"]
+        )
     legend = "█ resident  ▒ streamed  ░ on the device beside another component's phase  · not on the device"
     return "\n".join((table(rows, left=tuple(range(len(header)))), f" {legend}", *(f" {note}" for note in notes)))
 
 
 def _held_by_slot(problem: Problem, slots: Sequence[Slot]) -> list[dict[str, int]]:
     """Blocks of each component on the device in each slot, streamed ones apart."""
-    sizes = {c.name: {k.name: range(len(k.blocks)) for k in c.classes} for c in problem.components}
+    sizes = {c.name: {k.name: range(len(k.blocks)) for k in c.groups} for c in problem.components}
     now: dict[str, set[tuple[str, int]]] = {c.name: set() for c in problem.components}
     found = []
     for slot in slots:
@@ -185,7 +189,7 @@ def _held_by_slot(problem: Problem, slots: Sequence[Slot]) -> list[dict[str, int
 
 
 def _why(solution: Solution) -> str:
-    problem = settle(solution.problem, solution.plan)
+    problem = apply_choices(solution.problem, solution.plan)
     lines = []
     for component in problem.components:
         phases = {
@@ -201,7 +205,7 @@ def _why(solution: Solution) -> str:
             if "exclude" in problem.demanded(component.name):
                 lines.append(f" why {component.name} is streamed: the directive exclude demands it")
                 continue
-            rest = max(phase.first_bytes, phase.rest_bytes) + phase.carry_bytes + problem.value_bytes(number)
+            rest = max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + problem.value_bytes(number)
             if weights + rest > problem.effective_bytes:
                 lines.append(
                     f" why {component.name} is streamed: resident it needs {show_size(weights)} + {show_size(rest)}"
@@ -214,13 +218,13 @@ def _why(solution: Solution) -> str:
 
 def explain_screen(solution: Solution) -> str:
     """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then each number's basis."""
-    problem, plan = settle(solution.problem, solution.plan), solution.plan
+    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
     simulation = simulate(solution.problem, plan)
     lines = [_head(solution, simulation, None), ""]
     clock, reports = 0.0, (*simulation.slots, *simulation.again)
     for number, (slot, report) in enumerate(zip((*plan.slots, *plan.again), reports, strict=True)):
         lines += ["", "every further run", ""] if number == len(plan.slots) else []
-        title = f"slot {slot.phase} {slot.part}".replace("  ", " ") + (f" x{slot.calls}" if slot.part == "rest" else "")
+        title = f"slot {slot.phase} {slot.part}".replace("  ", " ") + (f" x{slot.calls}" if slot.part == "steady" else "")
         lines.append(
             f"{title}   at {clock:.3f} s  takes {show_seconds(report.seconds)} (compute {show_seconds(report.compute_seconds)},"
             f" waits {show_seconds(report.stall_seconds)})"

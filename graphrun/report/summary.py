@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrun.planner.settle import settle
-from graphrun.planner.simulate import Simulation, SlotReport, simulate
-from graphrun.planner.solution import Solution
+from graphrun.model.choices import apply_choices
+from graphrun.model.solution import Solution
 from graphrun.trace import SlotTrace, Trace
+from graphrun.verify.simulate import Simulation, SlotReport, simulate
 
 
 def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "graph": problem.graph,
         "hardware": problem.hardware.name,
         "until": problem.until,
-        "given": list(problem.given),
+        "precomputed": list(problem.precomputed),
         "settings": dict(problem.settings),
         "stages": stages(solution, simulation, trace),
         "actions": str(solution.plan).splitlines(),
@@ -76,7 +76,7 @@ def _beside(planned: SlotReport, measured: SlotTrace) -> dict[str, Any]:
 
 def stages(solution: Solution, simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
     """One row per stage; ``measured`` in it where there is a trace."""
-    stage_of = {phase.name: phase.stage for phase in settle(solution.problem, solution.plan).phases}
+    stage_of = {phase.name: phase.stage for phase in apply_choices(solution.problem, solution.plan).phases}
     rows = []
     for report in simulation.stages(solution.problem):
         row: dict[str, Any] = {

@@ -11,7 +11,7 @@ from PIL import Image
 
 from graphrun.errors import GraphError, InputError, PlanError
 from graphrun.graph.graph import Reference
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
 from graphrun.graph.media import told
 from graphrun.graph.settings import completed, settings_of
 

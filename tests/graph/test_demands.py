@@ -10,7 +10,7 @@ import pytest
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Directives, Graph
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 

@@ -11,10 +11,10 @@ import pytest
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Reference, Stage
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.order import find_cycle, order_stages
-from graphrun.graph.spec import schema_text
+from graphrun.graph.schema import schema_text
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -161,7 +161,7 @@ def test_ties_keep_the_order_given() -> None:
 
 
 def test_schema_is_current() -> None:
-    update = "from graphrun.graph.spec import schema_text; open('graphs/graphrun.schema.json', 'w').write(schema_text())"
+    update = "from graphrun.graph.schema import schema_text; open('graphs/graphrun.schema.json', 'w').write(schema_text())"
     assert (GRAPHS / "graphrun.schema.json").read_text() == schema_text(), f'run: python -c "{update}"'
     assert json.loads(schema_text())["$defs"]["StageSpec"]["properties"]["op"]["enum"] == sorted(OPERATIONS)
     for path in GRAPHS.glob("*.yaml"):

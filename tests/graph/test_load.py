@@ -8,7 +8,7 @@ import pytest
 
 from graphrun.errors import GraphError, PlanError
 from graphrun.graph.graph import Reference
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
 from graphrun.graph.settings import completed, settings_of
 from graphrun.graph.values import outside
 

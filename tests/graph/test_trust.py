@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.components.build import resolve_class
 from graphrun.errors import GraphError
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
+from graphrun.modules.build import resolve_class
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 Cli = Callable[..., tuple[int, str, str]]

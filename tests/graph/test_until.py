@@ -9,7 +9,7 @@ import pytest
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Directives, Reference
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
 
 GRAPH = load(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
 

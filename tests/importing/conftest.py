@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "integrations"), str(TESTS / "components")]
+sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "attach"), str(TESTS / "modules")]

@@ -14,13 +14,13 @@ from PIL import Image
 from tiny_pipelines import Case, cases, film, picture
 
 import graphrun
-from graphrun.components.build import build, build_part, resolve_class
+from graphrun.diffusers_.importing.imported import Asked, Imported, import_source
 from graphrun.graph.graph import Graph
-from graphrun.graph.load import load
-from graphrun.importing.imported import Asked, Imported, import_source
+from graphrun.graph.loading import load
+from graphrun.model.solution import Solution
+from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.ops.call import Sound
-from graphrun.planner.infeasible import smallest_budget
-from graphrun.planner.solution import Solution
+from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.trace import Trace
 
 AMPLE = 1 << 40

@@ -11,9 +11,9 @@ from huggingface_hub.utils import filter_repo_objects
 from import_whole import saved
 
 import graphrun
+from graphrun.diffusers_.importing.folder import LARGE, SMALL
+from graphrun.diffusers_.importing.imported import Asked, import_source
 from graphrun.errors import InputError
-from graphrun.importing.folder import LARGE, SMALL
-from graphrun.importing.imported import Asked, import_source
 
 SIZES = {"height": 16, "width": 16}
 

@@ -18,10 +18,10 @@ from tiny_modular import modular
 from tiny_pipelines import mask, picture
 
 import graphrun
+from graphrun.diffusers_.description import LivePipeline
+from graphrun.diffusers_.importing.imported import Asked, import_source
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Graph, Reference
-from graphrun.importing.imported import Asked, import_source
-from graphrun.integrations.description import LivePipeline
 from graphrun.ops.modular import begun
 
 THREE = ["text_encoder", "denoise", "decode"]

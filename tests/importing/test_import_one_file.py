@@ -15,10 +15,10 @@ from import_whole import of_graph, saved
 from safetensors.torch import save_file
 
 import graphrun
-from graphrun.components.build import build, ghost
-from graphrun.components.stored import holding
+from graphrun.diffusers_.importing.imported import Asked, import_source
 from graphrun.errors import GraphError, InputError
-from graphrun.importing.imported import Asked, import_source
+from graphrun.modules.build import build, meta_module
+from graphrun.modules.stored import holding
 
 Cli = Callable[..., tuple[int, str, str]]
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -100,7 +100,7 @@ def test_a_transformer_in_one_file_is_known_by_its_tensors(flux: Path, tmp_path:
     text = (tmp_path / "out" / "graph.yaml").read_text()
     assert "# The file holds transformer; text_encoder, text_encoder_2, vae: of black-forest-labs/FLUX.1-dev." in text
     assert "source: ../flux1-dev.safetensors" in text
-    holds = holding(held, ghost(held, graph.trust))
+    holds = holding(held, meta_module(held, graph.trust))
     assert holds is not None
     assert (holds.used_bytes, holds.missing) == (nbytes, 0)
 

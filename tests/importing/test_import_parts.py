@@ -12,17 +12,17 @@ import torch
 from import_whole import saved
 from tiny_pipelines import cases
 
-from graphrun.estimator.hardware import simulated
-from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.estimator.probe import probe
-from graphrun.importing.cut import lay_out
-from graphrun.importing.document import document_of
-from graphrun.importing.echo import digest_of
-from graphrun.importing.folder import of_folder
-from graphrun.importing.imported import Asked, import_source, recipe_of, with_dtypes
-from graphrun.importing.rehearse import rehearse
-from graphrun.importing.signature import divisor, maximum
-from graphrun.importing.standin import stand_in_words
+from graphrun.diffusers_.importing.fingerprint import digest_of
+from graphrun.diffusers_.importing.folder import of_folder
+from graphrun.diffusers_.importing.imported import Asked, import_source, spec_of, with_dtypes
+from graphrun.diffusers_.importing.signature import divisor, maximum
+from graphrun.diffusers_.importing.split import lay_out
+from graphrun.diffusers_.importing.standin import stand_in_words
+from graphrun.diffusers_.importing.trial import rehearse
+from graphrun.diffusers_.importing.written import document_of
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import simulated
+from graphrun.profile.problems import Limits, problem_of
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 AMPLE = 1 << 40
@@ -49,9 +49,9 @@ def test_dtypes_are_those_of_files_then_of_configurations_then_of_the_others(tmp
     source.pipe.unet.to(torch.bfloat16).save_pretrained(source.folder / "unet")
     for file in (*(source.folder / "vae").glob("*.safetensors"), *(source.folder / "text_encoder").glob("*.safetensors")):
         file.unlink()
-    recipe = with_dtypes(of_folder(source.folder), {})
-    assert {n: t.dtype for n, t in recipe.components.items()} == {"unet": "bfloat16", "text_encoder": "float32", "vae": "bfloat16"}
-    text = document_of(recipe, _layout_of(source.folder), "graph").text
+    spec = with_dtypes(of_folder(source.folder), {})
+    assert {n: t.dtype for n, t in spec.components.items()} == {"unet": "bfloat16", "text_encoder": "float32", "vae": "bfloat16"}
+    text = document_of(spec, _layout_of(source.folder), "graph").text
     assert "dtype: bfloat16}  # as the other components" in text
     asked = with_dtypes(of_folder(source.folder), {"": "float16", "vae": "float32"})
     assert {n: t.dtype for n, t in asked.components.items()} == {"unet": "float16", "text_encoder": "float16", "vae": "float32"}
@@ -87,10 +87,10 @@ class Halving(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
 
 
 def test_a_call_whose_stages_would_compute_something_else_stays_whole(tmp_path: Path) -> None:
-    recipe = with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {})
+    spec = with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {})
     sizes = {"height": 16, "width": 16}
-    assert lay_out(rehearse(recipe), sizes).why == ""
-    other = replace(recipe, pipeline=f"{__name__}.Halving", trust=(*recipe.trust, __name__.partition(".")[0]))
+    assert lay_out(rehearse(spec), sizes).why == ""
+    other = replace(spec, pipeline=f"{__name__}.Halving", trust=(*spec.trust, __name__.partition(".")[0]))
     assert lay_out(rehearse(other), sizes).why == "cut in three it enters its components with other numbers"
 
 
@@ -114,7 +114,7 @@ def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs
     own = {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl", "transformer": "flux-dev-transformer", "vae": "flux-vae"}
     configs = {n: str(GRAPHS / "configs" / f"{file}.json") for n, file in {**own, "scheduler": "flux-scheduler"}.items()}
     found = import_source("diffusers.FluxPipeline", Asked(configs, {"": "bfloat16"}, sets={"height": 1024, "width": 1024}))
-    assert diffusers.FluxPipeline is found.recipe.kind
+    assert diffusers.FluxPipeline is found.spec.kind
     graph = found.write(tmp_path / "flux.yaml")
     inputs = graph.for_planning({})
     mine = problem_of(graph, probe(graph, inputs), simulated(), Limits(AMPLE, AMPLE), inputs)
@@ -125,8 +125,8 @@ def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs
 
 
 def test_of_a_class_only_what_has_no_default_must_be_configured() -> None:
-    recipe = recipe_of("diffusers.StableDiffusionPipeline", Asked(dict.fromkeys(("vae", "unet", "text_encoder"), str(_EMPTY)), {}))
-    named = {thing.name: (thing.class_path, thing.is_component) for thing in recipe.things}
+    spec = spec_of("diffusers.StableDiffusionPipeline", Asked(dict.fromkeys(("vae", "unet", "text_encoder"), str(_EMPTY)), {}))
+    named = {member.name: (member.class_path, member.is_component) for member in spec.members}
     assert named["scheduler"] == ("diffusers.EulerDiscreteScheduler", False)
     assert named["tokenizer"] == ("transformers.CLIPTokenizer", False)
     assert set(named) == {"vae", "unet", "text_encoder", "scheduler", "tokenizer"}

@@ -14,8 +14,8 @@ from test_attach_shared import parts
 from tiny_pipelines import Case, cases
 
 import graphrun
+from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import InputError
-from graphrun.integrations.rehearsal import ProbeError
 
 SD = cases()["StableDiffusionPipeline"]
 

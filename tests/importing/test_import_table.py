@@ -13,7 +13,7 @@ import pytest
 from import_whole import saved
 from tiny_pipelines import cases
 
-from graphrun.integrations.rehearsal import ProbeError
+from graphrun.diffusers_.dry_call import ProbeError
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 HEAD = "| class | imported as | since |\n|---|---|---|\n"

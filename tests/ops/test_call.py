@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 import graphrun
-from graphrun.components.build import build
 from graphrun.errors import GraphError, InputError
-from graphrun.estimator.probe import probe
+from graphrun.modules.build import build
 from graphrun.ops import run_stages
 from graphrun.ops.pipeline import frames_per_second
+from graphrun.profile.dry_run import probe
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
@@ -66,7 +66,7 @@ outputs: {image: $again.image}"""
     graph = edited(("\noutputs: {image: $make.image}", again))
     assert [stage.outputs for stage in graph.stages] == [("latents",), ("image",)]
     assert run(graph)["image"].size == (64, 64)
-    assert probe(graph, graph.for_planning({})).tape.values.keys() == {"make.latents", "again.image"}
+    assert probe(graph, graph.for_planning({})).recording.values.keys() == {"make.latents", "again.image"}
 
 
 @pytest.mark.parametrize(

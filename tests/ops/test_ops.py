@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import graphrun
-from graphrun.components.build import build, build_part
 from graphrun.errors import GraphError
+from graphrun.modules.build import build, build_part
 from graphrun.ops import run_stages
 from graphrun.ops.diffusion import returned_names
 from graphrun.ops.pipeline import finished

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import graphrun
-from graphrun.components.build import build
-from graphrun.components.entry import Boundary
 from graphrun.errors import GraphError
+from graphrun.modules.build import build
+from graphrun.modules.interceptor import CallInterceptor
 from graphrun.ops import options as ways
 from graphrun.ops import run_stages
 
@@ -46,7 +46,7 @@ def test_split_enters_the_denoiser_once_a_sample_and_changes_last_bits_only(sdxl
         batches.append(args[0].shape[0])
         return proceed(*args, **kwargs)
 
-    with Boundary({"unet": modules["unet"]}, CPU, around=around):
+    with CallInterceptor({"unet": modules["unet"]}, CPU, around=around):
         cut = pixels(graph, modules, inputs, denoise="split")
     assert batches == [1, 1] * 2  # guidance makes two samples of a picture, for each of two steps
     assert np.abs(cut - plain).max() <= 1

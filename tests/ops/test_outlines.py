@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import graphrun
-from graphrun.components.build import build
 from graphrun.graph.graph import Reference
 from graphrun.graph.order import read_by
+from graphrun.modules.build import build
 from graphrun.ops import Stages
 from graphrun.ops.outlines import Outline, filled, outlined
 
@@ -76,9 +76,9 @@ def test_while_the_decoder_computes_no_embedding_is_there(given: bool) -> None:
     modules["vae"].decoder.register_forward_pre_hook(before_decoding)
     whole = Stages(graph, modules, CPU, inputs, after_stage=after_stage).run()["image"]
     if given:  # handed in, as where stages are run apart
-        alone = graph.with_given(["encode", "denoise"])
+        alone = graph.with_precomputed(["encode", "denoise"])
         handed = {str(of)[1:]: values[str(of)[1:]] for of in alone.given}
-        stages = Stages(alone, modules, CPU, inputs, given=handed)
+        stages = Stages(alone, modules, CPU, inputs, precomputed=handed)
         assert isinstance(stages.named["encode.embeds"]["prompt_embeds"], Outline)
         assert stages.run()["image"].tobytes() == whole.tobytes()
     else:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import graphrun
-from graphrun.components.build import build, ghost, resolve_class
+from graphrun.batch.cache.pack import pack, unpack
+from graphrun.modules.build import build, meta_module, resolve_class
 from graphrun.ops import Stages
 from graphrun.ops.loops import why_not
 from graphrun.ops.steps import Steps, StepState, journaled
-from graphrun.outputs.pack import pack, unpack
 
 STEPS = 5
 CONFIGS: dict[str, dict[str, Any]] = {  # of schedulers other than the graph's
@@ -59,7 +59,7 @@ class Loops:
     """Pipelines in small, up to the end of their loops."""
 
     def __init__(self) -> None:
-        self._built = dict[str, tuple[dict[str, Any], dict[str, Any]]]()  # by name: modules, and ghosts of all components
+        self._built = dict[str, tuple[dict[str, Any], dict[str, Any]]]()  # by name: modules, and meta modules of all components
 
     def stages(self, name: str, scheduler: str, notes: Notes | None = None) -> Stages:
         graph = graphrun.load(GRAPHS / f"{name}.yaml", trust=["pyramid_flow"])
@@ -71,10 +71,10 @@ class Loops:
         graph = graph.until("denoise")
         if name not in self._built:
             modules = {c: build(graph.components[c], graph) for stage in graph.stages for c in stage.uses}
-            self._built[name] = modules, {c: ghost(of, graph.trust) for c, of in graph.components.items()}
-        modules, ghosts = self._built[name]
+            self._built[name] = modules, {c: meta_module(of, graph.trust) for c, of in graph.components.items()}
+        modules, meta_modules = self._built[name]
         inputs = graph.resolve({"steps": STEPS, **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {})})
-        return Stages(graph, modules, torch.device("cpu"), inputs, journal=notes, ghosts=ghosts)
+        return Stages(graph, modules, torch.device("cpu"), inputs, journal=notes, meta_modules=meta_modules)
 
     def __call__(self, name: str, scheduler: str, notes: Notes | None) -> torch.Tensor:
         found: torch.Tensor = self.stages(name, scheduler, notes).run()["latents"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphrun.report.export import perfetto, trace_json
+from graphrun.report.perfetto import perfetto, trace_json
 from graphrun.trace import Event, SlotTrace, Tier, Trace
 
 TRACE = Trace(

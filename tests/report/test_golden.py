@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from graphrun.planner.infeasible import Infeasible
-from graphrun.planner.solve import solve
 from graphrun.report.infeasible import infeasible_screen
 from graphrun.report.screen import explain_screen, plan_screen
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.units import GIB
 
 GOLDEN = Path(__file__).parent / "golden"

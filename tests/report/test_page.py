@@ -25,8 +25,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Pages of a run of the tiny FLUX and of its plan alone."""
     from typer.testing import CliRunner
 
-    from graphrun import commands  # noqa: F401  (joins the app)
-    from graphrun.cli import app
+    from graphrun.cli import machine as commands  # noqa: F401  (joins the app)
+    from graphrun.cli.app import app
 
     folder = tmp_path_factory.mktemp("pages")
     plan, trace, run, planned = (folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html"))
@@ -61,7 +61,7 @@ def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(pages: tuple[
     assert "left on the device: 0 B" in text_of(page)
     assert page.count('class="budget"') == 3, "over both timelines' memory, and where this budget is among others"
     assert " MiB</text>" in page.rpartition("<svg")[2], "sizes are in a unit that suits them"
-    assert "slot denoise/0:transformer rest x3" in text_of(page)
+    assert "slot denoise/0:transformer steady x3" in text_of(page)
 
 
 def test_the_page_of_a_plan_has_nothing_measured(pages: tuple[Path, Path]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from graphrun.planner.plan import Plan, Slot
+from graphrun.model.plan import Plan, Slot
 from graphrun.report.progress import BatchProgress, Pace, Progress, behind
 
 
@@ -25,7 +25,7 @@ def test_the_seconds_behind_a_call() -> None:
 
 def test_a_run_says_a_line_for_each_slot() -> None:
     now, lines = [0.0], list[str]()
-    plan = Plan("p", (Slot("a/0:x", "load", 0, ()), Slot("a/0:x", "rest", 4, ())))
+    plan = Plan("p", (Slot("a/0:x", "load", 0, ()), Slot("a/0:x", "steady", 4, ())))
     simulation = SimpleNamespace(slots=[SimpleNamespace(seconds=1.0), SimpleNamespace(seconds=4.0)])
     with Progress(plan, simulation, lines.append, lambda: now[0]) as progress:  # type: ignore[arg-type]
         now[0] = 100.0  # weights were built before the first slot
@@ -39,18 +39,18 @@ def test_a_run_says_a_line_for_each_slot() -> None:
 def test_a_batch_says_a_line_for_each_run_with_its_rate_and_what_is_left() -> None:
     now, lines = [0.0], list[str]()
     slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
-    leg = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
-    item = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
+    segment = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    request = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
     with BatchProgress(2, lines.append, lambda: now[0]) as progress:
-        progress.left_out(item)
+        progress.left_out(request)
         progress.restarts("denoise", "its pipeline has 2 loops")
-        progress.course(SimpleNamespace(seconds=4.0, items=2, name="item by item"), {})
-        progress.leg(leg, 2)
-        progress.run(leg, item)(0, 1, 1)
+        progress.schedule(SimpleNamespace(seconds=4.0, requests=2, name="item by item"), {})
+        progress.segment(segment, 2)
+        progress.run(segment, request)(0, 1, 1)
         now[0] = 3.0
         progress.pace.done_seconds = 2.0
-        progress.run(leg, item)
-        progress.done(item, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
+        progress.run(segment, request)
+        progress.done(request, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
     assert lines[:5] == [
         "graphrun: p.jsonl:3: is not JSON",
         "  denoise begins anew where it is broken off: its pipeline has 2 loops",

@@ -14,19 +14,19 @@ from peers_tools import TOOLS, Cell
 from torch import nn
 
 from graphrun import sim
-from graphrun.components.build import build, build_part
-from graphrun.estimator.allocator import Caching
-from graphrun.estimator.hardware import simulated
-from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.estimator.probe import probe
-from graphrun.executor.host import Host
-from graphrun.executor.recover import execute
-from graphrun.executor.simulated import SimulatedDevice
 from graphrun.graph.graph import Graph
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
+from graphrun.model.allocator import Caching
+from graphrun.model.problem import Problem
+from graphrun.modules.build import build, build_part
 from graphrun.ops.pipeline import assemble
-from graphrun.planner.infeasible import smallest_budget
-from graphrun.planner.problem import Problem
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import simulated
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.host import Host
+from graphrun.runtime.recovery import execute
+from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.trace import Trace
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

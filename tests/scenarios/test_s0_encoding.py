@@ -10,13 +10,13 @@ from executor_whole import Whole, pixels
 from scenario_graphs import GRAPHS, Encoding, Pages, encode, equal, nbytes, offloaded
 
 from graphrun import sim
-from graphrun.executor.executor import follow, stages_for
-from graphrun.executor.host import Host
-from graphrun.executor.simulated import SimulatedDevice
-from graphrun.graph.load import load
-from graphrun.planner.plan import Evict, Load, Plan
-from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import solve
+from graphrun.graph.loading import load
+from graphrun.model.plan import Evict, Load, Plan
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.executor import follow, stages_for
+from graphrun.runtime.host import Host
+from graphrun.solve.solve import solve
+from graphrun.verify.simulate import simulate
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +82,15 @@ def test_s0_2_guidance_peaks_at_the_largest_encoder_and_not_at_two(hidream: Enco
     of = hidream.ample
     heaviest = max(
         sum(of.component(use.component).weight_bytes() for use in phase.uses)
-        + phase.carry_bytes
+        + phase.live_in_bytes
         + of.value_bytes(number)
-        + max(phase.first_bytes, phase.rest_bytes)
+        + max(phase.first_bytes, phase.steady_bytes)
         for number, phase in enumerate(of.phases)
     )
     within = hidream.within(heaviest)
     trace = hidream.run(within, solve(within).plan)
     assert trace.peak_bytes <= heaviest
-    assert all(phase.rest_calls == 1 for phase in of.phases), "each encoder is entered for the prompt and for its negative"
+    assert all(phase.steady_calls == 1 for phase in of.phases), "each encoder is entered for the prompt and for its negative"
 
 
 def refiner(room: float) -> tuple[object, Plan]:
@@ -100,7 +100,7 @@ def refiner(room: float) -> tuple[object, Plan]:
     uses = [[use("te", 1, on)], [use("vae", 1, on)], [use("unet", 20, on)], [use("vae", 1, on)]]
     whole = problem(modules, uses, on)
     one = whole.components[0].weight_bytes()
-    of = problem(modules, uses, on, int(room * one) + whole.phases[0].first_bytes + whole.phases[0].carry_bytes)
+    of = problem(modules, uses, on, int(room * one) + whole.phases[0].first_bytes + whole.phases[0].live_in_bytes)
     return of, solve(of).plan
 
 

@@ -12,23 +12,22 @@ from scenario_graphs import GRAPHS
 from torch import nn
 
 from graphrun import sim
-from graphrun.components.blocks import lay_out
-from graphrun.components.build import build, draft
 from graphrun.errors import BrokenPlan
-from graphrun.estimator.quantized import layer_bytes
-from graphrun.executor.executor import follow
-from graphrun.executor.host import Host
-from graphrun.executor.residency import blocks_of
-from graphrun.executor.simulated import SimulatedDevice
-from graphrun.graph.load import load
-from graphrun.planner.infeasible import Infeasible, smallest_budget
-from graphrun.planner.parse import parse
-from graphrun.planner.plan import Plan
-from graphrun.planner.problem import ALLOCATION_BYTES, BlockClass, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
-from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import solve
+from graphrun.graph.loading import load
+from graphrun.model.plan import Plan, parse
+from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+from graphrun.modules.blocks import lay_out
+from graphrun.modules.build import build, draft
+from graphrun.profile.quantized import layer_bytes
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.executor import follow
+from graphrun.runtime.host import Host
+from graphrun.runtime.residency import blocks_of
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
 from graphrun.trace import Trace
 from graphrun.units import round_up
+from graphrun.verify.simulate import simulate
 
 bnb = pytest.importorskip("bitsandbytes")
 PRECISIONS = ["int8", "nf4", "fp8"]
@@ -38,7 +37,7 @@ TEXT = """
     slot s/0:te first
       {stream}
       run
-    slot s/0:te rest x1
+    slot s/0:te steady x1
       {stream}
       run
     slot end
@@ -60,12 +59,12 @@ class Encoder:
         layouts = lay_out(self.module, ["", *blocks])
         sizes = tuple(round_up(layouts[path].nbytes, ALLOCATION_BYTES) for path in ("", blocks[0]))
         on = hardware()
-        classes = (BlockClass("rest", ("",), False), BlockClass("block", blocks, True))
+        groups = (BlockGroup("remainder", ("",), False), BlockGroup("block", blocks, True))
         loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
         host_bytes = sizes[0] + len(blocks) * sizes[1]
         variant = Variant(precision, "pinned", "device", sizes, loads, host_bytes)
         phase = PhaseNumbers("s", 0, (Use("te", 2, (2, 2), (0.0, 0.0)),), 1 << 20, 8 << 20, 8 << 20)
-        numbers = ComponentNumbers("te", 0, classes, (variant,))
+        numbers = ComponentNumbers("te", 0, groups, (variant,))
         self.problem = Problem("small", "0", (), on, 1 << 30, 1 << 40, (numbers,), (phase,))
         self.device = SimulatedDevice(sim.Machine())
         self.host = Host({"te": self.module}, self.problem, self.device, {"te": writer})
@@ -73,8 +72,8 @@ class Encoder:
         self.tokens = torch.arange(32).reshape(1, 32)
 
     def plan(self, streamed: bool) -> Plan:
-        stream = f"stream te keep rest[0] ring {self.ring} B" if streamed else ""
-        return parse(f"plan {self.problem.digest}\n" + TEXT.format(kept="rest[0]" if streamed else "all", stream=stream))
+        stream = f"stream te keep remainder[0] ring {self.ring} B" if streamed else ""
+        return parse(f"plan {self.problem.digest}\n" + TEXT.format(kept="remainder[0]" if streamed else "all", stream=stream))
 
     def work(self) -> dict[str, torch.Tensor]:
         for _ in range(2):

@@ -12,14 +12,14 @@ from executor_whole import GRAPHS, Whole, pixels, planned, streamed
 from scenario_graphs import nbytes, offloaded
 from test_twins import pipeline
 
-from graphrun.components.build import ghost
-from graphrun.estimator.hardware import hardware
-from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.estimator.probe import probe
-from graphrun.graph.load import load
-from graphrun.planner.directives import directed
-from graphrun.planner.problem import Directive
-from graphrun.planner.simulate import simulate
+from graphrun.graph.loading import load
+from graphrun.model.directives import directed
+from graphrun.model.problem import Directive
+from graphrun.modules.build import meta_module
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import hardware
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.verify.simulate import simulate
 
 STAGES, HIDDEN = 3, 1920
 
@@ -34,7 +34,8 @@ def true_size() -> tuple[Any, Any]:
 def test_its_parameters_are_the_checkpoints() -> None:
     graph = load(GRAPHS / "pyramid-flow.yaml", trust=["pyramid_flow"])
     counts = {
-        name: sum(p.numel() for p in ghost(component, graph.trust).parameters()) for name, component in graph.components.items()
+        name: sum(p.numel() for p in meta_module(component, graph.trust).parameters())
+        for name, component in graph.components.items()
     }
     assert counts == {
         "text_encoder": 123_060_480,
@@ -46,7 +47,7 @@ def test_its_parameters_are_the_checkpoints() -> None:
 
 def test_s2_5_the_history_grows_from_7680_to_15360_tokens_and_the_peak_is_that_of_the_longest(true_size: tuple[Any, Any]) -> None:
     graph, probed = true_size
-    calls = [call for _, call in probed.tape.entries() if call.component == "transformer"]
+    calls = [call for _, call in probed.recording.entries() if call.component == "transformer"]
     units = (97 - 1) // 8 + 1
     assert len(calls) == STAGES * (4 + (units - 1) * 2)
     largest = [max(call.peak_bytes for call in calls[STAGES * (4 + 2 * n) : STAGES * (6 + 2 * n)]) for n in range(units - 1)]
@@ -57,12 +58,12 @@ def test_s2_5_the_history_grows_from_7680_to_15360_tokens_and_the_peak_is_that_o
     limits = Limits(16 << 30, 64 << 30)
     problem = problem_of(graph, probed, hardware("rtx4090"), limits, graph.for_planning({"steps": 4, "frames": 97}))
     (phase,) = (phase for phase in problem.phases if phase.stage == "denoise")
-    assert max(phase.first_bytes, phase.rest_bytes) >= largest[-1] + calls[-1].input_bytes
+    assert max(phase.first_bytes, phase.steady_bytes) >= largest[-1] + calls[-1].input_bytes
 
 
 def test_time_grows_with_the_history(true_size: tuple[Any, Any]) -> None:
     """The last unit's last step: 24 blocks of 12 width**2 for each token, and attention over all of them."""
-    calls = [call for _, call in true_size[1].tape.entries() if call.component == "transformer"]
+    calls = [call for _, call in true_size[1].recording.entries() if call.component == "transformer"]
     tokens = 15_360 + 128
     expected = 2 * 24 * (2 * tokens * 12 * HIDDEN**2 + 4 * tokens**2 * HIDDEN)
     assert sum(flops for _, flops in calls[-1].flops) == pytest.approx(expected, rel=0.03)

@@ -14,9 +14,9 @@ from executor_whole import Whole, pixels, planned, streamed
 
 import graphrun
 from graphrun.errors import InputError
-from graphrun.executor.host import Host
-from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import solve
+from graphrun.runtime.host import Host
+from graphrun.solve.solve import solve
+from graphrun.verify.simulate import simulate
 
 
 @pytest.fixture(scope="module", params=["cogview4-tiny", "wan-tiny"])
@@ -45,7 +45,7 @@ def test_s2_1_under_accelerates_offloading_the_device_is_meta() -> None:
 
 def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(make_problem: Any, dry: Any) -> None:
     graph, _, _ = dry("flux-tiny")
-    from graphrun.components.build import build
+    from graphrun.modules.build import build
 
     moved = accelerate.cpu_offload(build(graph.components["transformer"], graph), "cpu")
     solution = graphrun.plan(make_problem("flux-tiny", 1 << 30))
@@ -76,7 +76,7 @@ def test_s2_3_resident_output_is_the_same(whole: Whole) -> None:
 def test_s2_4_tables_and_rings_are_counted(whole: Whole) -> None:
     """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its component."""
     numbers = whole.problem.component("text_encoder")
-    rest = numbers.variants[0].block_bytes[[k.name for k in numbers.classes].index("rest")]
+    rest = numbers.variants[0].block_bytes[[k.name for k in numbers.groups].index("remainder")]
     module = whole.modules["text_encoder"]
     table = max(m.weight.nbytes for m in module.modules() if isinstance(m, torch.nn.Embedding))
     assert rest >= table

@@ -11,18 +11,18 @@ import pytest
 from executor_whole import AMPLE, Whole, pixels
 
 from graphrun.errors import OutOfMemory
-from graphrun.estimator.hardware import simulated
-from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.estimator.probe import probe
-from graphrun.executor.open import open_device
-from graphrun.executor.recover import execute
 from graphrun.graph.graph import Graph
-from graphrun.planner.infeasible import Infeasible
-from graphrun.planner.plan import Fill, Free
-from graphrun.planner.problem import Problem
-from graphrun.planner.simulate import simulate
-from graphrun.planner.solve import solve
+from graphrun.model.plan import Drop, Read
+from graphrun.model.problem import Problem
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import simulated
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.recovery import execute
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.trace import Trace
+from graphrun.verify.simulate import simulate
 
 
 class Stored:
@@ -36,10 +36,12 @@ class Stored:
         self.graph: Graph = replace(self.whole.graph, components=components)
         self.probed = probe(self.graph, self.whole.inputs)
 
-    def within(self, ram_bytes: int, homes: tuple[str, ...] = ("pinned", "pageable", "disk"), budget_bytes: int = AMPLE) -> Problem:
+    def within(
+        self, ram_bytes: int, backing_stores: tuple[str, ...] = ("pinned", "pageable", "disk"), budget_bytes: int = AMPLE
+    ) -> Problem:
         limits = Limits(budget_bytes, ram_bytes, pinned_bytes=AMPLE)
         problem = problem_of(self.graph, self.probed, simulated(), limits, self.whole.inputs)
-        chosen = {c.name: tuple(v for v in c.variants if v.home in homes) for c in problem.components}
+        chosen = {c.name: tuple(v for v in c.variants if v.backing_store in backing_stores) for c in problem.components}
         return replace(problem, components=tuple(replace(c, variants=chosen[c.name], layers=None) for c in problem.components))
 
     def sizes(self) -> dict[str, int]:
@@ -70,26 +72,26 @@ def test_s3_1_what_does_not_fit_in_ram_is_read_from_disk(stored: Stored) -> None
 
 def test_s3_1_without_a_disk_it_is_infeasible_and_says_what_binds(stored: Stored) -> None:
     with pytest.raises(Infeasible, match="RAM"):
-        solve(stored.within(max(stored.sizes().values()) // 2, homes=("pinned",)))
+        solve(stored.within(max(stored.sizes().values()) // 2, backing_stores=("pinned",)))
 
 
 def test_s3_2_a_component_without_a_later_use_is_freed_when_ram_binds(stored: Stored) -> None:
     sizes = stored.sizes()
-    problem = stored.within(sizes["transformer"] + sizes["text_encoder_2"] // 2, homes=("pinned",))
+    problem = stored.within(sizes["transformer"] + sizes["text_encoder_2"] // 2, backing_stores=("pinned",))
     plan = solve(problem).plan
-    freed = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Free)]
-    filled = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Fill)]
+    freed = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Drop)]
+    filled = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Read)]
     assert "text_encoder_2" in freed
     assert set(filled) == set(sizes)
     trace = stored.run(problem, plan)
     assert trace.host_bytes < sum(sizes.values())
-    assert sum(event.nbytes for event in trace.events if event.kind == "free") >= sizes["text_encoder_2"]
+    assert sum(event.nbytes for event in trace.events if event.kind == "drop") >= sizes["text_encoder_2"]
 
 
 def test_s3_2_with_ram_to_spare_nothing_is_freed_before_the_end(stored: Stored) -> None:
-    problem = stored.within(AMPLE, homes=("pinned",))
+    problem = stored.within(AMPLE, backing_stores=("pinned",))
     plan = solve(problem).plan
-    assert not [a for slot in plan.slots[:-1] for a in slot.actions if isinstance(a, Free)]
+    assert not [a for slot in plan.slots[:-1] for a in slot.actions if isinstance(a, Drop)]
     stored.run(problem, plan)
 
 

@@ -12,10 +12,10 @@ import torch
 from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, use
 from scenario_graphs import AMPLE, GLM_ENCODE, Encoding, encode, equal, graph_of
 
-from graphrun.executor.host import Host
-from graphrun.planner.infeasible import smallest_budget
-from graphrun.planner.plan import Load, Stream
-from graphrun.planner.solve import solve
+from graphrun.model.plan import Load, Stream
+from graphrun.runtime.host import Host
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import smallest_budget
 
 RUNS = 100
 WARM = 20  # behind them Python's own caches (classes, code, free lists) hold what they will hold
@@ -92,11 +92,11 @@ def test_s4_2_glm_gives_the_same_bits_every_way(glm: Encoding, way: str) -> None
     of, plan = solution.problem, solution.plan
     if way == "swapped":  # all of it before the first call, nothing beside the compute
         text = "slot encode/0:text_encoder load\n  load text_encoder all from pinned\nslot encode/0:text_encoder first\n  run\n"
-        plan = plan_of(of, text + "slot encode/0:text_encoder rest x1\n  run\nslot end\n  evict text_encoder all")
+        plan = plan_of(of, text + "slot encode/0:text_encoder steady x1\n  run\nslot end\n  evict text_encoder all")
     actions = [a for slot in plan.slots for a in slot.actions]
     assert any(isinstance(a, Stream) for a in actions) == way.startswith("by")
     assert any(isinstance(a, Load) for a in actions) or way == "by layer"
-    assert of.component("text_encoder").grain == ("layers" if way == "by layer" else "blocks")
+    assert of.component("text_encoder").granularity == ("layers" if way == "by layer" else "blocks")
     trace = glm.run(of, plan)
     assert equal(trace.outputs["embeds"], glm.plain)
     assert trace.left_bytes == glm.device.allocated_bytes == 0

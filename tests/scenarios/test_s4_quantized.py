@@ -11,15 +11,15 @@ import torch
 from scenario_graphs import AMPLE, GRAPHS
 from test_s1_quantized import build_again, quantized_by_bitsandbytes
 
-from graphrun.estimator.hardware import simulated
-from graphrun.estimator.numbers import Limits, problem_of
-from graphrun.estimator.probe import probe
-from graphrun.graph.load import load
-from graphrun.planner.check import check
-from graphrun.planner.cut import cuttable
-from graphrun.planner.infeasible import Infeasible, smallest_budget
-from graphrun.planner.problem import Problem
-from graphrun.planner.solve import solve
+from graphrun.graph.loading import load
+from graphrun.model.problem import Problem
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import simulated
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.solve.granularity import cuttable
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
+from graphrun.verify.check import check
 
 T5 = "text_encoder_2"
 
@@ -48,7 +48,7 @@ def test_s4_3_a_budget_that_takes_4_bit_layers_one_by_one_is_infeasible() -> Non
 
 
 def test_s4_3_8_bit_layers_pass_one_by_one() -> None:
-    """With the bits of resident ones: tests/executor/test_by_layer.py."""
+    """With the bits of resident ones: tests/runtime/test_by_layer.py."""
     assert smallest_budget(encoding("int8")) < smallest_budget(by_blocks(encoding("int8")))
 
 
@@ -57,7 +57,7 @@ def test_s4_3_a_plan_that_says_so_is_refused() -> None:
     names = [variant.name for variant in both.component(T5).variants]
     assert [both.component(T5).held_as(name).layers is None for name in names] == ["nf4" in name for name in names]
     least = solve(replace(both, budget_bytes=smallest_budget(both)))
-    assert least.problem.component(T5).grain == "layers"
+    assert least.problem.component(T5).granularity == "layers"
     nf4 = next(name for name in names if "nf4" in name)
     told = replace(least.plan, variants=tuple((name, nf4 if name == T5 else way) for name, way in least.plan.variants))
     refused = [violation.rule for violation in check(replace(least.problem, allow=("nf4",)), told)]

@@ -21,10 +21,10 @@ from test_s1_quantized import build_again, quantized_by_bitsandbytes
 from torch import nn
 
 from graphrun import sim
-from graphrun.components.build import build, build_part
-from graphrun.estimator.quantized import layer_bytes
-from graphrun.graph.load import load
+from graphrun.graph.loading import load
+from graphrun.modules.build import build, build_part
 from graphrun.ops.pipeline import assemble
+from graphrun.profile.quantized import layer_bytes
 
 
 def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda _: None) -> Any:

@@ -1,0 +1,221 @@
+"""What a stage's outputs depend on, as a key: equal keys, equal bits. Errs on the side of another key.
+
+    key(stage) = code of the op + versions + device + arguments (inputs as resolved, keys of the stages before it)
+               + components it uses (content, precision, where they compute) + everybody's configuration + parts
+
+Knows of plans what they choose, and nothing of where outputs are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Component, Graph, IpAdapter, Lora, Part, Reference, Stage
+from graphrun.graph.media import is_media, named, told
+from graphrun.graph.ops import OPERATIONS
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Plan
+from graphrun.model.problem import Problem
+from graphrun.modules.source_files import blob, find_folder
+
+# Packages whose code computes what stages return.
+LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes", "numpy")
+# Rooms of graphrun whose code does.
+ROOMS = ("components", "ops")
+# Ways to run a graph that are looked for, at most: each precision that is allowed, of each component, with each of the others.
+WAYS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How stages are run, where a plan may choose: component -> (precision, where it computes), stage -> option."""
+
+    held: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def way_of(problem: Problem, plan: Plan) -> Way:
+    """How ``plan`` runs stages, as far as their outputs depend on it."""
+    chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
+    return Way({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
+
+
+class Keys:
+    """Keys of the stages of ``graph`` for resolved ``inputs`` on ``device`` (a text that names it).
+
+    ``digest_of`` gives a file's content in short.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Mapping[str, Any],
+        device: str,
+        digest_of: Callable[[Path], str],
+    ) -> None:
+        self.graph, self.inputs, self.device = graph, inputs, device
+        self._digest_of = digest_of
+        self._contents: dict[str, Any] = {}
+        self._common: str | None = None
+
+    def key(self, stage: str, way: Way | None = None) -> str | None:
+        """64 hexadecimal digits, or None where something has no content that could be named (a source that is not there)."""
+        try:
+            return self._key(self.graph.stage(stage), way or Way())
+        except (GraphError, OSError):
+            return None
+
+    def ways(self, stage: str, allow: Collection[str]) -> Iterator[Way]:
+        """The ways in which ``stage`` and those before it may be run where ``allow`` is allowed, the plain one first."""
+        used = [self.graph.components[name] for name in dict.fromkeys(self._uses(self.graph.stage(stage)))]
+        places = ("device", "cpu") if "cpu" in allow else ("device",)
+        choices = [
+            [(precision, place) for place in places for precision in (c.precision[0], *(p for p in c.precision[1:] if p in allow))]
+            for c in used
+        ]
+        for held in itertools.islice(itertools.product(*choices), WAYS):
+            yield Way({component.name: how for component, how in zip(used, held, strict=True)})
+
+    def about(self, stage: str) -> str:
+        """The inputs that ``stage`` itself reads, for people: ``prompt='a lighthouse' steps=28``."""
+        read = [value.name for value in self.graph.stage(stage).references if value.kind == "input"]
+        shown = ((name, self.inputs[name]) for name in dict.fromkeys(read))
+        return " ".join(f"{name}={repr(value) if isinstance(value, str) else told(value)}" for name, value in shown)
+
+    def _uses(self, stage: Stage) -> list[str]:
+        before = [self.graph.stage(name) for name in self.graph.producers(stage.name)]
+        return [*(name for of in before for name in self._uses(of)), *stage.uses]
+
+    def _key(self, stage: Stage, way: Way) -> str:
+        def argument(value: Any) -> Any:
+            if isinstance(value, list):
+                return ["list", *(argument(request) for request in value)]
+            if not isinstance(value, Reference):
+                return ["literal", value]
+            if value.kind == "input":
+                return ["input", named(self.inputs[value.name])]
+            return ["output", self._key(self.graph.stage(value.name), way), value.output]
+
+        held = {name: way.held.get(name, (self.graph.components[name].precision[0], "device")) for name in stage.uses}
+        return _digest(
+            [
+                self._common_digest(),
+                [stage.op, *(stage.outputs if OPERATIONS[stage.op].open else ())],
+                {name: argument(value) for name, value in stage.arguments.items()},
+                way.options.get(stage.name, ""),
+                {name: [self._component(self.graph.components[name]), *how] for name, how in held.items()},
+            ]
+        )
+
+    def _common_digest(self) -> str:
+        """What every stage depends on: the pipeline's class, everybody's configuration, parts, versions, device."""
+        if self._common is None:
+            graph = self.graph
+            self._common = _digest(
+                [
+                    [graph.pipeline, graph.pipeline_config],
+                    {name: _declared(component) for name, component in graph.components.items()},
+                    {name: self._part(part) for name, part in graph.parts.items()},
+                    [*((name, _version(name)) for name in (*LIBRARIES, *graph.trust)), list(sys.version_info[:3])],
+                    code_digest(),
+                    self.device,
+                ]
+            )
+        return self._common
+
+    def _component(self, component: Component) -> Any:
+        if component.name not in self._contents:
+            content: Any = ["random", component.name, component.seed]
+            if component.source is not None:
+                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+            if component.gguf:
+                content = [content, *self._folder(component.gguf, (), component.where)]
+            added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
+            self._contents[component.name] = [content, *(self._added(kind, each, component) for kind, each in added)]
+        return self._contents[component.name]
+
+    def _added(self, kind: str, added: Lora | IpAdapter, component: Component) -> list[Any]:
+        if not (file := Path(added.file)).is_file():
+            raise GraphError(f"components.{component.name}.{kind}: no such file: {file}", component.where)
+        return [kind, blob(file) or self._digest_of(file), added.scale]
+
+    def _part(self, part: Part) -> Any:
+        content: list[Any] = [part.class_path, part.config]
+        if part.file is not None:
+            content.append(self._digest_of(part.file))
+        if part.source is not None and not (part.has_config and part.file is None):
+            content.append(self._folder(part.source, ("*.json", "*.txt", "*.model"), part.where))
+        return content
+
+    def _folder(self, source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> list[list[str]]:
+        place = find_folder(source, patterns, where, variant)
+        files = [place] if place.is_file() else sorted({path for pattern in patterns for path in place.glob(pattern)})
+        return [[path.name, blob(path) or self._digest_of(path)] for path in files]
+
+
+def kept_kinds(stage: Stage) -> bool:
+    """Whether the outputs of ``stage`` are worth keeping: pictures, videos and sound are saved by those who want them."""
+    operation = OPERATIONS[stage.op]
+    return not any(is_media(operation.output(name) or "") for name in stage.outputs)
+
+
+def code_digest() -> str:
+    """A digest of the source that computes outputs: a change there is another key."""
+    root, total = Path(__file__).parent.parent, hashlib.sha256()
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def _declared(component: Component) -> dict[str, Any]:
+    """All that the graph says of a component, but where it lies and lay."""
+    left_out = ("source", "where", "backing_store", "precision", "loras", "ip_adapters", "gguf")
+    return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
+
+
+def facts(graph: Graph, device: str) -> dict[str, str]:
+    """What every output of ``graph`` depends on but its inputs, by name, for people to compare; of files their size and time."""
+
+    def stamp(path: Path) -> str:
+        found = path.stat()
+        return f"{found.st_size} bytes, {found.st_mtime_ns}"
+
+    keys, found = (
+        Keys(graph, {}, device, stamp),
+        {"device": device, "graphrun's ops": code_digest()[:12], "pipeline": graph.pipeline},
+    )
+    found |= {f"pipeline_config.{name}": repr(value) for name, value in graph.pipeline_config.items()}
+    found |= {f"version of {name}": _version(name) for name in LIBRARIES}
+    for stage in graph.stages:
+        found[f"stages.{stage.name}.op"] = stage.op
+        found |= {f"stages.{stage.name}.with.{name}": str(value) for name, value in stage.arguments.items()}
+    used = {name for stage in graph.stages for name in stage.uses}
+    for component in graph.components.values():
+        declared = _declared(component)
+        found |= {f"components.{component.name}.{name}": str(value) for name, value in declared.items() if name != "config"}
+        config = component.config.items()
+        found |= {f"components.{component.name}.config.{name}": str(value) for name, value in config}
+        if component.name in used:
+            found[f"components.{component.name}: weights"] = _digest(keys._component(component))[:12]
+    return found | {f"parts.{part.name}": _digest(keys._part(part))[:12] for part in graph.parts.values()}

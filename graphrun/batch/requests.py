@@ -1,0 +1,119 @@
+"""Lists of inputs, from files or from Python: which lines there are, what each asks for, what is wrong with a broken one.
+
+Decides what an item is. Knows neither plans nor devices.
+
+    prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}     one object to a line; a text alone is the prompt
+    prompts.csv     prompt,seed                               a header, then a row to an item; an empty cell is the default
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.graph.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One set of inputs. ``number``: the line of its file, or its place in a list, from 1. ``error``: why it cannot be run."""
+
+    number: int
+    inputs: Mapping[str, Any]
+    error: str = ""
+    where: str = ""
+
+
+def read_requests(path: Path) -> list[Request]:
+    """The items in the file ``path`` (``.csv``, else JSON lines), broken ones too. Raises InputError where it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    found = _rows(data) if path.suffix.lower() == ".csv" else _lines(data)
+    if not found:
+        raise InputError(f'{path}: holds no inputs; give one JSON object to a line, such as {{"prompt": "a lighthouse"}}')
+    return [replace(request, where=f"{path}:{request.number}") for request in found]
+
+
+def listed(inputs: Iterable[Mapping[str, Any] | str | Request]) -> list[Request]:
+    """Items from Python: mappings of inputs, or texts, each a prompt; items as they are."""
+    return [
+        given if isinstance(given, Request) else replace(_request(number, given), where=f"item {number}")
+        for number, given in enumerate(inputs, 1)
+    ]
+
+
+def refuse_broken(requests: Iterable[Request]) -> None:
+    """Raises InputError, a line for each item that cannot be run."""
+    if broken := [f"{request.where}: {request.error}" for request in requests if request.error]:
+        raise InputError("\n".join(broken))
+
+
+def resolved(requests: Iterable[Request], graph: Graph, common: Mapping[str, Any]) -> list[Request]:
+    """``requests`` with a value for every input of ``graph``: their own, else those in ``common``, else defaults.
+
+    An item whose inputs the graph refuses has an ``error``. Raises InputError where ``common`` itself is refused.
+    """
+    if unknown := [name for name in common if name not in graph.inputs]:
+        graph.for_planning({name: common[name] for name in unknown})
+    found = []
+    for request in requests:
+        try:
+            found.append(request if request.error else replace(request, inputs=graph.resolve({**common, **request.inputs})))
+        except InputError as error:
+            found.append(replace(request, error=str(error)))
+    return found
+
+
+def _lines(data: bytes) -> list[Request]:
+    found = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_request(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
+        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+            found.append(Request(number, {}, f"is not JSON: {error}"))
+    return found
+
+
+def _rows(data: bytes) -> list[Request]:
+    try:
+        text = data.decode("utf-8-sig")
+    except ValueError as error:
+        raise InputError(f"the CSV file is not UTF-8: {error}") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    found: list[Request] = []
+    header: list[str] = []
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return found
+        except csv.Error as error:
+            found.append(Request(number, {}, f"is not CSV: {error}"))
+            continue
+        if not any(cell.strip() for cell in row):
+            continue
+        if not header:
+            header = [cell.strip() for cell in row]
+        elif len(row) != len(header):
+            found.append(Request(number, {}, f"has {len(row)} cells, and the header has {len(header)}"))
+        else:
+            found.append(Request(number, {name: cell for name, cell in zip(header, row, strict=True) if cell != ""}))
+
+
+def _request(number: int, given: Any) -> Request:
+    if isinstance(given, str):
+        return Request(number, {"prompt": given})
+    if isinstance(given, Mapping):
+        return Request(number, {str(name): value for name, value in given.items() if value is not None})
+    return Request(number, {}, f'is a {type(given).__name__}; give an object such as {{"prompt": "a lighthouse"}}, or a text')

@@ -1,0 +1,102 @@
+"""The command ``graphrun import``: parses what is asked for, calls, prints. Joins `cli`'s app; only commands print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphrun.cli import app as cli
+from graphrun.errors import InputError
+from graphrun.options import Names
+
+if TYPE_CHECKING:
+    from graphrun.diffusers_.importing.imported import Imported
+
+
+@cli.app.command("import")
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of a diffusers pipeline, a hub id (owner/name; no weights are fetched), a checkpoint in one file "
+            "(safetensors, GGUF), or a pipeline's class.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("-o", help="The graph file; configurations go to configs/ beside it.", show_default=False)],
+    config: Annotated[
+        Names,
+        typer.Option(
+            help="Of one file: the folder or hub id with its configurations. Of a class: a component's, NAME=FILE.json or "
+            "NAME=CLASS:FILE.json; a tokenizer's folder; a plain argument. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        Names,
+        typer.Option(help="bfloat16, float16, float32 for all components, or NAME=DTYPE. Repeatable.", show_default=False),
+    ] = None,
+    without: Annotated[Names, typer.Option(help="A part to leave out: safety_checker. Repeatable.", show_default=False)] = None,
+    set_: Annotated[
+        Names,
+        typer.Option("--set", help="An input's default, or another argument: name=value. Repeatable.", show_default=False),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="One stage, even where the pipeline can be cut.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
+) -> None:
+    """Write a graph file for a pipeline that is there already, from its configurations and a dry run of its own code.
+
+    No weights are fetched or read, and no code that comes with a checkpoint is run.
+    """
+    from graphrun.diffusers_.importing.imported import Asked, import_source, refuse_existing
+    from graphrun.report.plan_files import require_writable
+
+    if out.suffix not in (".yaml", ".yml"):
+        raise InputError(f"-o {out}: a graph file ends in .yaml")
+    refuse_existing(out, force)
+    require_writable(out)
+    configs = dict(_pair("--config", text) if "=" in text else ("", text) for text in config or [])
+    dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
+    sets = {name: _value(name, value) for name, value in (_pair("--set", text) for text in set_ or [])}
+    asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole)
+    with cli._stdout_kept_clean():
+        found = import_source(source, asked)
+        found.write(out, force=force)
+    typer.echo(imported_screen(found, out))
+
+
+def imported_screen(found: Imported, path: Path) -> str:
+    """What was written, in a few lines: stages with what they enter, and the command to go on with."""
+    layout = found.layout
+    lines = [f"wrote {path}: {found.spec.pipeline}, {len(found.spec.components)} components"]
+    wide = max(len(stage.name) for stage in layout.stages)
+    for stage in layout.stages:
+        names = dict.fromkeys(str(entered) for entered in layout.entered[stage.name])
+        lines.append(f"  {stage.name:{max(wide, 8)}} {stage.op:14} {', '.join(names)}")
+    if layout.why:
+        lines.append(f"  one stage: {layout.why}")
+    lines.append(f"next: graphrun plan {path} --vram 8G")
+    return "\n".join(lines)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not value:
+        raise InputError(f"{option} {text!r} is not name=value")
+    return name.strip(), value
+
+
+def _value(name: str, text: str) -> Any:
+    """The value that ``text`` writes as YAML does: 512, 0.5, true, [1, 2], a text."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {name}: {text!r} cannot be read: {error}") from error
+    if value is None:
+        raise InputError(f"--set {name}: give it a value, or leave it out")
+    return value

@@ -1,0 +1,80 @@
+"""More of the command line: plans in the words of other programs. Joins `cli`'s app and prints as it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import graphrun
+from graphrun.cli import app as cli
+from graphrun.errors import InputError, PlanError
+from graphrun.options import Trust
+from graphrun.report import plan_files as planfile
+
+
+@cli.app.command()
+def export(
+    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
+    out: Annotated[Path | None, typer.Option("-o", help="Where it goes; default: the screen.", show_default=False)] = None,
+    trust_package: Trust = None,
+) -> None:
+    """Write what comes nearest to a plan in another program's words, with what is lost said in comments."""
+    problem, candidate, saved = planfile.read(plan)
+    planfile.refuse_violations(plan, problem, candidate)
+    graph = graphrun.load(planfile.graph_path(plan, saved), trust=trust_package or ())
+    graph = graph.until(problem.until) if problem.until else graph
+    if graph.digest != problem.graph_digest:
+        raise PlanError(f"is for another state of {planfile.graph_path(plan, saved)}: plan again", str(plan))
+    if kind == "diffusers":
+        from graphrun.diffusers_.script import diffusers_script
+
+        text = diffusers_script(graph, problem, candidate)
+    elif kind == "accelerate":
+        from graphrun.diffusers_.device_map import device_maps
+
+        text = json.dumps(device_maps(graph, problem, candidate), indent=1) + "\n"
+    else:
+        raise InputError(f"--as {kind!r} is not known; it is diffusers or accelerate")
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        planfile.write_text(out, text)
+        typer.echo(f"wrote {out}")
+
+
+@cli.app.command("map")
+def map_(
+    plan: Annotated[
+        Path, typer.Argument(help="A plan saved with -o, for whose graph and budgets the maps are.", show_default=False)
+    ],
+    maps: Annotated[Path, typer.Argument(help="Device maps by component, JSON, as export --as accelerate writes them.")],
+    out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
+    as_json: cli.AsJson = False,
+) -> None:
+    """Show the plan that does what accelerate's device maps say: what it takes, and how long. Refused where it does not fit."""
+    from graphrun.diffusers_.device_map import plan_for
+    from graphrun.report.screen import plan_screen
+    from graphrun.report.summary import summarize
+
+    problem, _, saved = planfile.read(plan)
+    solution = plan_for(problem, _maps_in(maps))
+    planfile.refuse_violations(maps, solution.problem, solution.plan)
+    summary = summarize(solution, None, None)
+    if out is not None:
+        planfile.save(out, planfile.graph_path(plan, saved), solution, summary)
+    typer.echo(json.dumps(summary, indent=1) if as_json else plan_screen(solution))
+
+
+def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
+    """The device maps in the file at ``path``. Raises InputError where it holds something else."""
+    found = planfile.read_json(path)
+    inner = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(places, dict) and all(isinstance(at, int | str) for at in places.values()) for places in inner):
+        raise InputError(
+            f'{path}: these are no device maps by component, such as {{"transformer": {{"transformer_blocks": "cpu", "": 0}}}}'
+        )
+    return found  # type: ignore[no-any-return]

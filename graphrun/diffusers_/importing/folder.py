@@ -1,0 +1,225 @@
+"""Recipes from folders in the layout of diffusers, and from repositories on the hub, of which only small files are fetched.
+
+Decides which files count. No weights are fetched; of those that lie in a folder, headers are read, for their dtypes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from graphrun.diffusers_.importing.modular import made_by_itself, own_code, pipeline_of
+from graphrun.diffusers_.importing.spec import (
+    MemberSpec,
+    PipelineSpec,
+    class_in,
+    dtype_of,
+    existing_kind,
+    is_module,
+    plain_settings,
+    slug,
+)
+from graphrun.errors import GraphError, InputError
+from graphrun.graph.document import read_json
+from graphrun.modules.classes import resolve_class
+from graphrun.modules.source_files import has_weights, stored_tensors
+from graphrun.ops.modular import BLOCKS, is_modular_class
+
+INDEX = "model_index.json"
+MODULAR_INDEX, OWN_BLOCKS = "modular_model_index.json", "modular_config.json"
+# Configurations, tokenizers, processors, schedulers; never weights, nor what other frameworks are run from.
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*onnx*", "*.msgpack", "*.h5", "*openvino*", "*.pb")
+CONFIGS = ("config.json", "scheduler_config.json")
+
+
+def of_folder(folder: Path, without: Collection[str] = (), origin: str = "") -> PipelineSpec:
+    """The recipe of the pipeline saved in ``folder``. Raises InputError where it is none, or needs code of its own."""
+    origin = origin or str(folder)
+    if folder.is_file():
+        raise InputError(existing_kind(folder))
+    return _read(folder, folder.resolve().as_posix(), None, without, origin)
+
+
+def of_hub(repository: str, revision: str | None = None, without: Collection[str] = ()) -> PipelineSpec:
+    """The recipe of the pipeline in the hub's ``repository``: fetched without a byte of weights, or from the cache.
+
+    A ``revision`` is pinned: the recipe has the commit that it is now, as its configurations are of that one.
+    Raises InputError where the hub cannot be reached and the files are not in the cache, or there is no such repository.
+    """
+    folder = _fetched(repository, revision, SMALL)
+    if revision is None:
+        return _read(folder, repository, None, without, repository)
+    commit = folder.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+    spec = _read(folder, repository, commit, without, repository)
+    return spec if commit == revision else replace(spec, notes=(f"The revision is the commit that {revision} was.",))
+
+
+def _fetched(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder in the hub's cache with the files of ``repository`` that ``patterns`` name, and no weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        folder = snapshot_download(repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(LARGE))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        at = f"{repository} at {revision}" if revision else repository
+        raise InputError(
+            f"cannot get the configurations of {at} from the hub ({said}). If it is meant to be a folder, there is none of this "
+            "name here; if this machine has no network, give a folder with the pipeline's files"
+        ) from error
+    return Path(folder)
+
+
+def _read(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> PipelineSpec:
+    if (folder / MODULAR_INDEX).is_file() and not any((folder / name).is_file() for name in (INDEX, OWN_BLOCKS)):
+        return _of_blocks(folder, source, revision, without, origin)
+    index = _index(folder, origin)
+    kind, path = _pipeline(index.get("_class_name"), origin)
+    listed = {name: entry for name, entry in index.items() if not name.startswith("_")}
+    if wrong := [name for name in listed if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name)]:
+        raise InputError(f"{INDEX}: {wrong[0]!r} cannot be a part's name, which is that of its folder: rename it", origin)
+    pairs = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2 and _names(entry)}
+    _refuse_unknown(without, pairs, origin)
+    absent = [name for name, entry in pairs.items() if entry[0] is None or name in without]
+    members, plain = list[MemberSpec](), {name: entry for name, entry in listed.items() if name not in pairs}
+    for name in (name for name in pairs if name not in absent):
+        if several := _several(folder, name, pairs[name], kind, origin):
+            plain[name] = [f"${name}_{number}" for number in range(len(several))]
+            members += [replace(t, name=f"{name}_{i}", source=f"{source}/{t.name}") for i, t in enumerate(several)]
+        else:
+            members.append(_member(folder, name, pairs[name], kind, origin))
+    return PipelineSpec(
+        origin=origin,
+        name=slug(source),
+        pipeline=path,
+        source=source,
+        members=tuple(members),
+        settings=plain_settings(kind, plain, absent),
+        place=str(folder.resolve()),
+        revision=revision,
+    )
+
+
+def _refuse_unknown(without: Collection[str], parts: Collection[str], origin: str) -> None:
+    if unknown := sorted(set(without) - set(parts)):
+        raise InputError(f"without {unknown[0]}: {origin} has no such part; it has {', '.join(parts)}")
+
+
+def _of_blocks(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> PipelineSpec:
+    """The recipe of a modular pipeline, of which each component may lie elsewhere."""
+    index = read_json(folder / MODULAR_INDEX)
+    kind, path = _pipeline(index.get("_class_name"), origin)
+    if not is_modular_class(kind):
+        raise InputError(f"{origin}/{MODULAR_INDEX} is of {path}, which is not modular: it belongs into {INDEX}")
+    named = str(index.get("_blocks_class_name"))
+    classes = getattr(getattr(diffusers, named, None), "block_classes", None)
+    if classes is None:
+        raise InputError(f"{origin}: {own_code(named)}")
+    own = f"diffusers.{named}" if classes and named != kind.default_blocks_name else None
+    pipeline = pipeline_of(kind, own)
+    _refuse_unknown(without, pipeline._component_specs, origin)
+    members = list[MemberSpec]()
+    for name in (name for name in pipeline._component_specs if name not in without):
+        entry = index.get(name)
+        if not isinstance(entry, list) or len(entry) != 3:
+            members += made_by_itself(pipeline, name)
+        elif isinstance(said := entry[2], dict) and said.get("pretrained_model_name_or_path"):
+            at = str(said.get("subfolder") or "")
+            here = bool(at) and (folder / at).is_dir()
+            place, found = (folder, source) if here else _elsewhere(said, at, f"{origin}/{name}")
+            member = _member(
+                place, at, [str(text) for text in (entry[:2] if entry[0] else said.get("type_hint", entry))[:2]], kind, origin
+            )
+            members.append(replace(member, name=name, source=None if here and at == name else f"{found}/{at}".rstrip("/")))
+    plain = {name: index[name] for name, spec in pipeline._config_specs.items() if name in index and index[name] != spec.default}
+    return PipelineSpec(
+        origin=origin,
+        name=slug(source),
+        pipeline=path,
+        source=source,
+        members=tuple(members),
+        settings=plain | ({BLOCKS: own} if own else {}),
+        place=str(folder.resolve()),
+        revision=revision,
+    )
+
+
+def _elsewhere(said: Mapping[str, Any], subfolder: str, origin: str) -> tuple[Path, str]:
+    """The folder with a component's small files, where it is another one than its pipeline's, and the source that it is."""
+    place, revision = str(said["pretrained_model_name_or_path"]), said.get("revision")
+    if (folder := Path(place).expanduser()).is_dir():
+        return folder, str(folder.resolve())
+    if place.startswith((".", "/", "~")) or place.count("/") != 1:
+        raise InputError(f"{origin} lies in {place}, and there is no such folder: move it to {subfolder}/ beside {MODULAR_INDEX}")
+    files = tuple(f"{subfolder}/{kind}" for kind in SMALL) if subfolder else SMALL
+    return _fetched(place, revision, files), f"{place}@{revision.replace('/', '%2F')}" if revision else place
+
+
+def _index(folder: Path, origin: str) -> Mapping[str, Any]:
+    if not folder.is_dir():
+        raise InputError(f"no such folder: {folder}")
+    if not (folder / INDEX).is_file():
+        if (folder / OWN_BLOCKS).is_file():
+            raise InputError(f"{origin}: {own_code(OWN_BLOCKS)}")
+        what = "a component's folder: give the one above it" if (folder / "config.json").is_file() else "no pipeline of diffusers"
+        raise InputError(f"{origin} has no {INDEX}: it is {what}")
+    return read_json(folder / INDEX)
+
+
+def _pipeline(name: Any, origin: str) -> tuple[type[Any], str]:
+    if not isinstance(name, str):
+        raise InputError(
+            f"{origin} names {name} as its pipeline, code that comes with it: such code is never run. Install it as a package, and "
+            "write the graph with pipeline: and allow: by hand (docs/pipelines.md)"
+        )
+    path = f"diffusers.{name}"
+    try:
+        kind = resolve_class(path, (), origin, "pipeline")
+    except GraphError as error:
+        text = "; a pipeline that is not part of diffusers is never run from a checkpoint: install its package, and write the graph"
+        raise GraphError(f"{error}{text} with pipeline: and allow: by hand (docs/pipelines.md)") from error
+    return kind, path
+
+
+def _names(entry: list[Any]) -> bool:
+    return all(item is None or isinstance(item, str) for item in entry)
+
+
+def _several(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> list[MemberSpec]:
+    """The components in the folders NAME, NAME_1, ... of one that is a list of others, such as several ControlNets."""
+    path = class_in(entry[0], entry[1], kind, f"{origin}/{name}")
+    whole: Any = resolve_class(path, ())
+    configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
+    if configured or not is_module(path, (), origin):
+        return []
+    found: list[MemberSpec] = []
+    while (folder / (own := f"{name}_{len(found)}" if found else name) / CONFIGS[0]).is_file():
+        config = read_json(folder / own / CONFIGS[0])
+        found.append(_member(folder, own, ["diffusers", str(config.get("_class_name"))], kind, origin))
+    return found
+
+
+def _member(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> MemberSpec:
+    own, where = folder / name, f"{origin}/{name}"
+    if any(own.glob("*.py")):
+        raise InputError(
+            f"{where} brings code of its own ({next(own.glob('*.py')).name}): code that comes with a checkpoint is never run. "
+            "Install it as a package, and write the graph with class: and allow: by hand (docs/pipelines.md)"
+        )
+    path = class_in(entry[0], entry[1], kind, where)
+    found = next((own / file for file in CONFIGS if (own / file).is_file()), None)
+    config = read_json(found) if found is not None else None
+    if not is_module(path, (), where):
+        return MemberSpec(name, path, config)
+    if config is None:
+        raise InputError(f"{where} has no config.json: without it {entry[1]} has no sizes")
+    stored = stored_tensors(own, where) if has_weights(own) else ()
+    dtype, why = dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in stored])
+    return MemberSpec(name, path, config, dtype=dtype or "unknown", why=why)

@@ -1,0 +1,216 @@
+"""From a source to a graph file: finds out what the source is, how the pipeline is staged, and writes what it found.
+
+Decides what a source is by its looks, each component's dtype, and that nothing is written unless all of it loads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from graphrun.diffusers_.dry_call import ProbeError
+from graphrun.diffusers_.importing.by_class import of_class
+from graphrun.diffusers_.importing.folder import of_folder, of_hub
+from graphrun.diffusers_.importing.layout import Layout
+from graphrun.diffusers_.importing.modular import WORKFLOW, with_workflow
+from graphrun.diffusers_.importing.single import ONE_FILE, of_file
+from graphrun.diffusers_.importing.spec import DTYPES, OF_FILES, PipelineSpec, accepted, slug
+from graphrun.diffusers_.importing.split import lay_out
+from graphrun.diffusers_.importing.trial import in_one_dtype, rehearse
+from graphrun.diffusers_.importing.written import document_of
+from graphrun.errors import InputError
+from graphrun.graph.graph import Graph
+from graphrun.graph.loading import load
+from graphrun.graph.values import did_you_mean
+
+DEFAULT_DTYPE = "bfloat16"  # what large pipelines are run in, where neither files nor configurations say
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user adds to a source: ``configs`` for a class, or for one file (under ``""``), ``dtypes`` by component (``""``: all),
+    ``without``: parts to leave out, ``sets``: defaults of inputs, ``whole``: do not cut the call."""
+
+    configs: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    without: Collection[str] = ()
+    sets: Mapping[str, Any] | None = None
+    revision: str | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A recipe and how it is staged."""
+
+    spec: PipelineSpec
+    layout: Layout
+
+    def write(self, path: Path, *, force: bool = False) -> Graph:
+        """Writes the graph file ``path`` and what belongs beside it: the graph as it is loaded from there.
+
+        Raises InputError where something is there already that is not to be overwritten; then nothing is written.
+        """
+        refuse_existing(path, force)
+        name = path.stem if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", path.stem) else slug(path.stem)
+        trial = document_of(self.spec, self.layout, name)
+        seen = document_of(_as_seen_from(self.spec, path.parent), self.layout, name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".graphrun-import-") as made:
+                for name, content in {**trial.files, path.name: trial.text}.items():
+                    target = Path(made, name)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    if callable(content):
+                        content(target)
+                    else:
+                        target.write_text(content, encoding="utf-8")
+                load(Path(made, path.name), self.spec.trust)
+                Path(made, path.name).write_text(seen.text, encoding="utf-8")
+                _move(Path(made), path, list(trial.files), force)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+        return load(path, self.spec.trust)
+
+
+def import_source(source: str, asked: Asked) -> Imported:
+    """What ``source`` is as a graph: a folder, a hub id (only small files are fetched), one file, or a pipeline's class.
+
+    Raises InputError for what is none of these, ProbeError where the pipeline's call cannot be probed.
+    """
+    spec = spec_of(source, asked)
+    return stage(with_dtypes(spec, asked.dtypes), asked.sets or {}, whole=asked.whole)
+
+
+def spec_of(source: str, asked: Asked) -> PipelineSpec:
+    """The recipe of ``source``, whatever it is. Raises InputError."""
+    place = Path(source).expanduser()
+    looks_local = source.startswith((".", "/", "~")) or place.exists()
+    if looks_local and place.suffix in ONE_FILE and not place.is_dir():
+        if unknown := sorted(asked.configs.keys() - {""}):
+            raise InputError(f"--config {unknown[0]}=...: of a file it is --config FOLDER, in the layout of diffusers")
+        plain = replace(asked, configs={})
+        return of_file(place, asked.configs.get(""), lambda config: _configurations(config, place, plain))
+    named = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+", source)
+    if asked.configs and (looks_local or not named):
+        raise InputError(
+            "--config is for a pipeline's class and for one file; a folder and a repository have their own configurations"
+        )
+    if "" in asked.configs:
+        raise InputError("--config FOLDER is for a checkpoint in one file; of a class it is --config NAME=FILE")
+    if asked.revision is not None and (looks_local or named):
+        raise InputError(f"--revision is of a repository on the hub, and {source} is none")
+    if looks_local:
+        return of_folder(place, asked.without, source)
+    if named:
+        return of_class(source, asked.configs, asked.without, str((asked.sets or {}).get(WORKFLOW, "")))
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        return of_hub(source, asked.revision, asked.without)
+    raise InputError(f"{source} is no folder here, no hub id (owner/name) and no class (diffusers.FluxPipeline)")
+
+
+def _configurations(source: str, file: Path, asked: Asked) -> PipelineSpec:
+    """The recipe that a checkpoint in one file takes its configurations from. Raises InputError."""
+    try:
+        return spec_of(source, asked)
+    except InputError as error:
+        advice = "--config FOLDER names a folder in the layout of diffusers with the configurations of its pipeline"
+        raise InputError(f"{file} has no configurations: {error}. {advice}") from error
+
+
+def with_dtypes(spec: PipelineSpec, asked: Mapping[str, str]) -> PipelineSpec:
+    """``spec`` with a dtype for every component: the one asked for, its own, or that of most others.
+
+    A VAE that its pipeline casts up for decoding is declared so: what a component is does not change during a run.
+    """
+    if unknown := sorted(asked.keys() - {"", *spec.components}):
+        raise InputError(f"--dtype {unknown[0]}: there is no such component{did_you_mean(unknown[0], spec.components)}")
+    if wrong := sorted(set(asked.values()) - set(DTYPES)):
+        raise InputError(f"--dtype {wrong[0]}: it is {', '.join(DTYPES)}")
+    held = [member for member in spec.components.values() if member.why == OF_FILES]
+    known = Counter(member.dtype for member in held or spec.components.values() if member.why)
+    usual, of = (known.most_common(1)[0][0], "as the other components") if known else (DEFAULT_DTYPE, "assumed: nothing says it")
+    members = []
+    for member in spec.members:
+        if member.is_component:
+            if said := asked.get(member.name) or asked.get(""):
+                member = replace(member, dtype=said, why=OF_FILES)
+            elif not member.why:
+                member = replace(member, dtype=usual, why=of)
+            if member.dtype == "float16" and member.name not in asked and _is_cast(spec, member.name, member.config or {}):
+                member = replace(member, dtype="float32", why="decodes in fp32: in fp16 it overflows")
+        members.append(member)
+    return replace(spec, members=tuple(members))
+
+
+def _is_cast(spec: PipelineSpec, name: str, config: Mapping[str, Any]) -> bool:
+    return name == "vae" and hasattr(spec.kind, "upcast_vae") and bool(config.get("force_upcast", True))
+
+
+def stage(spec: PipelineSpec, sets: Mapping[str, Any], *, whole: bool = False) -> Imported:
+    """``spec`` with its stages. Raises ProbeError where its call cannot be probed."""
+    spec, sets = with_workflow(accepted(spec), sets)
+    try:
+        return Imported(spec, lay_out(rehearse(spec), sets, whole=whole))
+    except ProbeError:
+        if len({member.dtype for member in spec.components.values()}) == 1:
+            raise
+        layout = _in_fp32(spec, sets) if not whole else None
+        if layout is None:  # stages can be of several dtypes where one call cannot, as the ops cast latents
+            raise
+        return Imported(spec, layout)
+
+
+def _in_fp32(spec: PipelineSpec, sets: Mapping[str, Any]) -> Layout | None:
+    try:
+        layout = lay_out(rehearse(in_one_dtype(spec)), sets)
+    except ProbeError:
+        return None
+    return layout if not layout.why else None
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Raises InputError where there is a file at ``path`` that is to stay."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: name a file, such as {path / 'graph.yaml'}")
+    if path.exists() and not force:
+        raise InputError(f"{path} is there already: add --force to overwrite it, or choose another -o")
+
+
+def _move(made: Path, path: Path, files: list[str], force: bool) -> None:
+    """Everything to its place, the graph file last."""
+    root = path.parent
+    for name in files:
+        there, new = root / name, made / name
+        if there.is_file() and not force and there.read_bytes() != new.read_bytes():
+            raise InputError(f"{there} is there already and is another: add --force to overwrite it, or choose another -o")
+    for name in files:
+        there = root / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if there.is_dir():
+            shutil.rmtree(there)
+        os.replace(made / name, there)
+    os.replace(made / path.name, path)
+
+
+def _as_seen_from(spec: PipelineSpec, folder: Path) -> PipelineSpec:
+    """``spec`` with paths as a file in ``folder`` says them."""
+    members = (replace(t, source=_near(t.source, folder), gguf=_near(t.gguf, folder)) for t in spec.members)
+    return replace(spec, source=_near(spec.source, folder), members=tuple(members))
+
+
+def _near(source: str | None, folder: Path) -> str | None:
+    """A folder near ``folder`` as a path relative to it; one elsewhere, and a repository, as they are."""
+    if source is None or not Path(source).is_absolute():
+        return source
+    relative = os.path.relpath(source, folder.resolve())
+    if relative.count("..") > 1:
+        return source
+    return relative if relative.startswith(".") else f"./{relative}"

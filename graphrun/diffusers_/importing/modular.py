@@ -1,0 +1,144 @@
+"""Modular pipelines as recipes: which class their blocks are of, which way through them is meant, where components come from.
+
+Decides what a graph file can name: blocks of a class, made as that class makes them, or a workflow of it. Runs no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec, path_of, plain_config
+from graphrun.errors import InputError
+from graphrun.graph.values import did_you_mean
+from graphrun.modules.classes import resolve_class
+from graphrun.ops.modular import BLOCKS, is_modular_class, quietly
+
+WORKFLOW = "workflow"
+# What an instance of blocks has of its class, or of nobody.
+NOT_OWN = frozenset({"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"})
+
+
+def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """(settings, workflow, packages) that say which ``blocks`` those of a pipeline of class ``kind`` are.
+
+    Raises InputError for blocks that were put together by code, and for code that came with a checkpoint.
+    """
+    if type(blocks).__module__.startswith("diffusers_modules"):
+        raise InputError(f"{origin}: {own_code(type(blocks).__name__)}")
+    usual = _default_blocks(kind)
+    if usual is not None:
+        if _same(usual, blocks):
+            return {}, "", ()
+        for workflow in usual._workflow_map or {}:
+            if _same(usual.get_workflow(workflow), blocks):
+                return {}, workflow, ()
+    if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
+        path, trust = path_of(type(blocks))
+        made = _made(type(blocks))
+        if made is not None and _same(made, blocks):
+            return {BLOCKS: path}, "", trust
+    raise InputError(
+        f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by code, and a graph file names a "
+        f"class: write one (class MyBlocks({type(blocks).__name__}) with block_classes and block_names) in a module that can be "
+        "imported, and make the pipeline of it; or attach to it: graphrun.attach(pipe, vram=...)"
+    )
+
+
+def own_code(name: str) -> str:
+    """What to do with blocks called ``name`` that came with a checkpoint."""
+    return (
+        f"{name} is code that came with a checkpoint, and such code is never run by a graph: install it as a package, and make the "
+        "pipeline of its class; or attach to it: graphrun.attach(pipe, vram=...)"
+    )
+
+
+def _default_blocks(kind: type[Any]) -> Any:
+    name = getattr(kind, "default_blocks_name", None)
+    return resolve_class(f"diffusers.{name}", (), "", "blocks")() if name else None
+
+
+def _made(kind: type[Any]) -> Any:
+    try:
+        return kind()
+    except TypeError:
+        return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two blocks do the same: of one class, with the same settings and the same blocks in them by the same names."""
+    if type(one) is not type(other) or list(one.sub_blocks) != list(other.sub_blocks):
+        return False
+    mine, theirs = _own(one), _own(other)  # what only one has was set in use
+    if any(mine[name] != theirs[name] for name in mine.keys() & theirs.keys()):
+        return False
+    return all(_same(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
+
+
+def _own(block: Any) -> dict[str, Any]:
+    return {name: _told(value) for name, value in vars(block).items() if name not in NOT_OWN}
+
+
+def _told(value: Any) -> Any:
+    """``value`` as it can be compared; of a parameter's declaration the name, since blocks change the rest of it."""
+    if isinstance(value, (list, tuple)):
+        return [_told(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _told(item) for key, item in value.items()}
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else (type(value).__name__, getattr(value, "name", ""))
+
+
+def made_by_itself(pipeline: Any, name: str) -> list[MemberSpec]:
+    """The guider, processor or the like that the blocks of ``pipeline`` make for themselves under ``name``, where a file can show
+    it."""
+    made = getattr(pipeline, name)
+    return [MemberSpec(name, path_of(type(made))[0], plain_config(made.config))] if hasattr(made, "config") else []
+
+
+def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
+    """A modular pipeline of class ``kind`` without components, of blocks of the class path ``blocks`` in place of its own.
+
+    Raises InputError where the class alone does not say which blocks it is of.
+    """
+    if blocks is None and _default_blocks(kind) is None:
+        raise InputError(f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline")
+    with quietly():
+        return kind(blocks=resolve_class(blocks, (), "", "blocks")() if blocks else None)
+
+
+def needed_by(blocks: Any, workflow: str) -> set[str]:
+    """Names of the components that ``blocks`` use in ``workflow``, else in the first that they name."""
+    workflows = blocks._workflow_map or {}
+    way = workflow if workflow in workflows else next(iter(workflows), None)
+    return set((blocks.get_workflow(way) if way else blocks).component_names)
+
+
+def fresh_configs(pipe: Any) -> dict[str, Any]:
+    """The plain settings that ``pipe``'s blocks ask for, as these have them by themselves."""
+    return {spec.name: spec.default for spec in pipe._blocks.expected_configs}
+
+
+def loaded_from(spec: Any) -> str | None:
+    """The folder or hub path that a component of this specification is loaded from, None where it says none."""
+    place = spec.pretrained_model_name_or_path
+    if not place:
+        return None
+    at = f"{place}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(place).is_dir() else str(place)
+    base = str(Path(place).resolve()) if Path(place).is_dir() else at
+    return f"{base}/{spec.subfolder}" if spec.subfolder else base
+
+
+def with_workflow(spec: PipelineSpec, sets: Mapping[str, Any]) -> tuple[PipelineSpec, Mapping[str, Any]]:
+    """``spec`` for the ``workflow`` among ``sets``, and the others of these. Raises InputError where it has none of that name."""
+    if WORKFLOW not in sets or not is_modular_class(spec.kind):
+        return spec, sets
+    own = spec.settings.get(BLOCKS)
+    blocks = resolve_class(own, spec.trust, spec.origin, "blocks")() if own else _default_blocks(spec.kind)
+    known = blocks._workflow_map or {}
+    asked = sets[WORKFLOW]
+    if asked not in known:
+        raise InputError(f"workflow {asked}: {type(blocks).__name__} has no such workflow{did_you_mean(str(asked), known)}")
+    return replace(spec, workflow=asked), {name: value for name, value in sets.items() if name != WORKFLOW}

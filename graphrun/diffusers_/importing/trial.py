@@ -1,0 +1,206 @@
+"""A recipe's pipeline on meta, run whole and in stages by its own code, and what was heard.
+
+Decides how a pipeline is called for a probe: which media it is handed, how its errors are said. Must not know how it is cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graphrun import sim
+from graphrun.diffusers_.dry_call import ProbeError
+from graphrun.diffusers_.importing.fingerprint import Entered, FingerprintRun, digest_of, explained
+from graphrun.diffusers_.importing.signature import Wanted, call_parameters, media_kind
+from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec
+from graphrun.diffusers_.importing.standin import stand_in
+from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
+from graphrun.graph.media import blank
+from graphrun.modules.build import build_part, meta_module
+from graphrun.modules.texts import measured
+from graphrun.ops import run_stages
+from graphrun.ops.diffusion import without_pictures
+from graphrun.ops.modular import is_modular_class, quietly
+from graphrun.ops.pipeline import assemble
+
+STEPS = 2
+HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
+
+
+@dataclass(slots=True)
+class Rehearsed:
+    """A recipe with its components on meta and its parts for real, and the echo that all runs of it share."""
+
+    spec: PipelineSpec
+    graph: Graph
+    meta_modules: dict[str, Any]
+    parts: dict[str, Any]
+    fingerprint: FingerprintRun
+    media: tuple[str, ...] = ()
+    made: Any = None  # what the last whole call returned
+    known: dict[Any, tuple[Entered, ...]] = field(default_factory=dict)
+    _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Of the pipeline's call."""
+        if not self._parameters:
+            self._parameters.update(call_parameters(self.pipeline, self.spec.workflow))
+        return self._parameters
+
+    @property
+    def modular(self) -> bool:
+        """Whether it is a modular pipeline, made of blocks."""
+        return is_modular_class(self.spec.kind)
+
+    @property
+    def pipeline(self) -> Any:
+        """Put together anew: schedulers keep state."""
+        return assemble(self.graph, self.meta_modules, self.parts, sim.device)
+
+    def whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[Entered, ...]:
+        """What is entered in the uncut call with ``arguments``. Raises ProbeError."""
+        key = digest_of((dict(arguments), seed))
+        if key not in self.known:
+            given = dict(arguments)
+            if "num_inference_steps" in self.parameters:  # of which a strength leaves only a share
+                given.setdefault("num_inference_steps", few_steps(given.get("strength")))
+            if "generator" in self.parameters:
+                given["generator"] = torch.Generator("cpu").manual_seed(seed)
+            with self.explained(given), self.fingerprint.listening():
+                pipeline = self.pipeline
+                if "padding_mask_crop" not in given:
+                    without_pictures(pipeline)
+                self.made = pipeline(**given)
+            if self.modular:
+                self.made = self.made.values
+                self.fingerprint.seen = {name: value for name, value in self.made.items() if isinstance(value, (int, float))}
+            self.known[key] = tuple(self.fingerprint.heard)
+        return self.known[key]
+
+    @contextmanager
+    def explained(self, given: Iterable[str]) -> Iterator[None]:
+        """Whatever the call with the arguments ``given`` raises here is a ProbeError that says after which entry."""
+        with explained(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
+            yield
+
+    def staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[Entered, ...]]:
+        """What each stage of ``graph`` enters for ``values``. Raises whatever the ops raise."""
+        found: dict[str, tuple[Entered, ...]] = {}
+
+        def after_stage(stage: str, _: Mapping[str, Any]) -> None:
+            found[stage] = tuple(self.fingerprint.heard[sum(map(len, found.values())) :])
+
+        with quietly(), self.fingerprint.listening():
+            means = {"parts": self.parts, "meta_modules": self.meta_modules, "planning": True, "after_stage": after_stage}
+            run_stages(graph, self.meta_modules, sim.device, values, **means)
+        return found
+
+    def _advice(self) -> str:
+        components = [member.name for member in self.spec.members if member.is_component]
+        there = {"self", *(member.name for member in self.spec.members), *self.spec.settings}
+        if self.modular:
+            absent = self.pipeline.null_component_names
+        else:
+            constructor = inspect.signature(self.spec.kind.__init__).parameters
+            absent = [
+                name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
+            ]
+        without = f"; without {', '.join(absent)}" if absent else ""
+        return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
+
+
+def few_steps(strength: float | None) -> int:
+    """Steps of which a call of ``strength`` runs two."""
+    return math.ceil(STEPS / (strength or 1))
+
+
+def rehearse(spec: PipelineSpec) -> Rehearsed:
+    """``spec`` made on meta. Raises GraphError naming the component or part that cannot be made."""
+    graph = spec.graph()
+    meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
+    members = {member.name: member for member in spec.members}
+    parts = {name: _part(members[name], part, graph) for name, part in graph.parts.items()}
+    return Rehearsed(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
+
+
+def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
+    if member.stand_in:
+        return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where)
+    return build_part(part, graph) if member.live is None or hasattr(member.live, "set_timesteps") else member.live
+
+
+def in_one_dtype(spec: PipelineSpec) -> PipelineSpec:
+    """``spec`` with every component in fp32: whether a cut changes something does not depend on dtypes."""
+    return replace(spec, members=tuple(replace(t, dtype="float32") if t.is_component else t for t in spec.members))
+
+
+def called(
+    rehearsed: Rehearsed, plain: Mapping[str, Wanted], sizes: Mapping[str, Any], literals: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``rehearsed.media``).
+
+    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the try ran into that
+    got furthest, the first of these.
+    """
+    parameters = rehearsed.parameters
+    arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
+    if "prompt" in parameters:
+        arguments["prompt"] = PLANNING_TEXT
+    arguments |= literals
+    candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
+    needed = [name for name in candidates if _leads(name, parameters, rehearsed.modular)]
+    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
+    tensors = [
+        n
+        for n, p in parameters.items()
+        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if tensors:
+        raise ProbeError(
+            f"{rehearsed.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
+        )
+    optional = [name for name in candidates if name not in needed]
+    failed: ProbeError | None = None
+    furthest = -1
+    lists = (value for value in rehearsed.spec.settings.values() if isinstance(value, list))
+    several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
+    for count in sorted({1, several}):
+        for chosen in _more_and_more(needed, optional):
+            pictures = {name: blank(candidates[name], sizes) for name in chosen}
+            given = {**arguments, **{n: p if count == 1 or isinstance(p, list) else [p] * count for n, p in pictures.items()}}
+            try:
+                rehearsed.whole(given)
+            except ProbeError as error:
+                if len(rehearsed.fingerprint.heard) > furthest:
+                    failed, furthest = error, len(rehearsed.fingerprint.heard)
+                continue
+            rehearsed.media = tuple(chosen)
+            return given
+    assert failed is not None
+    raise failed
+
+
+def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
+    """The needed ones, those with one more, then with two more, ..."""
+    yield list(needed)
+    for name in optional:
+        yield [*needed, name]
+    for count in range(2, len(optional) + 1):
+        yield [*needed, *optional[:count]]
+
+
+def _leads(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
+    """Whether the parameter has to be given, or stands before the prompt in a signature: what the pipeline is about."""
+    names = list(parameters)
+    before = not modular and "prompt" in names and names.index(name) < names.index("prompt")
+    return before or parameters[name].default is inspect.Parameter.empty

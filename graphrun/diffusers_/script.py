@@ -1,0 +1,242 @@
+"""A plan as plain diffusers calls: a script that loads, places, runs and lets go, stage by stage, and says what is lost on the way.
+
+Decides which of diffusers' own means comes nearest to what a plan does with a component. Writes text; runs nothing.
+
+    whole on the device in its phases      .to(DEVICE), and del behind its stage
+    streamed                               group offloading, block by block (leaf by leaf where there are no blocks of diffusers')
+    loaded for the decoding                accelerate's hook: on the device when it is entered
+"""
+
+from __future__ import annotations
+
+import inspect
+import pprint
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.graph.graph import Component, Graph, Part, Reference, Stage
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Evict, Plan, Stream
+from graphrun.model.problem import Problem, Variant
+from graphrun.modules.classes import resolve_class
+from graphrun.modules.source_files import split_source
+from graphrun.ops.diffusion import returned_names
+from graphrun.units import show_seconds, show_size
+from graphrun.verify.simulate import simulate
+
+KNOWN = ("encode_prompt", "denoise", "decode")
+
+
+def diffusers_script(graph: Graph, problem: Problem, plan: Plan) -> str:
+    """The script; ``python script.py [device] [file]`` writes the picture. ``graph`` is the one that ``plan`` was made for.
+
+    Raises InputError for a graph whose stages are not one encoding, one denoising and one decoding, or whose weights are random.
+    """
+    return _Script(graph, problem, plan).text()
+
+
+class _Script:
+    def __init__(self, graph: Graph, problem: Problem, plan: Plan) -> None:
+        self.graph, self.problem, self.plan = graph, problem, plan
+        ops = [stage.op for stage in graph.stages]
+        if ops != list(KNOWN) or problem.precomputed:
+            raise InputError(f"only {', '.join(KNOWN)} in a row can be written as diffusers' calls; this plan has {', '.join(ops)}")
+        self.encode, self.denoise, self.decode = graph.stages
+        self.variants = {c.name: c.variants[0] for c in apply_choices(problem, plan).components}
+        self.inputs = graph.for_planning(dict(problem.settings))
+        if random := [name for name in self.variants if graph.component(name).source_in(self.variants[name].precision) is None]:
+            raise InputError(f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan")
+
+    def text(self) -> str:
+        """The whole script."""
+        encoders = [name for name in self.variants if name in self.encode.uses]
+        others = [name for name in self.variants if name not in self.encode.uses]
+        lines = [f'"""{line}' if n == 0 else line for n, line in enumerate([*self._lost(), '"""', ""])]
+        lines += ["import gc", "import sys", "", "import diffusers", "import torch", "import transformers"]
+        lines += ["from accelerate import cpu_offload_with_hook", "from diffusers.hooks import apply_group_offloading", ""]
+        lines += ['DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")']
+        lines += [f'OUTPUT = sys.argv[2] if len(sys.argv) > 2 else "{self.graph.name}.png"']
+        lines += [f"INPUTS = {pprint.pformat(self.inputs, width=100, sort_dicts=False)}", ""]
+        lines += [line for part in self.graph.parts.values() for line in self._part(part)]
+        lines += ["", f"# {self.encode.name}", *self._loaded(encoders, "encode"), *self._pipeline(encoders), *self._encoded()]
+        lines += [f"del {', '.join(('pipe', *encoders))}", "gc.collect()", "if torch.cuda.is_available():"]
+        lines += ["    torch.cuda.empty_cache()", "", f"# {self.denoise.name}, {self.decode.name}"]
+        lines += [*self._loaded(others, "rest"), *self._pipeline(others), *self._options(), *self._called()]
+        return "\n".join(lines) + "\n"
+
+    def _lost(self) -> Iterator[str]:
+        simulation = simulate(self.problem, self.plan)
+        yield f"{self.graph.name}: what comes nearest in plain diffusers calls to plan {self.plan.digest} of graphrun."
+        yield ""
+        peak = show_size(simulation.peak_bytes)
+        yield f"The plan takes {show_seconds(simulation.seconds)} and {peak} at most, by its own simulation."
+        yield "Neither holds for this script. What the plan says and these calls cannot:"
+        yield "- no budget: what does not fit ends in torch.OutOfMemoryError"
+        for name, variant in self.variants.items():
+            if (stream := self._stream(name)) is not None:
+                groups = {k.name: len(k.blocks) for k in self.problem.component(name).groups}
+                kept = "all blocks" if stream.keep is None else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
+                yield f"- {name}: {kept or 'nothing'} stay on the device, the ring holds {show_size(stream.ring_bytes)}"
+            if variant.backing_store == "disk":
+                yield f"- {name}: its weights are read from disk when they are needed, never whole in RAM"
+            elif variant.backing_store == "pinned":
+                yield f"- {name}: its master copy lies in page-locked memory, filled beside what computes before it"
+            if variant.device == "cpu":
+                yield f"- {name}: computes on the CPU; here it is on the device"
+        evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}
+        if evicted:
+            yield f"- what is evicted before {', '.join(sorted(evicted))}: here whole components go, behind their stage"
+        yield f"- {self.decode.name} as a stage of its own: here it is the end of the call that denoises"
+        if self.plan.again:
+            yield "- the session: further runs that find what the first left in place"
+
+    def _stream(self, name: str) -> Stream | None:
+        """The component's last streaming of the plan: that of most of its calls."""
+        actions = [a for slot in self.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == name]
+        return actions[-1] if actions else None
+
+    def _part(self, part: Part) -> Iterator[str]:
+        if part.file is not None:
+            yield f"{part.name} = transformers.PreTrainedTokenizerFast(tokenizer_file={str(part.file)!r}, **{part.config!r})"
+        elif part.has_config:
+            kind = resolve_class(part.class_path, self.graph.trust, part.where, "part")
+            made = f"from_config({part.config!r})" if hasattr(kind, "from_config") else f"__call__(**{part.config!r})"
+            yield f"{part.name} = {part.class_path}.{made}"
+        else:
+            more = ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
+            yield f"{part.name} = {part.class_path}.from_pretrained({_place(part.source or '')}{more})"
+
+    def _loaded(self, names: list[str], stage: str) -> Iterator[str]:
+        for name in names:
+            component, variant = self.graph.component(name), self.variants[name]
+            yield from self._made(component, variant)
+            if self._stream(name) is not None:
+                yield from self._streamed(component)
+            elif stage == "rest" and name in self.decode.uses and name not in self.denoise.uses:
+                yield f"{name}, _ = cpu_offload_with_hook({name}, DEVICE)"
+            else:
+                yield f"{name}.to(DEVICE)"
+
+    def _made(self, component: Component, variant: Variant) -> Iterator[str]:
+        name, precision = component.name, variant.precision
+        dtype = precision if precision in ("float32", "bfloat16", "float16") else component.dtype
+        more = [f"torch_dtype=torch.{dtype}"]
+        source = component.source_in(precision) or ""
+        if precision in ("int8", "nf4"):
+            kind = "diffusers" if component.class_path.startswith("diffusers.") else "transformers"
+            four = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{dtype}'
+            bits = "load_in_8bit=True" if precision == "int8" else four
+            more.append(f"quantization_config={kind}.BitsAndBytesConfig({bits})")
+        if precision == "gguf":
+            more.append(f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})")
+        if source.endswith((".safetensors", ".gguf")):
+            if not hasattr(resolve_class(component.class_path, self.graph.trust, component.where, "component"), "from_single_file"):
+                raise InputError(f"{name}: {component.class_path} has no from_single_file; give it a folder to export the plan")
+            yield "# config: a folder or repository with this component's config.json; here it is guessed from the file"
+            yield f"{name} = {component.class_path}.from_single_file({_place(source)}, {', '.join(more)})"
+        else:
+            more += [f"variant={component.variant!r}"] if component.variant else []
+            yield f"{name} = {component.class_path}.from_pretrained({_place(source)}, {', '.join(more)})"
+        yield f"{name}.requires_grad_(False).eval()"
+        for lora in component.loras:
+            yield f"# fused by the plan, to be loaded by hand: {lora.file} x {lora.scale}"
+        if precision == "fp8":
+            yield f"{name}.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.{dtype})"
+
+    def _streamed(self, component: Component) -> Iterator[str]:
+        """Block by block for diffusers' models but VAEs, whose blocks they do not call by themselves; else leaf by leaf."""
+        kind = resolve_class(component.class_path, self.graph.trust, component.where, "component")
+        blocks = hasattr(kind, "enable_group_offload") and not hasattr(kind, "decode")
+        level = '"block_level", num_blocks_per_group=1' if blocks else '"leaf_level"'
+        yield f"apply_group_offloading({component.name}, onload_device=DEVICE, offload_type={level},"
+        yield '                       use_stream=DEVICE.type == "cuda")'
+
+    def _pipeline(self, names: list[str]) -> Iterator[str]:
+        kind = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
+        precomputed = dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
+        found = [f"{name}={name}" for name in precomputed if name in names or name in self.graph.parts]
+        found += [f"{name}=None" for name in precomputed if name in self.graph.components and name not in names]
+        found += [f"{name}={value!r}" for name, value in self.graph.pipeline_config.items()]
+        required = [n for n, p in inspect.signature(kind.__init__).parameters.items() if p.default is p.empty and n in precomputed]
+        known = {text.partition("=")[0] for text in found}
+        found += [f"{name}=None" for name in required if name not in known and name != "kwargs"]
+        yield f"pipe = {self.graph.pipeline}({', '.join(found)})"
+
+    def _options(self) -> Iterator[str]:
+        for stage, name in self.plan.options:
+            if name in ("tiling", "slicing") and stage == self.decode.name:
+                yield f"pipe.vae.enable_{name}()"
+            elif name != "plain":
+                yield f"# {stage}: the plan runs it by {name}, which has no call in diffusers"
+
+    def _encoded(self) -> Iterator[str]:
+        kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
+        call, own = inspect.signature(kind.__call__).parameters, inspect.signature(kind.encode_prompt).parameters
+        precomputed = {name: self._value(value) for name, value in self.encode.arguments.items()}
+        scale = self._now(self.encode, "guidance_scale")
+        more = {
+            **{n: repr(p.default) for n, p in call.items() if n in own and p.default is not p.empty and p.default is not None},
+            "device": "DEVICE",
+            "num_images_per_prompt": precomputed.get("num_images", "1"),
+            "num_videos_per_prompt": precomputed.get("num_images", "1"),
+            **({} if scale is None else {"do_classifier_free_guidance": repr(scale > 1)}),
+            **precomputed,
+        }
+        required = {n: "None" for n, p in own.items() if p.default is p.empty and n not in ("self", "kwargs")}
+        suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
+        names = returned_names(kind.encode_prompt)
+        yield "embeds = {}"
+        yield "with torch.no_grad():"
+        taken: list[str] = []
+        for index, suffix in enumerate(suffixes):
+            index_given = {"text_encoder_index": repr(index)} if "text_encoder_index" in own else {}
+            calls = [{**required, **{n: text for n, text in {**more, **index_given}.items() if n in own}}]
+            true_scale = self._now(self.encode, "true_cfg_scale")
+            if "negative_prompt" not in own and "negative_prompt" in precomputed and true_scale is not None and true_scale > 1:
+                calls.append({**calls[0], "prompt": precomputed["negative_prompt"]})
+            for number, arguments in enumerate(calls):
+                keys = [f"{'negative_' if number else ''}{name}{suffix}" for name in names]
+                taken += [key for key in keys if key in call]
+                yield f"    found = pipe.encode_prompt({', '.join(f'{n}={text}' for n, text in arguments.items())})"
+                yield f"    embeds |= dict(zip({keys!r}, found if isinstance(found, tuple) else (found,)))"
+        yield f"embeds = {{name: embeds[name] for name in {taken!r} if embeds[name] is not None}}"
+
+    def _called(self) -> Iterator[str]:
+        kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
+        known = inspect.signature(kind.__call__).parameters
+        precomputed = {**self.decode.arguments, **self.denoise.arguments}
+        seed = self._value(precomputed.pop("seed", 0))
+        arguments = {name: "None" for name in ("prompt", "negative_prompt") if name in known}
+        arguments |= {"num_inference_steps" if n == "steps" else n: self._value(v) for n, v in precomputed.items()}
+        arguments |= {"generator": f'torch.Generator("cpu").manual_seed({seed})'}
+        left_out = ("embeds", "latents", "num_images", "tiling")
+        shown = ", ".join(f"{n}={text}" for n, text in arguments.items() if n in known and n not in left_out)
+        yield f"images = pipe(**embeds, {shown}, return_dict=False)[0]"
+        yield "first = images[0]"
+        yield "if isinstance(first, list):"
+        yield "    diffusers.utils.export_to_gif(first, OUTPUT)"
+        yield "else:"
+        yield "    first.save(OUTPUT)"
+
+    def _value(self, value: Any) -> str:
+        """An argument as it is written: a literal, or the input it refers to."""
+        if isinstance(value, Reference):
+            return f"INPUTS[{value.name!r}]" if value.kind == "input" else value.output
+        return repr(value)
+
+    def _now(self, stage: Stage, name: str) -> Any:
+        value = stage.arguments.get(name)
+        return self.inputs[value.name] if isinstance(value, Reference) and value.kind == "input" else value
+
+
+def _place(source: str) -> str:
+    """The first arguments of ``from_pretrained`` or ``from_single_file``."""
+    if source.startswith("/"):
+        return repr(source)
+    repository, revision, inside = split_source(source)
+    pinned: Mapping[str, str] = {"revision": revision} if revision else {}
+    if inside.endswith((".safetensors", ".gguf")):
+        return ", ".join([repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inside}")])
+    named = {**({"subfolder": inside} if inside else {}), **pinned}
+    return ", ".join([repr(repository), *(f"{key}={value!r}" for key, value in named.items())])

@@ -1,0 +1,181 @@
+"""The shape of a graph file, as pydantic models: which keys there are and what type each has. Where outside text enters.
+
+Decides nothing about how the pieces fit together (`load` does), and knows neither files nor line numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic_core import PydanticCustomError
+
+from graphrun.graph.ops import OPERATIONS
+
+# Names become parts of files' names: characters of POSIX's portable file names, and room for what is put beside them (a file's name
+# has 255 bytes on most systems).
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+GraphName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
+ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$")]
+Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+Scalar = str | bool | int | float
+Dtype = Literal["bfloat16", "float16", "float32"]
+Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "gguf"]
+BackingStore = Literal["pinned", "pageable", "disk"]
+StageChoice = Literal["tiling", "slicing", "split"]
+Config = Annotated[
+    Text | dict[str, Any],
+    Field(description="A JSON file, relative to the graph file, or the configuration itself; {} means the defaults."),
+]
+Argument = Scalar | None | list[Scalar | list[Scalar]]
+Measure = Annotated[int, Field(gt=0)] | Text
+Source = Annotated[
+    Text,
+    Field(
+        description="A repository on the Hugging Face hub (owner/name, owner/name@revision), a local folder in the layout "
+        "of diffusers, or one safetensors file in the layout of its first authors."
+    ),
+]
+Revision = Annotated[
+    Text, Field(description="A commit, branch or tag of the source's repository; the same as source: owner/name@revision.")
+]
+FileVariant = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9_]+$"),
+    Field(description="Which files of a folder: fp16 reads model.fp16.safetensors."),
+]
+
+
+class Spec(BaseModel):
+    """Strict: no unknown keys, no conversions between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _say_something(cls, value: Any) -> Any:
+        if value is None:
+            raise PydanticCustomError("nothing", "is empty; give it a value, or leave it out")
+        return value
+
+
+class InputSpec(Spec):
+    """A value that a run is given. Without ``default`` it is required, unless it is ``optional``.
+
+    An image, a mask, a video or audio is a file, or in Python an object. A plan without it is for ``height``, ``width``,
+    ``frames``, ``rate`` and ``seconds``: numbers or inputs such as $height.
+    """
+
+    type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
+    default: Scalar | None = None
+    optional: bool = Field(
+        default=False, description="Whether it may be left out: what the pipeline does without it may be something else."
+    )
+    multiple_of: Annotated[int, Field(gt=0)] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    many: bool = Field(default=False, description="Whether a list of such values may be given in place of one.")
+    height: Measure | None = Field(default=None, description="Pixels; left out: the input height.")
+    width: Measure | None = Field(default=None, description="Pixels; left out: the input width.")
+    frames: Measure | None = Field(default=None, description="Of a video; left out: the input frames, or num_frames.")
+    rate: Measure | None = Field(default=None, description="Samples of audio per second. A file of another rate is refused.")
+    seconds: Annotated[float, Field(gt=0)] | Text | None = Field(default=None, description="Of audio; left out: the input seconds.")
+
+
+class LoraSpec(Spec):
+    """A LoRA that is fused into a component's weights when they are read."""
+
+    file: Text = Field(description="A safetensors file in diffusers' layout, relative to the graph file.")
+    scale: float = Field(default=1.0, description="What the LoRA's difference is multiplied by.")
+
+
+class IpAdapterSpec(Spec):
+    """An IP-Adapter: what lets a UNet or a transformer follow pictures (ip_adapter_image of its pipeline)."""
+
+    file: Text = Field(description="A safetensors file as its authors publish it, relative to the graph file.")
+    scale: float = Field(default=1.0, description="How much the pictures weigh.")
+
+
+class ComponentSpec(Spec):
+    """A module with weights. ``source`` here is the component's own folder; the graph's source is a pipeline's."""
+
+    class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.AutoencoderKL.")
+    config: Config | None = None
+    source: Source | None = None
+    revision: Revision | None = None
+    variant: FileVariant | None = None
+    gguf: Text | None = Field(
+        default=None, description="The GGUF file that precision gguf is read from: a path, or owner/name/file.gguf."
+    )
+    dtype: Dtype
+    precision: list[Precision] | None = Field(
+        default=None, min_length=1, description="The first is planned; the others are what --allow may choose from."
+    )
+    backing_store: list[BackingStore] | None = Field(
+        default=None, min_length=1, description="Where the master copy may lie; left out: wherever it can."
+    )
+    loras: list[LoraSpec] = Field(default_factory=list, description="Fused into the weights, in this order.")
+    ip_adapters: list[IpAdapterSpec] = Field(default_factory=list, description="Added to the component, in this order.")
+    seed: int = Field(default=0, ge=0, description="Of the random weights a component without a source gets.")
+
+
+class PartSpec(Spec):
+    """Something without weights that the pipeline's code needs: a tokenizer, a scheduler."""
+
+    class_path: ClassPath = Field(alias="class", description="An importable class, such as diffusers.DDIMScheduler.")
+    config: Config | None = None
+    source: Source | None = None
+    file: Text | None = Field(default=None, description="A tokenizer of the tokenizers library (JSON), relative to the graph file.")
+
+
+class StageSpec(Spec):
+    """One op, the components it uses, and its arguments: literals, ``$input`` or ``$stage.output``."""
+
+    op: Annotated[Name, Field(json_schema_extra={"enum": sorted(OPERATIONS)})]
+    uses: list[Name] = Field(default_factory=list)
+    arguments: dict[Name, Argument] = Field(alias="with", default_factory=dict)
+    options: list[StageChoice] = Field(default_factory=list, description="Other ways to run it that a plan may choose.")
+
+
+class DirectivesSpec(Spec):
+    """What is demanded of every plan. The command line may add to it."""
+
+    keep: list[Name] = Field(
+        default_factory=list, description="Components that stay on the device from their first use to the end."
+    )
+    pin: list[Name] = Field(default_factory=list, description="Components whose master copy lies in page-locked memory.")
+    exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with nothing kept.")
+    reserve: Text | None = Field(default=None, description="A part of the VRAM budget left to other programs, such as 1G.")
+
+
+class GraphSpec(Spec):
+    """A graph file of graphrun: a diffusion pipeline as a DAG of stages."""
+
+    graphrun: Literal[1] = Field(description="The version of this file format.")
+    name: GraphName = Field(description="Of the files of its outputs too: letters, digits, dots, dashes, underscores.")
+    pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
+    pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
+        default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
+    )
+    source: Source | None = None
+    revision: Revision | None = None
+    variant: FileVariant | None = None
+    fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of its videos, as files.")
+    allow: list[Name] | None = Field(
+        default=None,
+        description="Packages that classes come from, in place of the usual two. It only asks: what runs their code is "
+        "--trust-package NAME of whoever uses the file.",
+    )
+    inputs: dict[Name, InputSpec] = Field(default_factory=dict)
+    components: dict[Name, ComponentSpec] = Field(min_length=1)
+    parts: dict[Name, PartSpec] = Field(default_factory=dict)
+    stages: dict[Name, StageSpec] = Field(min_length=1)
+    outputs: dict[Name, Text] = Field(min_length=1)
+    directives: DirectivesSpec = Field(default_factory=DirectivesSpec)
+
+
+def schema_text() -> str:
+    """The JSON Schema of a graph file, for editors, as it is kept in ``graphs/graphrun.schema.json``."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **GraphSpec.model_json_schema()}
+    return json.dumps(schema, indent=2) + "\n"

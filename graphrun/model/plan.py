@@ -1,0 +1,319 @@
+"""Reads a plan's text back: what each line must look like, and what to say where it does not. Judges no plan.
+
+What a plan says: slots of actions, and the text form that parses back. A plan stores no peak and no time.
+
+variant transformer nf4 pinned device        where there is a choice: how the component is held
+option decode tiling                         how the stage is run, if not plainly
+order encode denoise decode                  of the stages, if not the problem's
+slot denoise/0:transformer steady x27
+  stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
+  load vae all from pinned
+  run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from graphrun.errors import PlanError
+from graphrun.units import GIB, KIB, MIB
+
+Part = Literal["load", "first", "steady", "end"]
+
+# Blocks of a component: None means all of them; else (class name, indices into the class in ascending order), in class order.
+Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy blocks in from the component's backing store. Before `run`: issued on the copy stream; the slot's barrier waits for it, and a
+    block that the slot computes with waits for its own copy."""
+
+    component: str
+    blocks: Blocks
+    backing_store: str = "pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop the device copy of blocks. Weights are read-only: no bytes move."""
+
+    component: str
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Run the component with ``keep`` present and every other block that the slot's calls need passing through a staging ring of
+    ``ring_bytes``. ``keep`` includes blocks that the same slot loads and keeps."""
+
+    component: str
+    keep: Blocks
+    ring_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Let the op's own code run on until the slot's calls are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Copy a value out to the host."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Copy a spilled value back."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read the component from disk into its backing store, beside what else the slot does; its blocks are copied on as they come in."""
+
+    component: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Drop the host copy too: nothing later needs it."""
+
+    component: str
+
+
+Action = Load | Evict | Stream | Run | Spill | Restore | Read | Drop
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One interval of planned time. ``phase`` is `PhaseNumbers.name` ("" for the last slot, part ``end``, which returns the
+    device to its baseline); ``calls`` is the number of rounds in it: 0 for load and end, 1 for first, the other calls for rest."""
+
+    phase: str
+    part: Part
+    calls: int
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Slots in order, for the problem with digest ``problem``.
+
+    ``variants``: (component, `Variant.name`) for each component that has more than one; ``options``: (stage, `StageOption.name`);
+    ``order``: stages, empty where it is the problem's. ``again``: the slots of every further run of a session.
+    """
+
+    problem: str
+    slots: tuple[Slot, ...]
+    variants: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+    order: tuple[str, ...] = ()
+    again: tuple[Slot, ...] = ()
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the text form, first 16 hexadecimal digits."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a plan breaks: which, in which slot and action (index -1: the slot as a whole), and the bytes or facts."""
+
+    rule: str
+    slot: int
+    action: int
+    detail: str
+
+
+# Calls of the parts that have a fixed number of them.
+PART_CALLS: dict[str, int] = {"load": 0, "first": 1, "end": 0}
+# What sizes in a plan's text are written in.
+UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
+
+
+def blocks_text(blocks: Blocks) -> str:
+    """``all``, ``none``, or every class with its indices, three or more in a row as a range: ``double[0,8,16] single[0-11,24]``."""
+    if blocks is None:
+        return "all"
+    return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"
+
+
+def _indices_text(indices: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def action_text(action: Action) -> str:
+    """One line of a plan's text, without indentation; `parse` reads it back."""
+    match action:
+        case Load(component, blocks, backing_store):
+            return f"load {component} {blocks_text(blocks)} from {backing_store}"
+        case Evict(component, blocks):
+            return f"evict {component} {blocks_text(blocks)}"
+        case Stream(component, keep, ring_bytes):
+            unit = next(unit for unit in ("MiB", "KiB", "B") if ring_bytes % UNITS[unit] == 0)
+            return f"stream {component} keep {blocks_text(keep)} ring {ring_bytes // UNITS[unit]} {unit}"
+        case Run():
+            return "run"
+        case Spill(value):
+            return f"spill {value}"
+        case Restore(value):
+            return f"restore {value}"
+        case Read(component):
+            return f"read {component}"
+        case Drop(component):
+            return f"drop {component}"
+
+
+def slot_text(slot: Slot) -> str:
+    """A slot's first line: ``slot denoise/0:transformer steady x27``, ``slot end``."""
+    calls = "" if PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
+    return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
+
+
+def plan_text(plan: Plan) -> str:
+    """The text form, no newline at its end: the problem's digest, choices, then each slot with its actions two spaces in."""
+    lines = [f"plan {plan.problem}"]
+    lines += [f"variant {component} {name}" for component, name in plan.variants]
+    lines += [f"option {stage} {name}" for stage, name in plan.options]
+    lines += [f"order {' '.join(plan.order)}"] if plan.order else []
+    for slot in plan.slots:
+        lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
+    lines += ["again"] if plan.again else []
+    for slot in plan.again:
+        lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
+    return "\n".join(lines)
+
+
+def parse(text: str, name: str = "plan") -> Plan:
+    """The plan that ``text`` says: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation mean nothing.
+
+    Raises PlanError at ``name:line`` with what was expected there. Whether the plan may be run is for `check` to say.
+    """
+    digest: str | None = None
+    choices: dict[str, list[str]] = {"variant": [], "option": [], "order": []}
+    runs: list[list[tuple[str, Part, int, list[Action]]]] = [[]]
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line, where = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
+        if not line:
+            continue
+        if digest is None:
+            if not (match := re.fullmatch(r"plan (\S+)", line)):
+                raise PlanError(f"expected 'plan DIGEST', the digest of the plan's problem, found {line!r}", where)
+            digest = match[1]
+        elif not runs[0] and (verb := line.split()[0]) in choices:
+            choices[verb].append(_choice(verb, line, where))
+        elif line == "again" and len(runs) == 1 and runs[0]:
+            runs.append([])
+        elif line.split()[0] == "slot":
+            runs[-1].append((*_parse_slot(line, where), []))
+        elif not runs[-1]:
+            raise PlanError(f"expected a slot, as in 'slot encode/0:text_encoder load', found {line!r}", where)
+        else:
+            runs[-1][-1][3].append(_parse_action(line, where))
+    if digest is None:
+        raise PlanError("expected 'plan DIGEST' as the first line, found no text", f"{name}:1")
+    first, again = (
+        tuple(Slot(phase, part, calls, tuple(actions)) for phase, part, calls, actions in run)
+        for run in (runs[0], runs[1] if len(runs) > 1 else [])
+    )
+    variants, options = (tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option"))
+    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again)
+
+
+def _choice(verb: str, line: str, where: str) -> str:
+    pattern, shape = _CHOICES[verb]
+    if not (match := re.fullmatch(pattern, line)):
+        raise PlanError(f"expected '{shape}', found {line!r}", where)
+    return match[1]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, chosen = text.partition(" ")
+    return name, chosen
+
+
+# What stands before the slots -> how its line must look, and how to say so.
+_CHOICES: Mapping[str, tuple[str, str]] = {
+    "variant": (r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device|cpu))", "variant COMPONENT PRECISION HOME device|cpu"),
+    "option": (r"option (\S+ \S+)", "option STAGE NAME"),
+    "order": (r"order (.+)", "order STAGE STAGE ..."),
+}
+
+
+def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
+    match = re.fullmatch(r"slot (?:(\S+) (load|first|steady)|(end))(?: x([0-9]+))?", line)
+    if not match:
+        raise PlanError(f"expected 'slot PHASE load|first|steady [xCALLS]' or 'slot end', found {line!r}", where)
+    phase, part, calls = match[1] or "", match[2] or match[3], match[4]
+    if calls is None and part == "steady":
+        raise PlanError(f"expected the calls of a steady slot, as in 'slot {phase} steady x27', found {line!r}", where)
+    return phase, cast(Part, part), int(calls) if calls else PART_CALLS[part]
+
+
+def _parse_action(line: str, where: str) -> Action:
+    verb = line.split()[0]
+    if verb not in _ACTIONS:
+        raise PlanError(f"expected slot or one of {', '.join(_ACTIONS)}, found {verb!r}", where)
+    pattern, shape = _ACTIONS[verb]
+    if not (match := re.fullmatch(pattern, line)):
+        raise PlanError(f"expected '{shape}', found {line!r}", where)
+    if verb == "load":
+        return Load(match[1], _parse_blocks(match[2], where), match[3])
+    if verb == "evict":
+        return Evict(match[1], _parse_blocks(match[2], where))
+    if verb == "stream":
+        return Stream(match[1], _parse_blocks(match[2], where), int(match[3]) * UNITS[match[4]])
+    if verb == "spill":
+        return Spill(match[1])
+    if verb == "restore":
+        return Restore(match[1])
+    if verb == "read":
+        return Read(match[1])
+    return Drop(match[1]) if verb == "drop" else Run()
+
+
+# Verb -> how its line must look, and how to say so.
+_ACTIONS: Mapping[str, tuple[str, str]] = {
+    "load": (r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
+    "evict": (r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
+    "stream": (r"stream (\S+) keep (.+) ring ([0-9]+) (GiB|MiB|KiB|B)", "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B"),
+    "run": (r"run", "run"),
+    "spill": (r"spill (\S+)", "spill VALUE"),
+    "restore": (r"restore (\S+)", "restore VALUE"),
+    "read": (r"read (\S+)", "read COMPONENT"),
+    "drop": (r"drop (\S+)", "drop COMPONENT"),
+}
+
+
+def _parse_blocks(text: str, where: str) -> Blocks:
+    if text in ("all", "none"):
+        return None if text == "all" else ()
+    found: dict[str, tuple[int, ...]] = {}
+    for item in text.split():
+        match = re.fullmatch(r"([^\s\[\]]+)\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", item)
+        if not match:
+            raise PlanError(f"expected blocks as 'all', 'none' or 'double[0,8,16] single[0-11,24]', found {item!r}", where)
+        ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
+        indices = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
+        if match[1] in found or list(indices) != sorted(set(indices)) or any(run[0] > run[-1] for run in ends):
+            raise PlanError(f"expected each class once and its blocks in ascending order, found {item!r}", where)
+        found[match[1]] = indices
+    return tuple(found.items())

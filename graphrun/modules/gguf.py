@@ -1,0 +1,171 @@
+"""GGUF files: what their headers say, and how bytes of their types become numbers again (diffusers' own functions).
+
+Decides which types can be held. Must not know modules or plans. Only the header is read: planning needs no more of a file.
+
+    GGUF | version | tensors, keys | key: value ... | name, shape, type, offset ... | padding | data ............ |
+    row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...      a weight [out in] is [out bytes-of-a-row] uint8
+
+Format: ggml's docs/gguf.md, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from graphrun.errors import GraphError
+from graphrun.modules.source_files import Stored
+
+# Types that torch has: held as they are, or cast to the component's dtype when they are read.
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+_ALIGNMENT = 32  # of the data, where `general.alignment` says nothing else
+_MOST_ENTRIES = 1 << 20  # of keys, tensors and arrays' dimensions together: a damaged count must not fill memory
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9
+
+
+def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
+    """Every tensor of the GGUF ``file``; quantized ones as rows of bytes, with their type.
+
+    Raises GraphError for a file that is none, is cut, or has a tensor of a type that diffusers cannot compute with.
+    """
+    sizes = _sizes(where)
+    try:
+        length = file.stat().st_size
+        with file.open("rb") as opened:
+            tensors, start = _header(opened)
+    except FileNotFoundError:
+        raise GraphError(
+            f"no such file: {file}; its header is needed to plan: get it, or leave gguf out of precision:", where
+        ) from None
+    except OSError as error:
+        raise GraphError(f"{file} cannot be read: {error.strerror}", where) from error
+    except (ValueError, struct.error, KeyError, EOFError, OverflowError) as error:
+        raise GraphError(f"{file} is cut or corrupt: its header is not that of a GGUF file; get it again", where) from error
+    found = []
+    for name, shape, number, offset in tensors:
+        kind, block, size = sizes.get(number, (f"type {number}", 0, 0))
+        if not block or (kind not in _PLAIN and kind not in quantized_types()):
+            raise GraphError(f"{file}: {name} is {kind}, which diffusers cannot compute with", where)
+        elements, row = 1, shape[-1] if shape else 1
+        for n in shape:
+            elements *= n
+        nbytes = elements // block * size
+        if row % block or start + offset + nbytes > length:
+            what = (
+                f"{name} has rows of {row}, not of blocks of {block}"
+                if row % block
+                else f"it ends at {length} bytes, inside {name}"
+            )
+            raise GraphError(f"{file} is cut or corrupt: {what}; get it again", where)
+        if kind in _PLAIN:
+            found.append(Stored(name, _PLAIN[kind], shape, nbytes, str(file), start + offset))
+        else:
+            rows = (*shape[:-1], row // block * size)
+            found.append(Stored(name, "uint8", rows, nbytes, str(file), start + offset, kind))
+    return tuple(found)
+
+
+def quantized_types() -> Mapping[str, Any]:
+    """Type -> the function of diffusers that makes numbers of its blocks. Needs the package gguf."""
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+
+    return {kind.name: function for kind, function in dequantize_functions.items() if kind.name not in _PLAIN}
+
+
+def shape_of(rows: torch.Size | tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """The shape of the numbers that ``rows`` of bytes of type ``kind`` hold."""
+    block, size = _block(kind)
+    return (*rows[:-1], rows[-1] // size * block)
+
+
+def dequantized(data: torch.Tensor, kind: str) -> torch.Tensor:
+    """The numbers in ``data`` [... bytes-of-a-row] of type ``kind``, in fp16 or fp32 as diffusers' `dequantize_gguf_tensor`
+    gives."""
+    block, size = _block(kind)
+    numbers: torch.Tensor = quantized_types()[kind](data.reshape(-1, size), block, size)
+    return numbers.reshape(shape_of(data.shape, kind))
+
+
+def _block(kind: str) -> tuple[int, int]:
+    import gguf
+
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return block, size
+
+
+def _sizes(where: str) -> dict[int, tuple[str, int, int]]:
+    """Number of a type -> (name, elements of a block, bytes of one)."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise GraphError("precision gguf needs the package gguf: pip install graphrun[gguf]", where) from error
+    return {int(kind): (kind.name, block, size) for kind, (block, size) in gguf.GGML_QUANT_SIZES.items()}
+
+
+def _header(opened: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
+    """(name, shape with the longest dimension first, type, offset) of every tensor, and where data begin."""
+    read = _Reader(opened)
+    if opened.read(4) != b"GGUF" or read.number("I") not in (2, 3):
+        raise ValueError("no GGUF")
+    tensors, keys = read.count(), read.count()
+    alignment = _ALIGNMENT
+    for _ in range(keys):
+        key, value = read.text(), read.value(read.number("I"))
+        alignment = int(value) if key == "general.alignment" else alignment
+    found = []
+    for _ in range(tensors):
+        name = read.text()
+        shape = tuple(read.number("Q") for _ in range(read.number("I")))
+        found.append((name, shape[::-1], read.number("I"), read.number("Q")))
+    end = opened.tell()
+    return found, end + -end % alignment
+
+
+class _Reader:
+    """Reads a header's values, and no more of them than a header may have."""
+
+    def __init__(self, opened: BinaryIO) -> None:
+        self._opened, self._left = opened, _MOST_ENTRIES
+
+    def number(self, kind: str) -> Any:
+        length = struct.calcsize(f"<{kind}")
+        (value,) = struct.unpack(f"<{kind}", self._opened.read(length))
+        return value
+
+    def count(self) -> int:
+        count = int(self.number("Q"))
+        if count > self._left:
+            raise ValueError("too many entries")
+        self._left -= count
+        return count
+
+    def text(self) -> str:
+        length = self.number("Q")
+        if length > _MOST_ENTRIES:
+            raise ValueError("too long")
+        data = self._opened.read(length)
+        if len(data) != length:
+            raise EOFError
+        return data.decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_SCALARS[kind])
+        inner, length = self.number("I"), int(self.number("Q"))
+        if inner in _SCALARS:  # as a language model's scores of tokens: nothing here needs them
+            self._opened.seek(length * struct.calcsize(f"<{_SCALARS[inner]}"), io.SEEK_CUR)
+            return None
+        self._left -= length
+        if self._left < 0:
+            raise ValueError("too many entries")
+        for _ in range(length):
+            self.value(inner)
+        return None

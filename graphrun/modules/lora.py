@@ -1,0 +1,130 @@
+"""LoRAs fused into a component's weights while these are read: W + scale * alpha / rank * B A. They take no memory of their own.
+
+Decides which tensors of a LoRA's file change which weight. Reads the layouts that diffusers writes: ``lora_A.weight`` with
+``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's name in front; ``alpha`` as a
+tensor or in the file's metadata, else equal to the rank. Rounded as diffusers does with peft on the CPU: both factors cast to the
+weight's dtype, their product in fp32, cast to the weight's dtype, then added in that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Component, Lora
+from graphrun.modules.sources import Source
+
+_ENDS = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one file adds to one weight: ``factor`` x up [out r] x down [r in]; both are read when they are asked for."""
+
+    file: str
+    down: str
+    up: str
+    factor: float
+
+    def add_to(self, weight: torch.Tensor) -> None:
+        """``weight`` [out in] or [out in h w] with the difference added."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as opened:
+            down, up = (opened.get_tensor(name).to(weight.dtype).float() for name in (self.down, self.up))
+        weight += (up.flatten(1) @ down.flatten(1) * self.factor).reshape(weight.shape).to(weight.dtype)
+
+
+def deltas_of(component: Component, module: nn.Module) -> dict[str, list[Delta]]:
+    """What the LoRAs of ``component`` add, by the names of ``module``'s weights.
+
+    Raises GraphError for a file that cannot be read, that has nothing for this component, or whose tensors do not fit it.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    found: dict[str, list[Delta]] = {}
+    for lora in component.loras:
+        for name, delta in _deltas(component, lora, shapes).items():
+            found.setdefault(name, []).append(delta)
+    return found
+
+
+def fuse(component: Component, module: nn.Module) -> None:
+    """Adds the LoRAs of ``component`` to ``module``'s weights."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, deltas in deltas_of(component, module).items():
+        for delta in deltas:
+            delta.add_to(parameters[name].data)
+
+
+class LoraSource:
+    """``source`` with ``deltas`` added to the weights they name."""
+
+    plain = False
+
+    def __init__(self, source: Source, deltas: Mapping[str, Sequence[Delta]]) -> None:
+        self._source, self._deltas = source, dict(deltas)
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Bytes that the source read."""
+        nbytes = self._source.into(name, target)
+        for delta in self._deltas.get(name, ()):
+            delta.add_to(target)
+        return nbytes
+
+    def close(self) -> None:
+        """Closes the source."""
+        self._source.close()
+
+
+def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
+    sizes, alphas, metadata = _contents(component, lora)
+    prefix = f"{component.name}."
+    own = [key for key in sizes if key.startswith(prefix)]
+    bare = own or [key for key in sizes if not key.startswith(("unet.", "transformer.", "text_encoder"))]
+    start = len(prefix) if own else 0
+    halves: dict[str, dict[str, str]] = {}
+    for key in bare:
+        end = next((end for end in _ENDS if key.endswith(end)), "")
+        if end:
+            halves.setdefault(key[start : -len(end)], {})[_ENDS[end]] = key
+    place = f"components.{component.name}.loras"
+    if not halves:
+        named = ", ".join(sorted(sizes)[:3])
+        raise GraphError(f"{place}: {lora.file} has nothing for {component.name}: it has {named}, ...", component.where)
+    found = {}
+    for path, pair in halves.items():
+        name, shape = f"{path}.weight", shapes.get(f"{path}.weight")
+        if shape is None:
+            raise GraphError(f"{place}: {lora.file} changes {path}, which {component.class_path} does not have", component.where)
+        if pair.keys() != {"down", "up"} or sizes[pair["up"]][0] != shape[0] or sizes[pair["down"]][1] != shape[1]:
+            text = ", ".join(f"{half} {list(sizes[key])}" for half, key in sorted(pair.items()))
+            raise GraphError(f"{place}: {lora.file} does not fit {name} {list(shape)}: it has {text}", component.where)
+        rank = sizes[pair["down"]][0]
+        alpha = alphas.get(f"{prefix if own else ''}{path}.alpha", metadata.get("lora_alpha", rank))
+        found[name] = Delta(lora.file, pair["down"], pair["up"], lora.scale * float(alpha) / rank)
+    return found
+
+
+def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
+    """Shapes by key, alphas by key, and what the metadata say of this component's adapter."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(lora.file).is_file():
+        raise GraphError(f"components.{component.name}.loras: no such file: {lora.file}", component.where)
+    try:
+        with safe_open(lora.file, framework="pt") as opened:
+            sizes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            alphas = {key: float(opened.get_tensor(key)) for key in sizes if key.endswith(".alpha")}
+            text = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
+        settings = json.loads(text)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise GraphError(f"components.{component.name}.loras: {lora.file} cannot be read: {error}", component.where) from error
+    prefix = f"{component.name}."
+    return sizes, alphas, {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}

@@ -1,0 +1,297 @@
+"""What a component's weights were read from: source, commit, files with size, time of writing and content where it is known.
+
+Decides what a trace says of sources and when two are at different commits. Reads no file's content. Must not know plans.
+
+The files of a component's source: where they are, whether its safetensors are whole, and which tensors they hold.
+
+Decides which files count and refuses broken ones by name. Must not know modules. Pickled weights are never read, and of
+safetensors only the headers: names, dtypes and shapes.
+
+    /folder                     owner/name/transformer          a component's folder, in the layout of diffusers
+    /model.safetensors          owner/name/model.safetensors    one file; whatever order its tensors have
+                                owner/name@revision/...         at a commit, branch or tag ("/" in its name as %2F)
+
+    file.safetensors    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Component
+
+# Half-precision copies and other frameworks' exports that stand beside the weights in many repositories.
+_LEFT_OUT = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
+_PICKLED = (".bin", ".ckpt", ".pt", ".pth")
+
+# Bits of an element of each dtype of the format, and torch's name for it where graphrun's components may have it (safetensors' own
+# `Dtype`). A header may have 100 MB at most (`MAX_HEADER_SIZE`).
+_DTYPES = {
+    **{"F64": (64, "float64"), "F32": (32, "float32"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "BOOL": (8, "bool")},
+    **{"I64": (64, "int64"), "I32": (32, "int32"), "I16": (16, "int16"), "I8": (8, "int8"), "U8": (8, "uint8")},
+    **{"U64": (64, "uint64"), "U32": (32, "uint32"), "U16": (16, "uint16"), "C64": (64, "complex64")},
+    **{"F6_E2M3": (6, "float6_e2m3fn"), "F6_E3M2": (6, "float6_e3m2fn")},
+    **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
+}
+_LONGEST_HEADER_BYTES = 100_000_000
+_FILES = (".safetensors", ".gguf")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a header describes it: ``dtype`` by torch's name, ``nbytes`` in ``file`` from ``begin`` on. ``quant``: the type
+    of a quantized tensor of a GGUF file, whose rows are bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str = ""
+    begin: int = 0
+    quant: str = ""
+
+
+def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
+    """The local folder of ``source`` with the files that match ``patterns``; from the hub's cache, or downloaded to it.
+
+    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder]``; of one file it is the file. ``variant``: files of which
+    variant are wanted. Raises GraphError at ``where``.
+    """
+    if Path(source).is_absolute():
+        if not Path(source).exists():
+            raise GraphError(f"no such folder: {source}; give the source's folder, or remove source: for random weights", where)
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repository, revision, inside = split_source(source)
+    wanted = [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
+    wanted = [inside] if inside.endswith(_FILES) else wanted
+    if len(commit := commit_of(source)) == 40:  # what a plan was made with, whatever the hub has by now
+        revision = commit
+    left_out = [pattern for pattern in _LEFT_OUT if not variant or variant not in pattern]
+    try:
+        root = snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        text = f"cannot get {source} from the hub ({_first_line(error)}); download it, and give its folder"
+        raise GraphError(text, where) from error
+    place = Path(root) / inside
+    if not place.exists():
+        kind = "file" if inside.endswith(_FILES) else "folder"
+        raise GraphError(f"the repository {repository} has no {kind} {inside}", where)
+    return place
+
+
+def split_source(source: str) -> tuple[str, str | None, str]:
+    """(``owner/name``, revision or None, the path inside) of a hub path."""
+    owner, repository, *below = source.split("/")
+    name, at, revision = repository.partition("@")
+    return f"{owner}/{name}", revision.replace("%2F", "/") if at else None, "/".join(below)
+
+
+def commit_of(source: str) -> str:
+    """The commit of a hub path's revision, as the hub's cache on this machine has it; "" for what is none, or is not there."""
+    if Path(source).is_absolute():
+        return ""
+    from huggingface_hub import constants
+
+    repository, revision, _ = split_source(source)
+    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    try:
+        return (root / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return revision if revision is not None and (root / "snapshots" / revision).is_dir() else ""
+
+
+def local_place(source: str) -> Path | None:
+    """The folder or file of ``source`` if it is on this machine: as it is, or what of a repository lies in the hub's cache.
+
+    No network. Only some of a repository's files may be there. None where there is nothing.
+    """
+    if Path(source).is_absolute():
+        return Path(source) if Path(source).exists() else None
+    from huggingface_hub import constants
+
+    repository, _, inside = split_source(source)
+    if not (commit := commit_of(source)):
+        return None
+    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    place = root.joinpath("snapshots", commit, inside)
+    return place if place.exists() else None
+
+
+def local_folder(source: str) -> Path | None:
+    """`local_place`, where it is a folder."""
+    place = local_place(source)
+    return place if place is not None and place.is_dir() else None
+
+
+def config_file(source: str | None) -> Path | None:
+    """The configuration of a component in its source's folder, if that is on this machine."""
+    folder = local_folder(source) if source is not None else None
+    file = folder / "config.json" if folder is not None else None
+    return file if file is not None and file.is_file() else None
+
+
+def has_weights(place: Path, variant: str = "") -> bool:
+    """Whether there are safetensors, or an index of them, in the folder ``place``: whole or not. A file is one."""
+    return place.is_file() or bool(_indices(place, variant) or _single(place, variant))
+
+
+def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...]:
+    """The safetensors files in ``folder``, shards in order, each checked to be whole.
+
+    Raises GraphError when there is none, a shard of the index is missing, or a file is cut or corrupt.
+    """
+    files = tuple(_listed(folder, where, variant))
+    for file in files:
+        _header(file, where)
+    return files
+
+
+def weights_in(place: Path, where: str, variant: str = "") -> list[Path]:
+    """The files that `weight_files` finds, as they are: not opened."""
+    return _listed(place, where, variant)
+
+
+def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
+    """Every tensor in the safetensors of ``place``, from their headers alone. Raises what `weight_files` raises."""
+    return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
+
+
+def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
+    """Name, bytes and time of writing of each file that `weight_files` finds: what changes when the weights do. May be missing."""
+    found: list[list[Any]] = []
+    for file in _listed(place, where, variant) if has_weights(place, variant) else ():
+        try:
+            status = file.stat()
+            found.append([file.name, status.st_size, status.st_mtime_ns])
+        except OSError:
+            found.append([file.name])
+    return found
+
+
+def _listed(place: Path, where: str, variant: str) -> list[Path]:
+    if place.is_file():
+        return [place]
+    indices = _indices(place, variant)
+    if files := [place / name for name in _shards(indices[0], where)] if indices else _single(place, variant):
+        return files
+    others = sorted({name for path in place.glob("*.safetensors*") if (name := _variant_of(path.name)) != variant})
+    pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
+    text = f"no safetensors{f' of variant {variant}' if variant else ''} in {place}"
+    if others:
+        have = ", ".join(f"variant: {name}" if name else "no variant" for name in others)
+        text += f"; it has files of {have}: say so, or give the component a source: of its own"
+    elif pickled:
+        text += f", only {', '.join(pickled[:3])}: nothing is unpickled; convert it to safetensors (save_pretrained does)"
+    raise GraphError(text, where)
+
+
+def _indices(folder: Path, variant: str) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors.index*.json") if _variant_of(path.name) == variant)
+
+
+def _single(folder: Path, variant: str) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors") if _variant_of(path.name) == variant)
+
+
+def _variant_of(name: str) -> str:
+    """``fp16`` of ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``
+    (diffusers' `_add_variant`)."""
+    stem, _, index = name.partition(".safetensors")
+    return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(".json").strip(".")
+
+
+def _shards(index: Path, where: str) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file's name must be a text")
+        return names
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise GraphError(f"{index} is no index of safetensors: {_first_line(error)}", where) from error
+
+
+def _header(file: Path, where: str) -> list[Stored]:
+    """What the header of ``file`` says, checked against itself and the file's size."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
+                raise _broken(file, f"is cut or corrupt: its header should have {length} bytes and the file has {size}", where)
+            header = json.loads(opened.read(length))
+        items = {name: item for name, item in header.items() if name != "__metadata__"}
+        end = 8 + length + max((item["data_offsets"][1] for item in items.values()), default=0)
+        tensors = [_stored(name, item, str(file), 8 + length) for name, item in items.items()]
+    except FileNotFoundError as error:
+        raise _broken(file, "is missing", where) from error
+    except OSError as error:
+        raise _broken(file, f"cannot be read: {error.strerror}", where) from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise _broken(file, "is corrupt: its header is not that of a safetensors file", where) from error
+    if end != size:
+        raise _broken(file, f"is cut or corrupt: its header describes {end} bytes and the file has {size}", where)
+    return tensors
+
+
+def _stored(name: str, item: Any, file: str, start: int) -> Stored:
+    """Raises ValueError, or what else a wrong type raises, where the item does not describe a tensor."""
+    bits, dtype = _DTYPES[item["dtype"]]
+    shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (end - begin) != bits * math.prod(shape):
+        raise ValueError(name)
+    return Stored(name, dtype, shape, end - begin, file, start + begin)
+
+
+def _broken(file: Path, what: str, where: str) -> GraphError:
+    return GraphError(f"{file} {what}; get it again", where)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
+    """JSON-ready: ``source``, ``commit`` ("" where it is no repository's) and ``files``, each with name, bytes, ``mtime_ns`` and,
+    where the hub's cache names it by its content, ``sha256``. None for random weights."""
+    source = component.source_in(precision)
+    place = local_place(source) if source is not None else None
+    if source is None or place is None:
+        return None
+    files = [place] if place.is_file() else weights_in(place, component.where, component.variant)
+    read = [*files, *(Path(lora.file) for lora in component.loras)]
+    return {"component": component.name, "source": source, "commit": commit_of(source), "files": [_file(path) for path in read]}
+
+
+def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
+    """(``owner/name`` or ``owner/name@revision``, commit) for each repository that ``components`` have weights from, where the
+    hub's cache on this machine knows the commit."""
+    found = {}
+    for component in components:
+        for source in (component.source, component.gguf):
+            if source and (commit := commit_of(source)):
+                repository, revision, _ = split_source(source)
+                found[f"{repository}@{revision.replace('/', '%2F')}" if revision else repository] = commit
+    return tuple(sorted(found.items()))
+
+
+def blob(path: Path) -> str:
+    """The content's SHA-256 where the hub's cache names the file by it; else nothing."""
+    name = path.resolve().name
+    return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
+
+
+def _file(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    named = {"name": path.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {**named, "sha256": content} if (content := blob(path)) else named

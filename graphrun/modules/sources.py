@@ -1,0 +1,256 @@
+"""Where a component's values come from, tensor by tensor: its files, a generator of random numbers, or a module in memory.
+
+Decides how a block's buffer gets its bytes. Must not know devices, plans or backing stores. No source holds more of a checkpoint than the
+tensor that is being read, but for a library's own loader, which is asked where files name their tensors in another way.
+
+    name --Source--> value in the component's dtype --(quantized)--> the fields of the block's layout
+
+Random weights for a module whose parameters are on meta: the same for the same name and seed, whatever is built before.
+
+Decides the values alone. They keep activations near 1 in any depth, so that images are finite and not flat in 16 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from graphrun.errors import InputError
+from graphrun.modules.blocks import BlockLayout
+from graphrun.modules.conversions import Derivation, Piece
+from graphrun.modules.quantize import quantized
+from graphrun.modules.source_files import Stored
+
+# A tensor with more elements repeats a tile of this many: 12 billion parameters are filled at the speed of memory, not of the
+# generator (one thread, about 10**8 numbers a second). Odd, so that rows of usual lengths differ.
+TILE = 2**20 - 3
+
+
+def fill(module: nn.Module, seed: str) -> None:
+    """Gives every parameter of ``module`` memory on the CPU and values; shapes, dtypes and ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, child in module.named_modules():
+        for key, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                values = values_of(child, key, parameter, f"{seed}/{prefix}.{key}")
+                made[id(parameter)] = nn.Parameter(values, requires_grad=False)
+            child._parameters[key] = made[id(parameter)]
+
+
+def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
+    """The values of ``owner``'s parameter ``key``, which looks like ``like``, from ``seed``: a tensor on the CPU."""
+    if like.dim() == 1 and "Norm" in type(owner).__name__:
+        return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
+    tile = torch.randn(min(like.numel(), TILE), generator=generator, device="cpu").mul_(scale(owner, key, like)).to(like.dtype)
+    values = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    for piece in torch.split(values.view(-1), TILE):
+        piece.copy_(tile[: piece.numel()])
+    return values
+
+
+def scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
+    """1 for embeddings, 1/sqrt(fan in) for what multiplies (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for biases."""
+    if isinstance(owner, nn.Embedding):
+        return 1.0
+    if key == "bias" or like.dim() == 0:
+        return 0.02
+    return 1 / math.sqrt(like.numel() / like.shape[0] if like.dim() > 1 else like.numel())
+
+
+PIECE_BYTES = 16 << 20  # read at a time where the dtype changes on the way
+
+
+class Source(Protocol):
+    """Values by name. ``plain``: whether they are read as they lie in files, so that reading them again costs nothing more."""
+
+    plain: bool
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Writes the tensor called ``name`` to ``target``, of its shape and dtype: bytes that were read from disk."""
+
+    def close(self) -> None:
+        """Lets go of what is open; the next `into` opens it again."""
+
+
+class RandomSource:
+    """The random weights of ``module``, whose parameters may be on meta: those that `random_weights.fill` gives it."""
+
+    plain = False
+
+    def __init__(self, module: nn.Module, seed: str) -> None:
+        self._seed = seed
+        self._makers: dict[str, tuple[nn.Module, str, torch.Tensor, str]] = {}
+        made: dict[int, str] = {}
+        for prefix, child in module.named_modules():
+            for key, parameter in child._parameters.items():
+                if parameter is not None:
+                    first = made.setdefault(id(parameter), f"{prefix}.{key}")
+                    self._makers[f"{prefix}.{key}" if prefix else key] = (child, key, parameter, first)
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Counts as if it had been read."""
+        owner, key, like, first = self._makers[name]
+        target.copy_(values_of(owner, key, like, f"{self._seed}/{first}"))
+        return target.numel() * target.element_size()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FileSource:
+    """Tensors of files, straight from the file into their place, converted on the way where dtypes differ. What is made of others
+    holds these while it is made.
+
+    ``stored``: by the module's names. Raises InputError where a file was changed or cut since its header was read.
+    """
+
+    plain = True
+
+    def __init__(self, stored: Mapping[str, Piece]) -> None:
+        self._stored = dict(stored)
+        leaves = [leaf for piece in self._stored.values() for leaf in (piece.leaves if isinstance(piece, Derivation) else (piece,))]
+        self._stamps = {file: _stamp(os.stat(file)) for file in {leaf.file for leaf in leaves}}
+        self._opened: dict[str, int] = {}
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Bytes as they lie in the file."""
+        piece = self._stored[name]
+        if isinstance(piece, Stored):
+            return self._plain_into(piece, target)
+        values = [torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu") for leaf in piece.leaves]
+        for leaf, value in zip(piece.leaves, values, strict=True):
+            self._plain_into(leaf, value)
+        target.copy_(piece.make(values).reshape(target.shape))
+        return piece.nbytes
+
+    def _plain_into(self, tensor: Stored, target: torch.Tensor) -> int:
+        flat, dtype = target.view(-1), getattr(torch, tensor.dtype)
+        if dtype == target.dtype:
+            self._read(tensor, 0, flat.view(torch.uint8))
+            return tensor.nbytes
+        step = max(1, PIECE_BYTES // dtype.itemsize)
+        scratch = torch.empty(min(step, flat.numel()), dtype=dtype, device="cpu")
+        for start in range(0, flat.numel(), step):
+            piece = scratch[: min(step, flat.numel() - start)]
+            self._read(tensor, start * dtype.itemsize, piece.view(torch.uint8))
+            flat[start : start + piece.numel()].copy_(piece)
+        return tensor.nbytes
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+    def _read(self, tensor: Stored, skip: int, target: torch.Tensor) -> None:
+        handle = self._open(tensor.file)
+        if _stamp(os.fstat(handle)) != self._stamps[tensor.file]:
+            raise InputError(f"{tensor.file} was changed while it was in use: plan again")
+        raw: Any = target.numpy()
+        view, offset = memoryview(raw), tensor.begin + skip
+        while view:
+            try:
+                count = os.preadv(handle, [view], offset)
+            except OSError as error:
+                raise InputError(f"{tensor.file} cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise InputError(f"{tensor.file} is cut: it ends at {offset} bytes, inside {tensor.name}; get it again")
+            view, offset = view[count:], offset + count
+
+    def _open(self, file: str) -> int:
+        if file not in self._opened:
+            try:
+                self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InputError(f"{file} cannot be opened any more: {error.strerror}") from error
+        return self._opened[file]
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LoadedSource:
+    """What ``load`` returns, a module with its weights: called when the first tensor is asked for, let go of by `close`."""
+
+    plain = False
+
+    def __init__(self, load: Callable[[], nn.Module]) -> None:
+        self._load = load
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Counts as if it had been read now."""
+        if not self._tensors:
+            module = self._load()
+            named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            self._tensors = {key: tensor.detach() for key, tensor in named}
+        target.copy_(self._tensors[name])
+        return target.numel() * target.element_size()
+
+    def close(self) -> None:
+        """Drops the module."""
+        self._tensors = {}
+
+
+class Composed:
+    """``source`` for the names it has, and ``buffers`` that were computed when the module was made."""
+
+    def __init__(self, source: Source, buffers: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        self._source, self._buffers, self._names = source, dict(buffers), frozenset(names)
+        self.plain = source.plain
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Buffers are not read from anywhere."""
+        if name in self._names:
+            return self._source.into(name, target)
+        target.copy_(self._buffers[name])
+        return 0
+
+    def close(self) -> None:
+        """Closes the source."""
+        self._source.close()
+
+
+class Writer:
+    """Writes a component's blocks: ``shapes`` are those of weights that are quantized to ``precision`` once they are read, by
+    name."""
+
+    def __init__(self, source: Source, precision: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        self.source = source
+        self._precision, self._shapes = precision, dict(shapes)
+        self.plain = source.plain and not self._shapes
+
+    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], Any] = lambda _: None) -> int:
+        """Fills ``buffer`` (flat uint8, on the host) with the block: bytes read. ``count`` is told of what is held beside it."""
+        read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
+        for entry in layout.entries:
+            view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+            name = entry.names[0]
+            if not entry.field:
+                read_bytes += self.source.into(name, view)
+                continue
+            if name not in fields:
+                shape, dtype = self._shapes[name]
+                weight = torch.empty(shape, dtype=dtype, device="cpu")
+                count(weight)
+                read_bytes += self.source.into(name, weight)
+                fields = {name: quantized(weight, self._precision)}
+                del weight
+            view.copy_(fields[name][entry.field].view(entry.tensor.shape))
+        return read_bytes
+
+    def close(self) -> None:
+        """Lets go of files and modules."""
+        self.source.close()
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns

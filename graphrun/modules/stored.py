@@ -1,0 +1,71 @@
+"""What the files of a component's source hold, against the module that its config makes: by their headers, before any data is read.
+
+Decides whether a source may be what its graph says. Builds nothing and reads no weights; must not know plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Component
+from graphrun.modules.contents import content_of, refuse_missing, tensors_in
+from graphrun.modules.source_files import Stored, has_weights, local_place
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The tensors of a component's files: how many, their bytes as they lie there, by dtype; ``used_bytes`` of those that the
+    module has under the same name, and how many of the module's saved tensors there are not (``missing``)."""
+
+    folder: str
+    tensors: int
+    nbytes: int
+    dtypes: tuple[tuple[str, int], ...]
+    used_bytes: int
+    missing: int
+
+
+def stored_in(component: Component, precision: str = "") -> tuple[Stored, ...] | None:
+    """The tensors that the source of ``component`` holds, None where its files are not here. Raises GraphError for a broken one."""
+    place = here(component, precision)
+    return None if place is None else tensors_in(place, component, precision)
+
+
+def here(component: Component, precision: str) -> Path | None:
+    """Where on this machine the weights of ``component`` in ``precision`` lie, None where they do not.
+
+    Raises GraphError for a GGUF file that is not here: nothing but its header says what its tensors take.
+    """
+    source = component.source_in(precision)
+    place = local_place(source) if source is not None else None
+    if place is None and precision == "gguf":
+        text = f"{source} is not on this machine, and its header is needed to plan: get it, or leave gguf out of precision:"
+        raise GraphError(f"components.{component.name}: {text}", component.where)
+    return place if place is not None and (precision == "gguf" or has_weights(place, component.variant)) else None
+
+
+def holding(component: Component, module: nn.Module) -> Holding | None:
+    """What the files of ``component`` hold, beside ``module``, its meta module. None where they are not on this machine.
+
+    Raises GraphError where a file is broken, or has a tensor of the module's name in another shape: a plan for this module would be
+    refused when its weights are read. Names that libraries give tensors anew while they read a folder are not judged.
+    """
+    place = here(component, "")
+    if place is None:
+        return None
+    content = content_of(component, module, place, "")
+    if place.is_file():
+        refuse_missing(content, module.state_dict(), component)
+    state = module.state_dict(keep_vars=True)
+    missing = {id(tensor) for tensor in state.values()} - {id(state[name]) for name in content.pieces}
+    sizes: dict[str, int] = {}
+    for tensor in content.tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    used = {id(state[name]): piece.nbytes for name, piece in content.pieces.items()}
+    return Holding(
+        str(place), len(content.tensors), sum(sizes.values()), tuple(sorted(sizes.items())), sum(used.values()), len(missing)
+    )

@@ -1,0 +1,121 @@
+"""The devices that graphrun knows without measuring them, and the one it finds on this machine.
+
+bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24, RTX
+4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55. Pageable
+copies reach a third to a half of pinned ones (0.4 here). Host-to-device falls to 11 to 16 GB/s on PCIe 4 while the other
+direction runs (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading)
+to 667 MB (eager); the larger is used. Device memory, from NVIDIA's data sheets (GB/s): 360, 272, 1008, 1792, 2039 (A100 80 GB),
+3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (eight cores with AVX2 in fp32 come to about that). cuBLAS workspace: 8.125
+MiB, 32 MiB from compute capability 9.0. Submitting a copy takes 5 to 7 us, however small (arXiv:2602.21548, 5.2); 7 here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphrun.errors import InputError
+from graphrun.model.problem import Hardware
+from graphrun.units import GIB, KIB, MIB
+
+CONTEXT_BYTES = 667_000_000
+COPY_START_SECONDS = 7e-6
+DEFAULT = "rtx4090"
+HOPPER = ("h100", "h200")  # compute capability 9.0
+
+# Without one of these Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), and torch need not be asked.
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def _card(
+    name: str, gib: int, tflops: float, h2d_gb: float, memory_gb: float, workspace_bytes: int = 8 * MIB + 128 * KIB
+) -> Hardware:
+    return Hardware(
+        name=name,
+        device="cuda",
+        capacity_bytes=gib * GIB,
+        context_bytes=CONTEXT_BYTES,
+        workspace_bytes=workspace_bytes,
+        h2d_bytes_per_second=h2d_gb * 1e9,
+        pageable_bytes_per_second=0.4 * h2d_gb * 1e9,
+        d2h_bytes_per_second=h2d_gb * 1e9,
+        bidirectional=0.5,
+        disk_bytes_per_second=1.2e9,
+        flops_per_second=tflops * 1e12,
+        memory_bytes_per_second=memory_gb * 1e9,
+        copy_start_seconds=COPY_START_SECONDS,
+        spares_large_copies=name in HOPPER,
+    )
+
+
+def priors() -> dict[str, Hardware]:
+    """Every device that is known by name. ``sim`` is the simulated accelerator: no context, no scratch, no caching allocator."""
+    hopper = 32 * MIB
+    cards = (
+        _card("rtx3060", 12, 21.7, 24, 360),
+        _card("rtx4060", 8, 25.7, 12, 272),
+        _card("rtx4090", 24, 140, 25, 1008),
+        _card("rtx5090", 32, 200, 50, 1792),
+        _card("a100", 80, 250, 25, 2039),
+        _card("h100", 80, 780, 55, 3350, hopper),
+        _card("h200", 141, 780, 55, 4800, hopper),
+    )
+    return {card.name: card for card in cards} | {"sim": simulated()}
+
+
+def simulated() -> Hardware:
+    """The simulated accelerator: capacity without limit, 1 GB/s each way, 100 GFLOP/s on its virtual clock."""
+    return Hardware(
+        name="sim",
+        device="sim",
+        capacity_bytes=1 << 50,
+        context_bytes=0,
+        workspace_bytes=0,
+        h2d_bytes_per_second=1e9,
+        pageable_bytes_per_second=0.4e9,
+        d2h_bytes_per_second=1e9,
+        bidirectional=1.0,
+        disk_bytes_per_second=1e9,
+        flops_per_second=1e11,
+        cpu_flops_per_second=1e10,
+        memory_bytes_per_second=1e10,
+        convolution_scratch=False,
+        caching_allocator=False,
+        basis="declared",
+    )
+
+
+def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
+    """The device called ``name``; InputError naming the nearest one, of ``profiles`` too, if there is none."""
+    known = {**(profiles or {}), **priors()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(known)}")
+    return known[name]
+
+
+def found() -> Hardware | None:
+    """This machine's CUDA device: its own capacity, rates from the prior whose name its name contains. None without one."""
+    if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
+        return None
+
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties: Any = torch.cuda.get_device_properties(0)
+    plain = properties.name.lower().replace(" ", "").replace("-", "")
+    base = next((card for name, card in priors().items() if name in plain), priors()[DEFAULT])
+    workspace_bytes = 32 * MIB if properties.major >= 9 else base.workspace_bytes
+    return replace(
+        base,
+        name=plain.removeprefix("nvidia"),
+        capacity_bytes=properties.total_memory,
+        workspace_bytes=workspace_bytes,
+        spares_large_copies=properties.major == 9,
+    )

@@ -1,0 +1,155 @@
+"""What a component weighs in each precision that a graph may allow, layer by layer. Nothing is quantized for it.
+
+Formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
+
+    int8   one byte an element; one fp32 scale for each output feature
+    nf4    half a byte an element; one fp32 maximum for each 64 elements; the 16 values of the code
+    nf4 with doubly quantized statistics: the maxima in one byte, for each 256 of them one fp32 maximum; both codes; an offset
+
+    fp8    one byte an element, no statistics
+
+What files hold quantized already (GGUF, fp8 with scales) has no formula: the layers are made on meta, and their bytes counted.
+
+Which layers are quantized says `components.quantize`: linear ones, and nothing else. A bias stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphrun.model.allocator import ROUND_BYTES
+from graphrun.model.problem import BlockGroup
+from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
+from graphrun.modules.precisions import QUANTIZED
+from graphrun.modules.quantize import gguf_linear, quantizable_layers
+from graphrun.profile.precision import peak_of
+from graphrun.profile.recorder import Recorder
+from graphrun.units import round_up
+
+PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4")
+BLOCK, NESTED_BLOCK = 64, 256  # elements to a maximum, maxima to a maximum of maxima
+CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
+
+
+def layer_bytes(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> int:
+    """Bytes of one linear layer's weight [outputs inputs] in int8 or nf4, statistics included, its bias not."""
+    return sum(layer_tensors(outputs, inputs, precision, nested=nested))
+
+
+def layer_tensors(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> tuple[int, ...]:
+    """Bytes of each tensor that holds the weight [outputs inputs] in fp8, int8 or nf4."""
+    count = outputs * inputs
+    if precision == "fp8":
+        return (count,)
+    if precision == "int8":
+        return count, 4 * outputs
+    if precision != "nf4":
+        raise ValueError(f"{precision} is not a precision of quantized layers")
+    blocks = -(-count // BLOCK)
+    packed = -(-count // 2)
+    if not nested:
+        return packed, 4 * blocks, CODE_BYTES
+    return packed, blocks, CODE_BYTES, 4 * -(-blocks // NESTED_BLOCK), NESTED_CODE_BYTES, OFFSET_BYTES
+
+
+def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = False) -> dict[str, int]:
+    """Bytes of ``module``'s distinct tensors in each of `PRECISIONS`; ``dtype`` is the one it was made in.
+
+    What is not of ``dtype`` stays as it is in every precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``
+    rounds each tensor up to what an allocation takes.
+    """
+    step = 512 if allocated else 1
+    return {
+        precision: sum(round_up(nbytes, step) for held in tensors.values() for nbytes in held)
+        for precision, tensors in _held_in_each(module, dtype).items()
+    }
+
+
+def held_in(module: nn.Module, dtype: str, precision: str, *, nested: bool = False) -> dict[int, tuple[int, ...]]:
+    """For each distinct tensor of ``module``, by its `id`, the bytes of each tensor that holds it in ``precision``.
+
+    ``nested``: nf4's statistics are quantized too.
+    """
+    return _held_in_each(module, dtype, (precision,), nested=nested)[precision]
+
+
+def _held_in_each(
+    module: nn.Module, dtype: str, precisions: Sequence[str] = PRECISIONS, *, nested: bool = False
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """`held_in` for each of ``precisions``."""
+    own: torch.dtype = getattr(torch, dtype)
+    layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
+    tensors = (*module.parameters(), *module.buffers())
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for precision in precisions:
+        wanted: torch.dtype = getattr(torch, precision, own) if precision in ("float32", "bfloat16", "float16") else own
+        held = found[precision] = {}
+        for tensor in tensors:
+            layer = layers.get(id(tensor)) if precision in QUANTIZED else None
+            if layer is not None:
+                held[id(tensor)] = layer_tensors(layer.out_features, layer.in_features, precision, nested=nested)
+            else:
+                held[id(tensor)] = (tensor.numel() * (wanted if tensor.dtype == own else tensor.dtype).itemsize,)
+    return found
+
+
+def block_bytes(
+    module: nn.Module, groups: Sequence[BlockGroup], dtype: str, precision: str, *, nested: bool = False
+) -> tuple[int, ...]:
+    """Per class the bytes of its largest block in ``precision``, laid out as `components.blocks` does: every tensor, statistics
+    included, at a multiple of `ALIGNMENT`, the block rounded to what an allocation takes."""
+    layouts = lay_out(module, [path for k in groups for path in k.blocks])
+    return _block_bytes(layouts, groups, held_in(module, dtype, precision, nested=nested))
+
+
+def block_bytes_by_precision(
+    module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """`block_bytes` in each of `PRECISIONS`."""
+    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
+    return {precision: _block_bytes(layouts, groups, held) for precision, held in _held_in_each(module, dtype).items()}
+
+
+def _block_bytes(
+    layouts: Mapping[str, BlockLayout], groups: Sequence[BlockGroup], held: Mapping[int, tuple[int, ...]]
+) -> tuple[int, ...]:
+    sizes = {
+        path: sum(round_up(nbytes, ALIGNMENT) for entry in layout.entries for nbytes in held[id(entry.tensor)])
+        for path, layout in layouts.items()
+    }
+    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in groups)
+
+
+def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
+    """Per class the bytes of its largest block, of ``module`` as it is."""
+    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
+    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in groups)
+
+
+def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -> dict[str, tuple[int, int]]:
+    """What computing with GGUF weights takes, by name: (bytes at most before the weight stands in ``dtype``, bytes written on the
+    way, the weight's in ``dtype`` included). ``kinds``: type, bytes of a row, (outputs, inputs) of each.
+
+    Counted on meta from diffusers' own functions, which make half a dozen tensors of a weight's size.
+    """
+    known: dict[tuple[str, int, tuple[int, int]], tuple[int, int]] = {}
+    own: torch.dtype = getattr(torch, dtype)
+    for kind, row_bytes, (outputs, inputs) in set(kinds.values()):
+        layer = gguf_linear(nn.Linear(inputs, outputs, bias=False, device="meta"), own, kind, row_bytes)
+        recorder = Recorder(layer, ())
+        with _disable_current_modes(), torch.no_grad(), recorder:
+            layer(torch.empty(1, inputs, dtype=own, device="meta"))
+        recorder.close()
+        written = sum(nbytes for _, nbytes in recorder.events if nbytes > 0)
+        known[kind, row_bytes, (outputs, inputs)] = peak_of(recorder.events), written
+    return {name: known[of] for name, of in kinds.items()}
+
+
+def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
+    """The weights of ``module`` that int8, nf4 and fp8 quantize, by name: (outputs, inputs)."""
+    layers = quantizable_layers(module, getattr(torch, dtype))
+    return {f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()}

@@ -1,0 +1,134 @@
+"""Plans and traces as files. A plan file is the JSON summary with the whole problem beside it: it replays anywhere.
+
+Nothing is half-written: a file appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from graphrun.errors import InputError, PlanError
+from graphrun.files import write_whole
+from graphrun.model.plan import Plan, parse
+from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+VERSION = 1
+
+
+def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
+    """Write ``solution`` to ``path``, naming the graph file relative to it."""
+    write_json(path, content(path, graph, solution, summary))
+
+
+def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan file at ``path`` holds: a trace's file holds the same under ``plan``."""
+    where = os.path.relpath(graph.resolve(), path.resolve().parent)
+    return {"graphrun": VERSION, "graph_file": where, **summary, "problem": solution.problem.to_json()}
+
+
+def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
+    """The problem and the plan in the file, and the file's other entries. Raises PlanError naming what is wrong with it."""
+    return plan_in(read_json(path), path)
+
+
+def read_json(path: Path) -> Any:
+    """What the JSON file at ``path`` holds. Raises InputError where it cannot be read, PlanError where it is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"is not JSON: {error}", str(path)) from error
+
+
+def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
+    """The problem and the plan in ``data``, as read from ``path``, and its other entries. Raises PlanError."""
+    if not isinstance(data, dict) or data.get("graphrun") != VERSION:
+        raise PlanError(
+            f'is not a plan of this version (no "graphrun": {VERSION}); make one with graphrun plan GRAPH -o', str(path)
+        )
+    try:
+        text = "\n".join(data["actions"])
+        return problem_from(data["problem"]), parse(text), data
+    except PlanError as error:
+        raise PlanError(f"actions: {error}", str(path)) from error
+    except ValidationError as error:
+        wrong = "; ".join(f"problem.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise PlanError(f"is damaged: {wrong}", str(path)) from error
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"is damaged: {type(error).__name__} {error}", str(path)) from error
+
+
+def problem_from(data: Any) -> Problem:
+    """The problem that `Problem.to_json` wrote. Raises pydantic's ValidationError, which names every wrong field."""
+    return TypeAdapter(Problem).validate_python(data)
+
+
+def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
+    """The graph file that the plan file at ``path`` names in ``saved``; PlanError where it names none."""
+    if not isinstance(name := saved.get("graph_file"), str):
+        raise PlanError('names no graph: add "graph_file"', str(path))
+    return path.parent / name
+
+
+def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
+    """Raises PlanError listing every rule that ``plan`` breaks, with place and bytes."""
+    violations = check(problem, plan)
+    if violations:
+        lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
+        for violation in violations:
+            place = ""
+            if 0 <= violation.slot < len(plan.slots):
+                slot = plan.slots[violation.slot]
+                place = f" in slot {violation.slot} ({f'{slot.phase} {slot.part}'.strip()})"
+            action = f", action {violation.action}" if violation.action >= 0 else ""
+            lines.append(f"  {violation.rule}{place}{action}: {violation.detail}")
+        raise PlanError("\n".join(lines))
+
+
+def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
+    """The solution as it was saved. Its proof is the file's word; its time and bytes come from `simulate` as always."""
+    simulated = simulate(problem, plan)
+    bound = float(saved.get("bound_seconds") or 0.0)
+    objective = float(saved.get("objective_seconds") or simulated.total_seconds)
+    gap = max(0.0, objective - bound) / max(objective, 1e-12)
+    return Solution(problem, plan, bool(saved.get("proven_optimal")), bound, objective, gap, simulated.again_seconds)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """``data`` as JSON in ``path``, whole or not at all."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """``text`` in ``path``, whole or not at all."""
+    _whole(path, lambda target: target.write_text(text))
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Raises InputError unless a file can be written at each of ``paths``: better said before a run than after it."""
+    for path in paths:
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, write)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

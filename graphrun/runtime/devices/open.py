@@ -1,0 +1,35 @@
+"""The device that a problem was planned for, opened on this machine."""
+
+from __future__ import annotations
+
+from graphrun.errors import InputError
+from graphrun.model.problem import Hardware, Problem
+from graphrun.runtime.devices.device import Device
+
+
+def open_device(problem: Problem) -> Device:
+    """A device of the problem's kind: its rates on ``sim``, the first CUDA device on ``cuda``. InputError where there is none."""
+    return open_hardware(problem.hardware)
+
+
+def open_hardware(hardware: Hardware) -> Device:
+    """The device that ``hardware`` describes. InputError where there is none."""
+    if hardware.device == "sim":
+        from graphrun.runtime.devices.simulated import SimulatedDevice
+        from graphrun.sim import Machine
+
+        return SimulatedDevice(
+            Machine(
+                capacity_bytes=hardware.capacity_bytes,
+                h2d_bytes_per_second=hardware.h2d_bytes_per_second,
+                d2h_bytes_per_second=hardware.d2h_bytes_per_second,
+                flops_per_second=hardware.flops_per_second,
+                pageable_bytes_per_second=hardware.pageable_bytes_per_second,
+                disk_bytes_per_second=hardware.disk_bytes_per_second,
+            )
+        )
+    if hardware.device == "cuda":
+        from graphrun.runtime.devices.cuda import CudaDevice
+
+        return CudaDevice(workspace_bytes=hardware.workspace_bytes)
+    raise InputError(f"hardware {hardware.name} computes on {hardware.device!r}, which this version cannot run on; use cuda or sim")

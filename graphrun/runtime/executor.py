@@ -1,0 +1,197 @@
+"""Follows a plan. Decides nothing: what the plan says is what happens, and where reality differs the run stops and says so.
+
+The stages' own code runs on; entering a component is what moves the plan forward.
+
+    op's code    ... | text_encoder(...) | ... | transformer(...) | ... transformer(...) ... | vae.decode(...) | ...
+    Boundary         v entry             .     v entry                  v entry             v
+    Turns            slots 0, 1          .     slots 2, 3               slot 4              slots 5, 6
+    OpenSlot         close - open        .     close - open             close - open        close - open
+
+Whatever happens, in the end hooks and boundaries are gone, modules have their host tensors back, and the device holds what it held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from graphrun.errors import OutOfMemory, PlanError
+from graphrun.graph.graph import Graph
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Drop, Plan
+from graphrun.model.problem import Problem
+from graphrun.modules.build import on_host
+from graphrun.modules.source_files import commits_of
+from graphrun.ops import Stages
+from graphrun.runtime.devices.device import Device
+from graphrun.runtime.host import Host
+from graphrun.runtime.leftovers import leftovers, settled
+from graphrun.runtime.slots import HandedOut, Progress, Replan, Running, Work
+from graphrun.trace import Trace
+from graphrun.units import show_size
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+
+def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
+    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``; ``more`` as for `Stages`."""
+    return Stages(
+        graph,
+        host.modules,
+        device.torch_device,
+        inputs,
+        parts=host.parts,
+        meta_modules=host.meta_modules,
+        order=plan.order,
+        options=dict(plan.options),
+        **more,
+    )
+
+
+def follow(
+    problem: Problem,
+    plan: Plan,
+    host: Host,
+    device: Device,
+    work: Work | Stages,
+    progress: Progress | None = None,
+    *,
+    replan: Replan | None = None,
+    handed_out: HandedOut | None = None,
+) -> Trace:
+    """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
+
+    Where reality leaves the plan, ``replan`` makes the next one; without it that is an error, as it is when the run ends before
+    the plan does. ``handed_out``: bytes of the outputs that stay on the device because the caller gets them there. Errors as for
+    `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
+    """
+    with Session(problem, plan, host, device, replan=replan, handed_out=handed_out) as session:
+        trace = session.run(work, progress)
+    return trace
+
+
+class Session:
+    """Runs of one plan, one after another: the first by its slots, each further one by those behind ``again``.
+
+    What the plan keeps on the device, and the backing stores that it filled, stay from run to run. Leaving the context returns the device
+    and the host to their baselines; so does a run that fails, behind which the next one is a first one.
+
+        with Session(problem, plan, host, device) as session:
+            for prompt in prompts:
+                trace = session.run(work(prompt))
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        host: Host,
+        device: Device,
+        *,
+        replan: Replan | None = None,
+        handed_out: HandedOut | None = None,
+    ) -> None:
+        _refuse_plan(problem, plan)
+        self._replan, self._handed_out = replan, handed_out
+        self._problem, self._plan, self._simulation = apply_choices(problem, plan), plan, simulate(problem, plan)
+        self._slowdowns = slowdowns(problem, plan)
+        _refuse_free(plan, host)
+        self._host, self._device = host, device
+        self._begun = False
+        self._baseline_bytes = device.allocated_bytes
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @on_host()
+    def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
+        """One run. Raises PlanError where the plan is for one run, and this is another."""
+        if self._begun and not self._plan.again:
+            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this one and begin again")
+        if not self._begun:
+            self._baseline_bytes = self._device.allocated_bytes
+            self._host.settle_in(self._problem)
+            self._host.prepare(_used(self._problem))
+        slots = self._plan.again if self._begun else self._plan.slots
+        slots_planned = self._simulation.again if self._begun else self._simulation.slots
+        peaks = [slot.peak_bytes for slot in slots_planned]
+        plan = replace(self._plan, slots=slots)
+        run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
+        run.replan, run.handed_out = self._replan, self._handed_out
+        self._begun = True
+        try:
+            trace = run.perform(work, kept=bool(self._plan.again))
+        except BaseException as error:  # an interrupt too must leave the device empty
+            if isinstance(work, Stages):
+                work.leave()
+            self.close()
+            failure = settled(error, self._device, run.where)
+            gc.collect()
+            with contextlib.suppress(RuntimeError):
+                self._device.release_cached()
+            if (left_bytes := self._device.allocated_bytes - self._baseline_bytes) > 0:
+                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
+            if isinstance(failure, OutOfMemory):
+                run.note_in(failure)
+                failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
+            if failure is error:
+                raise
+            raise failure from None
+        return replace(trace, plan_digest=self._plan.digest, sources=self._host.sources)
+
+    def close(self) -> None:
+        """Nothing of the session is on the device any more, and what it filled is gone from the host."""
+        for residency in self._host.residencies.values():
+            residency.release()
+        self._host.finish()
+        self._begun = False
+        with contextlib.suppress(RuntimeError):
+            self._device.release_cached()
+
+
+def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
+    """Raises PlanError when ``plan`` may not be run: it is not for this problem or graph, breaks a rule, or asks for too much."""
+    if problem.graph_digest != graph.digest:
+        raise PlanError(
+            f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
+        )
+    here = dict(commits_of(graph.components.values()))
+    for repository, commit in problem.commits:
+        if here.get(repository, commit) != commit:
+            name = repository.partition("@")[0]
+            raise PlanError(
+                f"the plan was made at commit {commit} of {repository}, which is at {here[repository]} now: plan again, "
+                f"or name the commit, as in source: {name}@{commit}"
+            )
+    _refuse_plan(problem, plan)
+
+
+def _refuse_plan(problem: Problem, plan: Plan) -> None:
+    if plan.problem != problem.digest:
+        raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
+    if violations := check(problem, plan):
+        lines = [f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}" for v in violations]
+        raise PlanError("\n".join(["the plan may not be run:", *lines]))
+
+
+def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
+    """How many times longer components compute that do so on the CPU, by name."""
+    names = dict(plan.variants)
+    chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
+    return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+
+
+def _refuse_free(plan: Plan, host: Host) -> None:
+    for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Drop)):
+        if name in host.residencies and host.residencies[name].given:
+            raise PlanError(f"the plan frees {name}, which was handed in and stays its owner's: leave it out of modules=")
+
+
+def _used(problem: Problem) -> set[str]:
+    return {use.component for phase in problem.phases for use in phase.uses}

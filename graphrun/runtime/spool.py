@@ -1,0 +1,180 @@
+"""Weights that a plan keeps on disk and that no file holds as they are (random, quantized, with a LoRA): written once, then read.
+
+Decides where they lie and when they go. Must not know plans. One folder for each process, named after it and locked by it; what a
+killed process left is removed by the next one that begins.
+
+    TMP/graphrun-spool-1234-abcd/    lock    text_encoder_2.safetensors
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun.errors import InputError
+from graphrun.model.problem import ComponentNumbers
+from graphrun.modules.blocks import BlockLayout, TensorEntry, lay_out
+from graphrun.modules.source_files import Stored
+from graphrun.modules.sources import FileSource, Writer
+from graphrun.units import show_size
+
+PREFIX = "graphrun-spool-"
+MARGIN_BYTES = 16 << 20  # of the disk, left free
+
+
+class Spool:
+    """A folder in ``root`` (the system's for temporary files) for as long as this object lives; made when it is needed."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root
+        self._folder: Path | None = None
+        self._lock = -1
+        self._process = os.getpid()
+
+    def stored(self, module: nn.Module, numbers: ComponentNumbers, writer: Any) -> Any:
+        """A writer that reads ``module``'s blocks as they lie in a file; ``writer`` itself where its source does that already.
+
+        Raises InputError where the disk has no room, or refuses.
+        """
+        if getattr(writer, "plain", False):
+            return writer
+        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], by_layer=numbers.granularity == "layers")
+        file = self._made() / f"{numbers.name}.safetensors"
+        total = sum(layout.nbytes for layout in layouts.values())
+        try:
+            free = shutil.disk_usage(file.parent).free
+            if total + MARGIN_BYTES > free:
+                raise InputError(
+                    f"{numbers.name}: {show_size(total)} are to be kept in {file.parent}, which has {show_size(free)} free: "
+                    "make room, or plan with less disk"
+                )
+            begin = _write(file, layouts, writer)
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            raise InputError(
+                f"{numbers.name} cannot be written to {file}: {error.strerror}: make room, or plan with less disk"
+            ) from error
+        finally:
+            writer.close()
+        stored = {
+            path: Stored(path, "uint8", (layout.nbytes,), layout.nbytes, str(file), begin[path]) for path, layout in layouts.items()
+        }
+        for path, layout in layouts.items():
+            for entry in layout.entries:
+                key, where = _key(entry), begin[path] + entry.offset
+                stored[key] = Stored(key, "uint8", (entry.nbytes,), entry.nbytes, str(file), where)
+        return _Blocks(FileSource(stored), layouts)
+
+    def remove_stale(self) -> None:
+        """What killed processes left in the root is gone."""
+        remove_stale(self._root or Path(tempfile.gettempdir()))
+
+    def close(self) -> None:
+        """The folder is gone."""
+        if self._folder is not None and os.getpid() == self._process:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._folder = None
+
+    def _made(self) -> Path:
+        if self._folder is None:
+            self.remove_stale()
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._root))
+            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return self._folder
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Blocks:
+    """Blocks as they lie in a file, one read each; those of another layout tensor by tensor."""
+
+    plain = True
+
+    def __init__(self, source: FileSource, layouts: Mapping[str, BlockLayout]) -> None:
+        self._source = source
+        self._keys = {path: [(_key(entry), entry.offset) for entry in layout.entries] for path, layout in layouts.items()}
+
+    def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Any = None) -> int:
+        if self._keys.get(layout.path) == [(_key(entry), entry.offset) for entry in layout.entries]:
+            return self._source.into(layout.path, buffer[: layout.nbytes])
+        return sum(self._source.into(_key(of), buffer[of.offset : of.offset + of.nbytes]) for of in layout.entries)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _key(entry: TensorEntry) -> str:
+    """What one tensor of a block is called; no block is called so."""
+    return f"{entry.names[0]} {entry.field}"
+
+
+def remove_stale(root: Path) -> list[Path]:
+    """Removes what processes that no longer live left in ``root``: the folders. A folder whose lock somebody holds stays."""
+    removed = []
+    for folder in sorted(root.glob(f"{PREFIX}*")):
+        try:
+            handle = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            handle = -1
+        except OSError:
+            continue
+        try:
+            if handle >= 0:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif _lives(folder.name):
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        except OSError:
+            continue
+        finally:
+            if handle >= 0:
+                os.close(handle)
+    return removed
+
+
+def _lives(name: str) -> bool:
+    """Whether the process that made the folder called ``name`` may still be about to lock it."""
+    number = name.removeprefix(PREFIX).split("-")[0]
+    try:
+        os.kill(int(number), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:
+    """Writes a safetensors file with one tensor of bytes for each block: where each begins. One block is in memory at a time."""
+    header, begin = dict[str, Any](), 0
+    for path, layout in layouts.items():
+        header[path or "remainder"] = {"dtype": "U8", "shape": [layout.nbytes], "data_offsets": [begin, begin + layout.nbytes]}
+        begin += layout.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    locations, start = {}, 8 + len(text)
+    with file.open("xb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for path, layout in layouts.items():
+            buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
+            writer.write(layout, buffer)
+            raw: Any = buffer.numpy()
+            opened.write(memoryview(raw))
+            locations[path] = start
+            start += layout.nbytes
+        opened.flush()
+        os.fsync(opened.fileno())
+    return locations

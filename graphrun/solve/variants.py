@@ -1,0 +1,140 @@
+"""Which variants are worth a solver's time, and which of equally good ones a plan names. Exact: no solution is lost.
+
+dominated     another variant is no worse in any number, or worse only in a tier that cannot bind       left out before solving
+plainest      the earliest variant that does the same at no cost in seconds, bytes moved or memory      chosen after solving
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphrun.model.least_memory import streamable_groups, used_components
+from graphrun.model.problem import ComponentNumbers, Problem, Variant
+from graphrun.solve.matrix import most_host_bytes
+from graphrun.solve.program import Choice, Program, program_of, usable
+
+MISSED = 1e-9  # relatively: seconds that are equal but for the order of additions
+
+
+def worthwhile(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of each component the usable variants that no other one dominates."""
+    open_ = program_of(problem)
+    limits = (problem.ram_bytes, problem.pinned_bytes)
+    binds = [
+        limit is not None and most_host_bytes(open_, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
+    ]
+    stored = [
+        max(
+            (
+                variant_choice.of.stored_bytes
+                for variant_choice in open_.variant_choices
+                if variant_choice.component == c and variant_choice.used
+            ),
+            default=0,
+        )
+        for c in range(len(problem.components))
+    ]
+    binds.append(problem.disk_bytes is not None and sum(stored) > problem.disk_bytes)
+    found = []
+    for number, component in enumerate(problem.components):
+        left = list(usable(problem, number)) if component in used_components(problem) else list(usable(problem, number)[:1])
+        for index in reversed(left.copy()):
+            if any(_dominates(component, other, index, binds) for other in left if other != index):
+                left.remove(index)
+        found.append(tuple(left))
+    return tuple(found)
+
+
+def _dominates(component: ComponentNumbers, one: int, other: int, binds: list[bool]) -> bool:
+    """Whether variant ``one`` is no worse than ``other`` in anything. Of two equal ones the later is dominated first."""
+    a, b = component.variants[one], component.variants[other]
+    if (a.device == "cpu") != (b.device == "cpu") or (b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"):
+        return False
+    flags = [(b.movable, a.movable), *zip(streamable_groups(component, other), streamable_groups(component, one), strict=True)]
+    if any(wanted and not had for wanted, had in flags):
+        return False
+    ram, pinned, disk = binds
+    pairs = [(a.slowdown, b.slowdown), (float(a.scratch_bytes), float(b.scratch_bytes))]
+    pairs += [(x, y) for x, y in zip(_numbers(component, a), _numbers(component, b), strict=True)]
+    pairs += [(float(a.host_bytes), float(b.host_bytes)), (float(a.transient_bytes), float(b.transient_bytes))] if ram else []
+    pairs += [(float(a.locked_bytes), float(b.locked_bytes))] if pinned else []
+    pairs += [(float(a.stored_bytes), float(b.stored_bytes))] if disk else []
+    return all(x <= y for x, y in pairs)
+
+
+def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
+    """Bytes and seconds per class. What is read whenever it is copied is no fill, and a fill is no such read."""
+    none = (0.0,) * len(component.groups)
+    on_device = variant.device != "cpu"
+    numbers: list[float] = []
+    for of in (
+        variant.block_bytes if on_device else none,
+        variant.load_seconds if on_device else none,
+        (variant.disk_seconds or none) if variant.backing_store == "disk" and on_device else none,
+        variant.block_seconds or none,
+        variant.read_seconds if variant.read_seconds and variant.backing_store != "disk" else none,
+    ):
+        numbers += [float(value) for value in of]
+    return numbers
+
+
+def plainest(problem: Problem, variants: tuple[int, ...], choice: Choice) -> tuple[tuple[int, ...], Choice]:
+    """``choice`` with earlier variants where the same integers then cost no more."""
+    program = program_of(problem, tuple((v,) for v in variants))
+    for number, component in enumerate(problem.components):
+        for earlier in usable(problem, number):
+            if earlier >= variants[number]:
+                break
+            one, other = component.variants[earlier], component.variants[variants[number]]
+            if (one.device, one.movable, bool(one.read_seconds)) != (other.device, other.movable, bool(other.read_seconds)):
+                continue
+            if streamable_groups(component, earlier) != streamable_groups(component, variants[number]):
+                continue
+            instead = (*variants[:number], earlier, *variants[number + 1 :])
+            tried = program_of(problem, tuple((v,) for v in instead))
+            if _no_worse(tried, program, choice):
+                variants, program = instead, tried
+                break
+    return variants, choice
+
+
+def _no_worse(tried: Program, program: Program, choice: Choice) -> bool:
+    if tried.seconds(choice) > program.seconds(choice) * (1 + MISSED) or tried.moved_bytes(choice) > program.moved_bytes(choice):
+        return False
+    if max(tried.device_bytes(choice), default=0) > max(program.device_bytes(choice), default=0):
+        return False
+    return not over(tried, choice)
+
+
+def over(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
+    """Bytes above a budget, by tier and interval, in integers; empty where all fits."""
+    problem, host = program.problem, program.host_bytes(choice)
+    limits = {"device": problem.effective_bytes, "ram": problem.ram_bytes, "pinned": problem.pinned_bytes}
+    taken = {"device": program.device_bytes(choice), "ram": [ram for ram, _ in host], "pinned": [locked for _, locked in host]}
+    found = {}
+    for tier, limit in limits.items():
+        if limit is not None and (more := {t: n - limit for t, n in enumerate(taken[tier]) if n > limit}):
+            found[tier] = more
+    stored = sum(variant_choice.of.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
+    if problem.disk_bytes is not None and stored > problem.disk_bytes:
+        found["disk"] = {0: stored - problem.disk_bytes}
+    return found
+
+
+def simple(problem: Problem) -> bool:
+    """Whether nothing is to be chosen but where blocks are: one usable variant, never filled, one order, nothing to spill."""
+    if problem.precedence is not None or any(not of.needs or of.needs in problem.allow for of in problem.options):
+        return False
+    if any(len(usable(problem, number)) != 1 for number in range(len(problem.components))):
+        return False
+    only = taken(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
+    variants = [component.variants[0] for component in only.components]
+    if problem.runs > 1 and not all(variant.movable for variant in variants):
+        return False
+    return not any(variant.read_seconds for variant in variants) and not program_of(problem).spill_gaps
+
+
+def taken(problem: Problem, variants: tuple[int, ...]) -> Problem:
+    """``problem`` with these variants alone, their rules for compute and scratch still in them."""
+    components = tuple(replace(c, variants=(c.variants[v],)) for c, v in zip(problem.components, variants, strict=True))
+    return replace(problem, components=components)

@@ -1,0 +1,111 @@
+"""Time against budget: one problem solved for several budgets, all other numbers equal. Knows neither graph nor dry run.
+
+seconds
+  |x           a plan for a smaller budget is one for a larger too,
+  |  x         so the curve falls, and ends where all transfer hides
+  |     x   x
+  '-----------> budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from graphrun.errors import InputError
+from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
+from graphrun.solve.solve import solved
+from graphrun.solve.whatif.infeasible import smallest_budget, smallest_ram
+from graphrun.units import MIB, parse_size
+from graphrun.verify.simulate import simulate
+
+# From `sizes_between`, and from a sweep: each point is a solve, each swept value a dry run of seconds. Far more than a table shows.
+MOST_POINTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The answer for one budget. ``solution`` is None where nothing fits; seconds and bytes are `simulate`'s, of all runs
+    together, 0 without a plan.
+
+    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least for which a plan exists, to the byte.
+    """
+
+    budget_bytes: int
+    smallest_budget_bytes: int
+    smallest_ram_bytes: int
+    solution: Solution | None
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    peak_bytes: int = 0
+    moved_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.solution is not None
+
+
+def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> tuple[Point, ...]:
+    """``problem`` planned for every one of ``budgets`` (bytes of VRAM), in their order. Infeasible ones are points too.
+
+    ``solve``: the plan, or None where nothing fits.
+    """
+    return tuple(_point(replace(problem, budget_bytes=budget), solve) for budget in budgets)
+
+
+def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
+    """``count`` budgets from the smallest that works to what holds every component at once, evenly spread; ``problem``'s own among
+    them."""
+    least = smallest_budget(problem)
+    weights = sum(max(component.weight_bytes(n) for n in problem.usable(component)) for component in problem.components)
+    slots = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases), default=0)
+    most = max(least + 1, problem.overhead_bytes + weights + slots + sum(value.nbytes for value in problem.values))
+    spread = (least + (most - least) * number // max(1, count - 1) for number in range(count))
+    return tuple(sorted({*spread, problem.budget_bytes}))
+
+
+def _point(problem: Problem, solve: Callable[[Problem], Solution | None]) -> Point:
+    least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
+    if (solution := solve(problem)) is None:
+        return Point(*least, None)
+    found = simulate(solution.problem, solution.plan)
+    compute = found.compute_seconds + (found.runs - 1) * sum(slot.compute_seconds for slot in found.again)
+    return Point(*least, solution, found.total_seconds, compute, found.peak_bytes, found.total_moved_bytes)
+
+
+def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vram") -> tuple[int, ...]:
+    """The budgets that ``text`` means: ``8G`` one, ``4G:48G:4G`` from, to (inclusive) and step.
+
+    ``4G:48G`` means both ends and, between them, the sizes that cards have: powers of two and one and a half times these, from
+    a MiB on (4, 6, 8, 12, 16, 24, 32, 48 GiB). Raises InputError.
+    """
+    ends = [parse_size(part, whole_bytes=whole_bytes, name=name) for part in text.split(":")]
+    if len(ends) == 1:
+        return tuple(ends)
+    if len(ends) > 3 or ends[0] > ends[1]:
+        raise InputError(f"{name}: {text!r} is not a range; write it as FROM:TO or FROM:TO:STEP, such as 4G:48G")
+    if len(ends) == 3:
+        _refuse_many(text, (ends[1] - ends[0]) // ends[2], name)
+        return tuple(range(ends[0], ends[1] + 1, ends[2]))
+    usual = {size for power in range(30) for size in (MIB << power, 3 * (MIB << power) // 2)}
+    return tuple(sorted({size for size in usual if ends[0] < size < ends[1]} | set(ends)))
+
+
+def values_between(text: str) -> tuple[str, tuple[int, ...]]:
+    """The input and its values that ``text`` means: ``height=512:2048:256`` from, to (inclusive) and step. Raises InputError."""
+    name, equals, range_ = text.partition("=")
+    try:
+        low, high, step = (int(part) for part in range_.split(":"))
+    except ValueError:
+        low, high, step = 0, 0, 0
+    if not (name and equals and step > 0 and low <= high):
+        raise InputError(f"sweep: {text!r} is not a range of an input; write it as NAME=FROM:TO:STEP, such as height=512:2048:256")
+    _refuse_many(range_, (high - low) // step, "sweep")
+    return name.strip(), tuple(range(low, high + 1, step))
+
+
+def _refuse_many(text: str, steps: int, name: str) -> None:
+    if steps >= MOST_POINTS:
+        raise InputError(f"{name}: {text!r} has {steps + 1} values, more than {MOST_POINTS}; take a larger step")

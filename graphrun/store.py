@@ -1,0 +1,310 @@
+"""What is computed once and kept: dry runs, problems, plans. Decides under which key, and when an entry does not count.
+
+    dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
+    problem    dry run + hardware + budgets                                            no torch is imported to read it
+    plan       the problem's digest + graphrun's own source                            nor highspy
+    measured   device, versions, component, shapes (`estimator.feedback`)              put into a problem when it is read
+
+Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from graphrun.errors import PlanError
+from graphrun.files import Store, digest_of
+from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.media import told
+from graphrun.model.plan import parse
+from graphrun.model.problem import BlockGroup, Hardware, Problem
+from graphrun.model.solution import Solution
+from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
+from graphrun.profile.feedback import informed, keep_shapes
+from graphrun.profile.problems import Limits, option_phases_of, problem_of
+from graphrun.profile.recording import Call, ComponentProfile, Cut, Mark, Probed, Product, Recording, Span
+from graphrun.solve.granularity import cut
+from graphrun.verify.check import check
+
+# Packages whose code a dry run of diffusers' pipelines passes through, or whose presence changes it.
+LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
+
+# What a damaged or foreign entry makes a reader raise.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
+
+
+def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
+    """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there.
+
+    Where earlier runs left measurements in ``store``, they take the place of traced numbers.
+    """
+    return informed(_problem(graph, inputs, hardware, limits, store), store)
+
+
+def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
+    chosen = option_phases_of(graph, limits.allow)
+
+    def made() -> tuple[Problem, Probed]:
+        ways = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
+        plain = dry_run(graph, inputs, store)
+        return problem_of(graph, plain, hardware, limits, inputs, ways), plain
+
+    traced = trace_key(graph, inputs) if store is not None else None
+    if store is None or traced is None:
+        problem, probed = made()
+        if store is not None:
+            keep_shapes(graph, probed, problem, store)
+        return problem
+    sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
+    settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
+    key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
+    if (found := store.get("problem", key)) is not None:
+        try:
+            return TypeAdapter(Problem).validate_python(found)
+        except UNREADABLE:
+            pass
+    problem, probed = made()
+    store.put("problem", key, problem.to_json())
+    keep_shapes(graph, probed, problem, store)
+    return problem
+
+
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
+    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name): from ``store``, else made
+    (seconds) and kept there."""
+    key = trace_key(graph, inputs) if store is not None else None
+    if store is None or key is None:
+        return _probe(graph, inputs, options)
+    key = digest_of([key, sorted(options.items())]) if options else key
+    if (found := store.get("trace", key)) is not None:
+        try:
+            return from_json(found)
+        except UNREADABLE:
+            pass
+    probed = _probe(graph, inputs, options)
+    store.put("trace", key, to_json(probed))
+    return probed
+
+
+def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
+    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible.
+
+    ``solved`` is told the seconds that solving took, and nothing where the plan was kept.
+    """
+    if (kept := _kept_plan(problem, store)) is not None:
+        return kept
+    from graphrun.solve.solve import solve  # imports highspy
+
+    start = time.perf_counter()
+    solution = solve(problem)
+    if solved is not None:
+        solved(time.perf_counter() - start)
+    _keep_plan(problem, solution, store)
+    return solution
+
+
+def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
+    """As `solution_for`; None where nothing fits, without saying why."""
+    if (kept := _kept_plan(problem, store)) is not None:
+        return kept
+    from graphrun.solve.solve import solved
+
+    if (solution := solved(problem)) is not None:
+        _keep_plan(problem, solution, store)
+    return solution
+
+
+def _kept_plan(problem: Problem, store: Store | None) -> Solution | None:
+    found = store.get("plan", _plan_key(problem)) if store is not None else None
+    if found is None:
+        return None
+    try:
+        plan, of = parse(found["plan"]), cut(problem, found["cut"])
+        return Solution(of, plan, *found["proof"]) if plan.problem == of.digest and not check(of, plan) else None
+    except UNREADABLE:
+        return None
+
+
+def _keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
+    if store is not None:
+        proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
+        finer = [component.name for component in solution.problem.components if component.granularity == "layers"]
+        store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "cut": finer, "proof": proof})
+
+
+def _plan_key(problem: Problem) -> str:
+    return digest_of([problem.digest, own_source()])
+
+
+def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
+    """What a dry run depends on, as a key; None where it depends on something that has no version.
+
+    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed. Weights on
+    this machine count by name, size and when they were written.
+    """
+    sources = _sources(graph)
+    stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.trust)}
+    if sources is None or any(stamps[name] is None for name in graph.trust):
+        return None
+    code = [stamps, list(sys.version_info[:3]), own_source()]
+    return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), code, sources])
+
+
+def _sources(graph: Graph) -> list[Any] | None:
+    """What the sources on this machine say of a graph: configurations that it has from there, when weights were written. None where
+    something that it needs is not here."""
+    found: list[Any] = []
+    for c in graph.components.values():
+        places = [place for source in (c.source, c.gguf) if source and (place := local_place(source)) is not None]
+        config = None if c.has_config else config_file(c.source)
+        if not c.has_config and config is None:
+            return None
+        text = config.read_text(encoding="utf-8") if config is not None else ""
+        found.append([c.name, text, c.variant, *(file_stamps(place, c.where, c.variant) for place in places)])
+    for p in graph.parts.values():
+        if not (p.has_config or p.file):
+            folder = local_folder(p.source) if p.source is not None else None
+            if folder is None:
+                return None
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            found.append([p.name, [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]])
+    return found
+
+
+def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
+    uses = [
+        (name, value.name)
+        for stage in graph.stages
+        for name, argument in stage.arguments.items()
+        for value in (argument if isinstance(argument, list) else [argument])
+        if isinstance(value, Reference) and value.kind == "input"
+    ]
+    plain = {wanted for name, wanted in uses if "prompt" not in name and name != "seed"}
+    found = {name: told(inputs[name]) for name in sorted(plain)}
+    texts = sorted({wanted for name, wanted in uses if "prompt" in name} - plain)
+    return found | {name: "text" if inputs[name] and isinstance(inputs[name], str) else told(inputs[name]) for name in texts}
+
+
+def _stamp(package: str) -> tuple[str, int] | None:
+    """The version of a package, and when its first file was written: an installation of the same version anew is another one."""
+    try:
+        number, spec = version(package), find_spec(package)
+        return number, Path(spec.origin).stat().st_mtime_ns if spec is not None and spec.origin else 0
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+
+
+@functools.cache
+def own_source() -> str:
+    """A digest of every Python file of graphrun, as it was when first asked: whatever changes there, nothing kept before counts."""
+    root, total = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return total.hexdigest()[:32]
+
+
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+    with _imports_set_aside() as imported:
+        from graphrun.modules.classes import resolve_class
+        from graphrun.profile.dry_run import probe
+
+        for component in graph.components.values():
+            resolve_class(component.class_path, graph.trust, component.where, "component")
+        for part in graph.parts.values():
+            resolve_class(part.class_path, graph.trust, part.where, "part")
+        resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
+        imported()
+        return probe(graph, inputs, options)
+
+
+@contextmanager
+def _imports_set_aside() -> Iterator[Callable[[], None]]:
+    """Imports make a million objects that stay, among which Python's collector looks for garbage over and over: a quarter of their
+    time. It rests until the function that this yields is called, and passes them over from then on, until the context ends.
+    """
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+
+    def imported() -> None:
+        if enabled:
+            if not frozen:
+                gc.freeze()
+            gc.enable()
+
+    try:
+        yield imported
+    finally:
+        if enabled:
+            gc.enable()
+        if enabled and not frozen:
+            gc.unfreeze()
+
+
+def to_json(probed: Probed) -> dict[str, Any]:
+    """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered on the tape."""
+    calls: dict[int, Call] = {id(item.call): item.call for item in probed.recording.items if isinstance(item, Mark) and item.call}
+    numbers = {key: number for number, key in enumerate(calls)}
+    return {
+        "calls": [call.plain() for call in calls.values()],
+        "items": [
+            [item.kind, item.name, numbers[id(item.call)] if item.call else -1] if isinstance(item, Mark) else item
+            for item in probed.recording.items
+        ],
+        "values": {name: sorted(keys) for name, keys in probed.recording.values.items()},
+        "profiles": {name: asdict(profiles) for name, profiles in probed.profiles.items()},
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> Probed:
+    """The dry run that `to_json` wrote, without modules. Raises one of `UNREADABLE` where ``data`` is something else."""
+    calls = [
+        Call(
+            **{
+                **call,
+                "events": tuple((key, nbytes) for key, nbytes in call["events"]),
+                "touched": frozenset(call["touched"]),
+                "flops": tuple((path, flops) for path, flops in call["flops"]),
+                "products": tuple(Product(**product) for product in call["products"]),
+                "spans": tuple(Span(**span) for span in call["spans"]),
+                "outside": frozenset(call["outside"]),
+                "loose": frozenset(call["loose"]),
+                "kept": tuple(call["kept"]),
+            }
+        )
+        for call in data["calls"]
+    ]
+    items: list[tuple[int, int] | Mark] = [
+        Mark(item[0], item[1], calls[item[2]] if item[2] >= 0 else None) if len(item) == 3 else (item[0], item[1])
+        for item in data["items"]
+    ]
+    profiles = {
+        name: ComponentProfile(
+            found["parameters"],
+            *_cut(found),
+            {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
+            {name: (most, written) for name, (most, written) in found["widened"].items()},
+            tuple(found["as_stored"]),
+            Cut(*_cut(found["by_layer"])) if found["by_layer"] else None,
+        )
+        for name, found in data["profiles"].items()
+    }
+    return Probed(Recording(items, {name: frozenset(keys) for name, keys in data["values"].items()}), profiles)
+
+
+def _cut(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Classes, bytes of a block, and those in other precisions."""
+    groups = tuple(BlockGroup(**{**k, "blocks": tuple(k["blocks"])}) for k in found["groups"])
+    return groups, tuple(found["block_bytes"]), {precision: tuple(sizes) for precision, sizes in found["precisions"].items()}

@@ -1,0 +1,292 @@
+"""What `attach` promises beyond one call: other calls, other arguments, things that leave the plan, bad input, and an end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, EulerDiscreteScheduler
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import PROMPT, Case, cases
+from torch import nn
+
+import graphrun
+from graphrun.diffusers_.attach import Attachment
+from graphrun.diffusers_.dry_call import ProbeError
+from graphrun.errors import InputError
+from graphrun.model.plan import Load, Stream
+from graphrun.profile.machine import host_ram_bytes
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.units import round_up
+
+SD: Case = cases()["StableDiffusionPipeline"]
+FLUX: Case = cases()["FluxPipeline"]
+
+
+@dataclass
+class Attached:
+    pipe: Any
+    device: SimulatedDevice
+    attachment: Attachment
+
+    def seeded(self, seed: int = 3, **arguments: Any) -> Any:
+        return seeded(self.pipe, seed, **arguments)
+
+
+def seeded(pipe: Any, seed: int = 3, **arguments: Any) -> Any:
+    usual = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    generator = torch.Generator().manual_seed(seed)
+    return pipe(**{"prompt": PROMPT, **usual, **arguments}, generator=generator).images
+
+
+@pytest.fixture
+def sd() -> Iterator[Attached]:
+    pipe, device = SD.build(), SimulatedDevice(Machine())
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attachment:
+        yield Attached(pipe, device, attachment)
+
+
+def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: Attached) -> None:
+    plain = SD.build()
+    assert equal(sd.seeded(), seeded(plain))
+    first = sd.attachment.solution
+    assert equal(sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm"))
+    assert sd.attachment.solution is first
+    assert equal(sd.seeded(guidance_scale=5.0), seeded(plain, guidance_scale=5.0))
+    assert sd.attachment.solution is first, "it is rehearsed, and is the same problem"
+    assert equal(sd.seeded(height=24), seeded(plain, height=24))
+    assert sd.attachment.solution is not first
+    assert equal(sd.seeded(guidance_scale=1.0), seeded(plain, guidance_scale=1.0))
+    assert equal(sd.seeded(num_images_per_prompt=2), seeded(plain, num_images_per_prompt=2))
+    assert sd.attachment.replans == ()
+    assert sd.device.allocated_bytes == 0
+
+
+def test_encoding_alone_uses_the_encoder_alone_and_its_results_serve_as_arguments(sd: Attached) -> None:
+    peaks = []
+    for _ in range(2):
+        embeds, negative = sd.pipe.encode_prompt(PROMPT, sd.pipe.device, 1, True)
+        assert embeds.device.type == "sim"
+        assert sd.attachment.trace is not None
+        peaks.append(sd.attachment.trace.peak_bytes)
+        assert {event.component for event in sd.attachment.trace.events} == {"text_encoder"}
+        held_bytes = sd.device.allocated_bytes
+        assert held_bytes == sum(round_up(t.numel() * t.element_size(), 512) for t in (embeds, negative))
+        if len(peaks) == 1:
+            del embeds, negative
+            assert sd.device.allocated_bytes == 0
+    assert peaks[0] == peaks[1]
+    image = sd.seeded(prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative)
+    assert equal(image, seeded(SD.build()))
+    assert sd.device.allocated_bytes == held_bytes
+
+
+def test_a_component_called_directly_is_planned_too(sd: Attached) -> None:
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    want = SD.build().vae.decode(latents).sample
+    with sd.device.machine:
+        there = latents.to("sim")
+    got = sd.pipe.vae.decode(there).sample
+    assert torch.equal(got.cpu(), want)
+    del got, there
+    assert sd.device.allocated_bytes == 0
+
+
+def test_what_is_not_as_it_was_rehearsed_is_planned_when_it_comes(sd: Attached) -> None:
+    """The callback is silent in the rehearsal and asks for a decoding in the run, which no plan had."""
+    plain = SD.build()
+
+    def look(pipe: Any, step: int, at: Any, values: dict[str, Any]) -> dict[str, Any]:
+        seen.append(pipe.vae.decode(values["latents"]).sample.cpu())
+        return values
+
+    seen: list[torch.Tensor] = []
+    want = seeded(plain, callback_on_step_end=look), list(seen)
+    seen.clear()
+    got = sd.seeded(callback_on_step_end=look)
+    assert equal((got, seen), want)
+    assert sd.attachment.replans[0] == "vae.decode"
+    assert sd.device.allocated_bytes == 0
+    assert "planned again at vae.decode" in sd.attachment.report()
+
+
+def test_another_scheduler_and_tiling_get_plans_of_their_own(sd: Attached) -> None:
+    sd.seeded()
+    first = sd.attachment.solution
+    plain = SD.build()
+    for pipe in (plain, sd.pipe):
+        pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+        pipe.vae.enable_tiling()
+    assert equal(sd.seeded(), seeded(plain))
+    assert sd.attachment.solution is not first
+    assert sd.attachment.replans == ()
+
+
+def test_the_random_state_of_the_process_and_of_generators_is_the_calls_own(sd: Attached) -> None:
+    torch.manual_seed(5)
+    without = SD.build()
+    torch.manual_seed(5)
+    want = without(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images, torch.rand(1)
+    torch.manual_seed(5)
+    got = sd.pipe(PROMPT, height=16, width=16, num_inference_steps=2, output_type="np").images, torch.rand(1)
+    assert equal(got, want)
+
+
+def test_a_small_budget_streams_and_one_that_is_too_small_is_refused_with_the_least_that_works() -> None:
+    pipe = FLUX.build()
+    want = FLUX.call(pipe)
+    with graphrun.attach(pipe, vram=1, device="sim"), pytest.raises(Infeasible) as refused:
+        FLUX.call(pipe)
+    with graphrun.attach(pipe, vram=refused.value.smallest_budget_bytes, device="sim") as attached:
+        assert equal(FLUX.call(pipe), want)
+        assert attached.solution is not None
+        streamed = {a.component for slot in attached.solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
+        assert streamed
+        assert attached.summary()["measured"]["kept_plan"]
+        assert pipe.graphrun is attached
+        assert "the plan was kept" in attached.report()
+        assert len(attached.report().splitlines()) < 24
+        assert all(phase.name in attached.report() for phase in attached.solution.problem.phases)
+        assert "held as" in attached.report(full=True)
+
+
+def test_the_least_budget_works_for_what_the_caller_has_on_the_device() -> None:
+    case = cases()["KandinskyV22Pipeline"]
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+    with device.machine:
+        held = {name: value.to("sim") if isinstance(value, torch.Tensor) else value for name, value in case.arguments().items()}
+    there = replace(case, arguments=lambda: held)
+    held_bytes = device.allocated_bytes
+    with graphrun.attach(pipe, vram=1, device=device), pytest.raises(Infeasible) as refused:
+        there.call(pipe, lambda tensor: tensor)
+    least_bytes = refused.value.smallest_budget_bytes
+    with graphrun.attach(pipe, vram=least_bytes, device=device) as attached:
+        assert equal(there.call(pipe, lambda tensor: tensor), want)
+        assert attached.trace is not None
+        assert attached.trace.peak_bytes == least_bytes - held_bytes < least_bytes
+
+
+def test_components_that_are_in_ram_stay_there_though_little_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pipe = SD.build()
+    want = SD.call(pipe)
+    left_bytes = weight_bytes(pipe) // 4
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {left_bytes // 1024} kB\nSwapFree: 99999999 kB\n")
+    monkeypatch.setattr(host_ram_bytes, "__defaults__", (tmp_path, tmp_path / "own", tmp_path / "meminfo"))
+    with graphrun.attach(pipe, vram="1G", device="sim") as attached:
+        assert equal(SD.call(pipe), want)
+        assert attached.solution is not None
+        problem, plan = attached.solution.problem, attached.solution.plan
+        assert weight_bytes(pipe) < problem.ram_bytes <= weight_bytes(pipe) + left_bytes
+        backing_stores = {action.backing_store for slot in plan.slots for action in slot.actions if isinstance(action, Load)}
+        assert backing_stores <= {"pinned", "pageable"}
+
+
+def test_detaching_gives_everything_back() -> None:
+    pipe = SD.build()
+    kinds = {name: type(part) for name, part in pipe.components.items()}
+    pipe.vae.requires_grad_(True)
+    before = {name: tensor.clone() for name, tensor in pipe.unet.state_dict().items()}
+    attached = graphrun.attach(pipe, vram="1G", device="sim")
+    SD.call(pipe)
+    attached.detach()
+    attached.detach()
+    assert type(pipe) is SD.kind
+    assert pipe.device.type == "cpu"
+    assert {name: type(part) for name, part in pipe.components.items()} == kinds
+    assert all(p.requires_grad for p in pipe.vae.parameters())
+    assert not any(p.requires_grad for p in pipe.unet.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.unet.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in pipe.unet.modules())
+
+
+def test_the_device_is_the_plans(sd: Attached) -> None:
+    assert sd.pipe.device.type == sd.pipe._execution_device.type == "sim"
+    assert sd.pipe.to("sim") is sd.pipe
+    assert isinstance(sd.pipe, SD.kind)
+
+
+def test_other_movers_are_refused(sd: Attached) -> None:
+    with pytest.raises(InputError, match=r"detach\(\) before enable_model_cpu_offload"):
+        sd.pipe.enable_model_cpu_offload()
+    with pytest.raises(InputError, match=r"detach\(\) before to\(cpu\)"):
+        sd.pipe.to("cpu")
+    with pytest.raises(InputError, match="attached to StableDiffusionPipeline already"):
+        graphrun.attach(sd.pipe, vram="1G", device="sim")
+
+
+def test_a_pipeline_that_something_else_moves_is_refused() -> None:
+    pipe = SD.build()
+    pipe.enable_sequential_cpu_offload(device="cpu")
+    with pytest.raises(InputError, match="remove_all_hooks"):
+        graphrun.attach(pipe, vram="1G", device="sim")
+    with pytest.raises(InputError, match="diffusers pipeline, not Linear"):
+        graphrun.attach(nn.Linear(1, 1), vram="1G", device="sim")
+    with pytest.raises(InputError, match="device 'tpu' is not known"):
+        graphrun.attach(SD.build(), vram="1G", device="tpu")
+
+
+def test_a_wrong_argument_is_the_pipelines_own_error(sd: Attached) -> None:
+    with pytest.raises(ValueError, match="has to be of type"):
+        sd.pipe(5)
+    assert equal(sd.seeded(), seeded(SD.build()))
+
+
+def test_a_probe_that_fails_says_which_call_failed() -> None:
+    pipe, device = SD.build(), SimulatedDevice(Machine())
+
+    class Odd(type(pipe.vae)):  # type: ignore[misc]
+        def decode(self, *args: Any, **kwargs: Any) -> Any:
+            raise OSError("no such codec")
+
+    pipe.vae.__class__ = Odd
+    with graphrun.attach(pipe, vram="1G", device=device):
+        with pytest.raises(ProbeError, match=r"vae\.decode\(float32\[1, 4, 8, 8\].*no such codec.*graph file"):
+            seeded(pipe)
+        assert device.allocated_bytes == 0
+
+
+def test_a_component_that_needs_numbers_is_run_once_on_the_cpu() -> None:
+    """Counting is not possible without numbers: meta has no kernel for it."""
+
+    class Counting(AutoencoderKL):
+        def decode(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert torch.bincount((z > 0).long().flatten()).sum() == z.numel()
+            return super().decode(z, *args, **kwargs)
+
+    pipe = SD.build()
+    pipe.vae.__class__ = Counting
+    with graphrun.attach(pipe, vram="1G", device="sim") as attached:
+        assert equal(seeded(pipe), seeded(SD.build()))
+        assert attached.replans == ()
+
+
+def test_an_error_in_the_run_leaves_nothing_and_the_next_call_works(sd: Attached) -> None:
+    sd.seeded()
+    sd.device.machine.fail_copy = 5
+    with pytest.raises(graphrun.TransferFailed):
+        sd.seeded()
+    assert sd.device.allocated_bytes == 0
+    assert equal(sd.seeded(), seeded(SD.build()))
+
+
+def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
+    pipe = SD.build()
+    live = graphrun.from_pipeline(pipe)
+    inputs = {"prompt": PROMPT, "height": 16, "width": 16, "num_inference_steps": 2}
+    problem = graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs)
+    assert dict(problem.settings)["height"] == "16"
+    assert [use.component for phase in problem.phases for use in phase.uses] == ["text_encoder", "unet", "vae"]
+    for part in (pipe.text_encoder, pipe.unet, pipe.vae):
+        part.to("meta")
+    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", hardware="sim", inputs=inputs)
+    assert bare == problem
+    assert graphrun.plan(bare).plan == graphrun.plan(problem).plan
+    with pytest.raises(InputError, match="until"):
+        graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs, until="decode")

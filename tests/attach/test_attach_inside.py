@@ -1,0 +1,179 @@
+"""Whatever happens inside a call, or changes modules: `detach` gives back a plain pipeline, with nothing on the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import diffusers as d
+import pytest
+import torch
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import Case, cases
+
+import graphrun
+from graphrun.diffusers_.attach import Attachment
+from graphrun.errors import InputError
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+CASES = cases()
+SD: Case = CASES["StableDiffusionPipeline"]
+
+
+def attached(pipe: Any) -> tuple[Attachment, SimulatedDevice]:
+    device = SimulatedDevice(Machine())
+    return graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device), device
+
+
+def stepping(action: Callable[[], Any]) -> Case:
+    """A call that does ``action`` after its first step."""
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            action()
+        return values
+
+    return replace(SD, arguments=lambda: {**SD.arguments(), "callback_on_step_end": callback})
+
+
+def refuse_remains(pipe: Any, device: SimulatedDevice, kind: type[Any]) -> None:
+    """Fails unless ``pipe`` is plain, wholly on the host, and computes as one that was never attached."""
+    modules = [child for part in pipe.components.values() if isinstance(part, torch.nn.Module) for child in part.modules()]
+    assert type(pipe) is kind
+    assert not hasattr(pipe, "graphrun")
+    assert device.allocated_bytes == 0
+    hooks = [hook for child in modules for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
+    assert not [hook for hook in hooks if hook.__module__.startswith("graphrun")]  # transformers keeps some of its own
+    assert not any(hasattr(child, "graphrun_boundary") for child in modules)
+    assert {t.device.type for child in modules for t in (*child.parameters(), *child.buffers())} == {"cpu"}
+
+
+CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
+    ("CogVideoXPipeline", lambda pipe: pipe.fuse_qkv_projections()),
+    ("CogVideoXPipeline", lambda pipe: (pipe.fuse_qkv_projections(), pipe.unfuse_qkv_projections())),
+    ("CogVideoXPipeline", lambda pipe: pipe.vae.enable_tiling()),
+    ("StableDiffusionXLPipeline", lambda pipe: pipe.fuse_qkv_projections()),
+    ("StableDiffusionXLPipeline", lambda pipe: (pipe.enable_freeu(0.9, 0.2, 1.2, 1.4), pipe.enable_attention_slicing())),
+    ("StableDiffusionXLPipeline", lambda pipe: (pipe.upcast_vae(), pipe.vae.enable_slicing())),
+    ("StableDiffusionXLPAGPipeline", lambda pipe: pipe.set_pag_applied_layers(["mid"])),
+    ("AnimateDiffPipeline", lambda pipe: pipe.enable_free_init(num_iters=2)),
+    ("AnimateDiffPipeline", lambda pipe: pipe.enable_free_noise(context_length=2, context_stride=1)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+@pytest.mark.parametrize("between", [False, True], ids=["before", "between"])
+def test_methods_that_change_modules_are_no_calls(number: int, between: bool) -> None:
+    name, change = CHANGES[number]
+    case = CASES[name]
+    plain, pipe = case.build(), case.build()
+    change(plain)
+    want = case.call(plain)
+    attachment, device = attached(pipe)
+    if between:
+        case.call(pipe)
+    solution = attachment.solution
+    change(pipe)
+    assert attachment.solution is solution
+    assert device.allocated_bytes == 0
+    assert equal(case.call(pipe), want)
+    attachment.detach()
+    refuse_remains(pipe, device, case.kind)
+    assert equal(case.call(pipe), want)
+
+
+def test_detaching_inside_a_call_is_done_when_it_ends() -> None:
+    pipe = SD.build()
+    want = SD.call(pipe)
+    attachment, device = attached(pipe)
+    inside: list[Any] = []
+    got = stepping(lambda: (attachment.detach(), inside.append(pipe.graphrun))).call(pipe)
+    assert inside == [attachment]
+    assert equal(got, want)
+    refuse_remains(pipe, device, SD.kind)
+    attachment.detach()
+    assert equal(SD.call(pipe), want)
+    with graphrun.attach(pipe, vram="1G", device="sim"):
+        assert equal(SD.call(pipe), want)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_detaching_inside_a_call_that_fails(error: type[BaseException]) -> None:
+    pipe = SD.build()
+    want = SD.call(pipe)
+    attachment, device = attached(pipe)
+
+    def leave() -> None:
+        attachment.detach()
+        raise error("enough")
+
+    with pytest.raises(error, match="enough"):
+        stepping(leave).call(pipe)
+    refuse_remains(pipe, device, SD.kind)
+    assert equal(SD.call(pipe), want)
+
+
+def test_another_thread_that_detaches_waits_for_the_call() -> None:
+    pipe = SD.build()
+    want = SD.call(pipe)
+    attachment, device = attached(pipe)
+    leaving = threading.Thread(target=attachment.detach)
+    assert equal(stepping(leaving.start).call(pipe), want)
+    leaving.join()
+    refuse_remains(pipe, device, SD.kind)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipe: pipe.fuse_qkv_projections(),
+        lambda pipe: pipe.vae.enable_tiling(),
+        lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
+        lambda pipe: pipe(prompt="b", height=16, width=16, num_inference_steps=1),
+    ],
+    ids=["fused", "tiled", "freeu", "called"],
+)
+def test_what_a_callback_does_has_its_effect_and_leaves_nothing(change: Callable[[Any], Any]) -> None:
+    plain, pipe = SD.build(), SD.build()
+    want = stepping(lambda: change(plain)).call(plain)
+    attachment, device = attached(pipe)
+    assert equal(stepping(lambda: change(pipe)).call(pipe), want)
+    assert device.allocated_bytes == 0
+    after = SD.call(plain)
+    assert equal(SD.call(pipe), after)
+    attachment.detach()
+    refuse_remains(pipe, device, SD.kind)
+    assert equal(SD.call(pipe), after)
+
+
+def other(pipe: Any) -> Any:
+    return d.StableDiffusionImg2ImgPipeline(**pipe.components)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pipe, beside: graphrun.attach(pipe, vram="1G", device="sim"), r"attached to StableDiffusionPipeline already"),
+        (lambda pipe, beside: graphrun.attach(other(pipe), vram="1G", device="sim"), r"a call of another attached pipeline runs"),
+        (lambda pipe, beside: beside.pipe.encode_prompt("a", "cpu", 1, False), r"a call of another attached pipeline runs with"),
+        (lambda pipe, beside: beside.detach(), r"a call of another attached pipeline runs with"),
+        (lambda pipe, beside: pipe.fuse_lora(), r"fuse_lora\(\) before or after it"),
+    ],
+    ids=["attach", "attach another", "call another", "detach another", "fuse a LoRA"],
+)
+def test_what_would_move_the_weights_of_a_call_that_runs_is_refused(change: Callable[[Any, Any], Any], message: str) -> None:
+    pipe = SD.build()
+    want = SD.call(pipe)
+    beside = graphrun.attach(other(pipe), vram="1G", device="sim")
+    attachment, device = attached(pipe)
+    with pytest.raises(InputError, match=message):
+        stepping(lambda: change(pipe, beside)).call(pipe)
+    assert device.allocated_bytes == 0
+    assert equal(SD.call(pipe), want)
+    attachment.detach()
+    beside.detach()
+    refuse_remains(pipe, device, SD.kind)
+    assert equal(SD.call(pipe), want)

@@ -1,0 +1,61 @@
+"""LoRAs loaded, weighed, fused and taken away while attached: the plain pipeline's results, each by a plan of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_attach import SD, seeded
+from test_attach_pipelines import equal, weight_bytes
+
+import graphrun
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+pytest.importorskip("peft")
+
+LAYERS = {"unet": r"attn\d\.to_(q|v)$", "text_encoder": r"self_attn\.q_proj$"}
+
+
+def lora(pipe: Any, seed: int, rank: int) -> dict[str, torch.Tensor]:
+    """A LoRA for ``pipe`` as diffusers saves it."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for part, pattern in LAYERS.items():
+        for path, layer in getattr(pipe, part).named_modules():
+            if isinstance(layer, torch.nn.Linear) and re.search(pattern, path):
+                name = f"{part}.{path}" if part == "unet" or path.startswith("text_model") else f"{part}.text_model.{path}"
+                found[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator)
+                found[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator)
+    return found
+
+
+def test_what_is_done_with_loras_while_attached_is_done() -> None:
+    plain, pipe, device = SD.build(), SD.build(), SimulatedDevice(Machine())
+    first, second = lora(pipe, 1, 4), lora(pipe, 2, 8)
+    changes: list[Callable[[Any], Any]] = [
+        lambda pipe: pipe.load_lora_weights(dict(second), adapter_name="second"),
+        lambda pipe: pipe.set_adapters(["first", "second"], [0.5, 0.7]),
+        lambda pipe: pipe.fuse_lora(lora_scale=0.8),
+        lambda pipe: pipe.unfuse_lora(),  # what was fused took no activation
+        lambda pipe: pipe.unload_lora_weights(),
+    ]
+    for each in (plain, pipe):
+        each.load_lora_weights(dict(first), adapter_name="first")
+    bare, wants = seeded(SD.build()), []
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+        for change in changes:
+            change(plain)
+            change(pipe)
+            wants.append(seeded(plain))
+            assert equal(seeded(pipe), wants[-1])
+            assert attached.solution is not None
+            assert attached.trace is not None
+            assert broken_caps(attached.solution, attached.trace) == []
+            assert attached.replans == ()
+            assert device.allocated_bytes == 0
+    assert not equal(wants[0], wants[1])
+    assert not equal(wants[0], bare)

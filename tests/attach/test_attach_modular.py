@@ -1,0 +1,82 @@
+"""`attach` on modular pipelines, built from blocks with components handed in: the same numbers, by its plan, thrice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers as d
+import numpy as np
+import pytest
+import torch
+from tiny_modular import modular
+from tiny_pipelines import kept_peak_bytes
+
+import graphrun
+from graphrun.diffusers_.live import components_of, state_of
+from graphrun.errors import InputError
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+SHARE = 0.95  # of the weights, which all have to pass through it
+CALL = {"prompt": "a lighthouse at dusk", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+SHORT = {"max_sequence_length": 16}  # FLUX's texts would be the largest thing there
+
+
+def called(pipe: Any, **more: Any) -> Any:
+    short = SHORT if "max_sequence_length" in pipe.blocks.input_names else {}
+    return pipe(**CALL, **short, generator=torch.Generator().manual_seed(3), **more)
+
+
+def weight_bytes(pipe: Any) -> int:
+    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    return sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers()))
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionXLPipeline"])
+def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
+    pipe = modular(name)
+    kind, want = type(pipe), called(pipe, output="images")
+    assert np.isfinite(want).all()
+    device = SimulatedDevice(Machine())
+    cap_bytes = int(SHARE * weight_bytes(pipe))
+    with graphrun.attach(pipe, vram=cap_bytes, device=device) as attached:
+        peaks = []
+        for _ in range(3):
+            assert np.array_equal(called(pipe, output="images"), want)
+            peaks.append(kept_peak_bytes(attached, device))
+        assert peaks == [peaks[0]] * 3
+        assert 0 < peaks[0] <= cap_bytes
+        state = called(pipe)  # everything that the blocks made
+        assert np.array_equal(state.images, want)
+        assert state.latents.device.type == "sim"
+    assert type(pipe) is kind
+    assert np.array_equal(called(pipe, output="images"), want)
+
+
+def test_another_guider_is_another_state() -> None:
+    """Plans do not outlive it: without guidance a unet is entered once a step."""
+    pipe = modular("StableDiffusionXLPipeline")
+    before = state_of(pipe, components_of(pipe))
+    assert state_of(pipe, components_of(pipe)) == before
+    pipe.update_components(guider=d.ClassifierFreeGuidance(guidance_scale=1.0))
+    assert state_of(pipe, components_of(pipe)) != before
+
+
+def test_a_components_manager_that_moves_weights_is_refused() -> None:
+    pipe = modular("FluxPipeline")
+    manager = d.ComponentsManager()
+    manager._auto_offload_enabled = True  # as enable_auto_cpu_offload leaves it, which wants an accelerator
+    pipe._components_manager = manager
+    with pytest.raises(InputError, match="call disable_auto_cpu_offload"):
+        graphrun.attach(pipe, vram="1G", device="sim")
+
+
+def test_a_modular_pipeline_is_planned_as_it_is() -> None:
+    live = graphrun.from_pipeline(modular("FluxPipeline"))
+    problem = graphrun.estimate(live, vram="1G", hardware="sim", inputs={**CALL, **SHORT})
+    assert [use.component for phase in problem.phases for use in phase.uses] == [
+        "text_encoder",
+        "text_encoder_2",
+        "transformer",
+        "vae",
+    ]

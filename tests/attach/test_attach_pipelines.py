@@ -1,0 +1,107 @@
+"""`attach` on pipelines of many classes, each under a cap below the sum of its weights: the same numbers, by its plan, thrice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers as d
+import numpy as np
+import pytest
+import torch
+from tiny_pipelines import Case, cases, kept_peak_bytes, picture
+
+import graphrun
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+CASES = cases()
+SHARE = 0.95  # of the weights, which all have to pass through it
+
+
+def weight_bytes(pipe: Any) -> int:
+    """Bytes of all distinct weights that ``pipe`` holds."""
+    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def arrays(value: Any) -> list[np.ndarray[Any, Any]]:
+    """Every array in a pipeline's output."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().cpu().numpy()]
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, dict):
+        return [array for item in value.values() for array in arrays(item)]
+    if isinstance(value, (list, tuple)):
+        return [array for item in value for array in arrays(item)]
+    return [np.asarray(value)] if hasattr(value, "mode") else []
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit, and something is there to compare."""
+    pairs = list(zip(arrays(one), arrays(other), strict=True))
+    return bool(pairs) and all(a.shape == b.shape and a.size and np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_peak_and_baseline(name: str) -> None:
+    case: Case = CASES[name]
+    pipe = case.build()
+    want = case.call(pipe)
+    assert all(np.isfinite(array).all() for array in arrays(want))
+    device = SimulatedDevice(Machine())
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        with device.machine:
+            return tensor.to("sim")
+
+    cap_bytes = int(SHARE * weight_bytes(pipe))
+    with graphrun.attach(pipe, vram=cap_bytes, device=device) as attached:
+        peaks = []
+        for _ in range(3):
+            got = case.call(pipe, put)
+            assert equal(got, want)
+            del got
+            peaks.append(kept_peak_bytes(attached, device))
+        assert peaks == [peaks[0]] * 3
+        assert 0 < peaks[0] <= cap_bytes
+    assert type(pipe) is case.kind
+    assert equal(case.call(pipe), want)
+
+
+def test_equal_calls_are_equal_problems() -> None:
+    case = CASES["StableDiffusionXLAdapterPipeline"]
+    pipe, inputs = case.build(), {**case.arguments(), "num_inference_steps": case.steps}
+    calls = [graphrun.from_pipeline(pipe) for _ in range(3)]
+    digests = [graphrun.estimate(call, vram="1G", ram="1G", hardware="sim", inputs=inputs).digest for call in calls]
+    assert digests == [digests[0]] * 3
+
+
+def test_a_pipeline_that_keeps_something_from_one_method_for_the_next() -> None:
+    """LEdits++ inverts a picture, and its call edits that."""
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        scheduler = d.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", algorithm_type="sde-dpmsolver++")
+        parts = {**CASES["StableDiffusionPipeline"].parts(), "scheduler": scheduler}
+        return Case(d.LEditsPPPipelineStableDiffusion, "", lambda: parts, dict).build()
+
+    def edited(pipe: Any) -> Any:
+        pipe.invert(picture(32), num_inversion_steps=4, skip=0.2, generator=torch.Generator().manual_seed(3))
+        return pipe(editing_prompt=["a cat"], use_intersect_mask=False, output_type="np").images
+
+    pipe, want, device = built(), edited(built()), SimulatedDevice(Machine())
+    cap_bytes = int(SHARE * weight_bytes(pipe))
+    with graphrun.attach(pipe, vram=cap_bytes, device=device) as attached:
+        peaks = []
+        for _ in range(3):
+            assert equal(edited(pipe), want)
+            assert device.allocated_bytes == 0
+            assert attached.solution is not None
+            assert attached.trace is not None
+            assert broken_caps(attached.solution, attached.trace) == []
+            peaks.append(attached.trace.peak_bytes)
+        assert peaks == [peaks[0]] * 3
+        assert 0 < peaks[0] <= cap_bytes

@@ -1,0 +1,63 @@
+"""Components that bitsandbytes quantized, in an attached pipeline: placed field by field, released, their owner's again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import Case, cases
+from torch import nn
+
+import graphrun
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+bnb = pytest.importorskip("bitsandbytes")
+SDXL: Case = cases()["StableDiffusionXLPipeline"]
+
+
+def quantized(module: nn.Module, precision: str) -> None:
+    """The linear layers of ``module`` replaced by bitsandbytes' own, as its loaders do."""
+    for path, child in list(module.named_modules()):
+        if type(child) is not nn.Linear or child.in_features % 64:
+            continue
+        size: Any = (child.in_features, child.out_features, child.bias is not None)
+        if precision == "int8":
+            layer = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=6.0)
+            layer.weight = bnb.nn.Int8Params(child.weight.data, has_fp16_weights=False, requires_grad=False)
+        else:
+            layer = bnb.nn.Linear4bit(*size, child.weight.dtype, precision == "nf4 twice", "nf4")
+            layer.weight = bnb.nn.Params4bit(child.weight.data, False, quant_type="nf4", module=layer)
+            layer.weight.compress_statistics = precision == "nf4 twice"
+            layer.support_avx512bf16_for_cpu = False
+        if child.bias is not None:
+            layer.bias = child.bias
+        parent, _, key = path.rpartition(".")
+        setattr(module.get_submodule(parent), key, layer.to("cpu").eval())
+    module.requires_grad_(False)
+
+
+def built(precision: str) -> Any:
+    pipe = SDXL.build()
+    quantized(pipe.unet, precision)
+    quantized(pipe.text_encoder_2, precision)
+    return pipe
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4", "nf4 twice"])
+def test_quantized_components_are_placed_and_released(precision: str) -> None:
+    want, pipe, device = SDXL.call(built(precision)), built(precision), SimulatedDevice(Machine())
+    kinds = {path: type(child) for path, child in pipe.unet.named_modules()}
+    assert any(kind.__module__.startswith("bitsandbytes") for kind in kinds.values())
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
+        peaks = []
+        for _ in range(2):
+            assert equal(SDXL.call(pipe), want)
+            assert attached.replans == ()
+            assert device.allocated_bytes == 0
+            assert attached.trace is not None
+            peaks.append(attached.trace.peak_bytes)
+    assert peaks[0] == peaks[1]
+    assert {path: type(child) for path, child in pipe.unet.named_modules()} == kinds
+    assert equal(SDXL.call(pipe), want)

@@ -1,0 +1,89 @@
+"""What reaches into a component: a last layer calls into the first block (DiT), a pipeline looks at a weight (ACE-Step)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_parts
+import torch
+import transformers
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import cases, kept_peak_bytes
+
+import graphrun
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+
+def parts() -> dict[str, Any]:
+    """DiT with blocks that are large beside their embeddings, as it is in its true size."""
+    transformer = diffusers.DiTTransformer2DModel(
+        sample_size=8,
+        num_layers=4,
+        patch_size=4,
+        attention_head_dim=64,
+        num_attention_heads=4,
+        in_channels=4,
+        out_channels=8,
+        num_embeds_ada_norm=1000,
+    )
+    return {"transformer": transformer, "vae": tiny_parts.vae(), "scheduler": diffusers.DDIMScheduler()}
+
+
+def test_what_the_last_layer_calls_of_the_first_block_stays_while_blocks_pass() -> None:
+    case = replace(cases()["DiTPipeline"], parts=parts)
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        with device.machine:
+            return tensor.to("sim")
+
+    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device, exclude=["transformer"]) as attached:
+        assert equal(case.call(pipe, put), want)
+        assert attached.solution is not None
+        assert attached.trace is not None
+        transformer = attached.solution.problem.component("transformer")
+        assert transformer.granularity == "blocks"
+        assert [k.blocks for k in transformer.classes if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
+        assert broken_caps(attached.solution, attached.trace) == []
+
+
+class Counting(transformers.CLIPTextModel):
+    """Counts its words, of which their shape says nothing."""
+
+    def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert torch.bincount(input_ids.flatten()).sum() == input_ids.numel()
+        return super().forward(input_ids, *args, **kwargs)
+
+
+def test_what_looks_at_numbers_is_traced_on_the_cpu_and_that_is_said() -> None:
+    pipe, device = cases()["StableDiffusionPipeline"].build(), SimulatedDevice(Machine())
+    pipe.text_encoder.__class__ = Counting
+    want = cases()["StableDiffusionPipeline"].call(pipe)
+    with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device):
+        with pytest.warns(RuntimeWarning, match=r"text_encoder\S* looks at numbers.*on the CPU, with all \S+ \S+ of its weights"):
+            got = cases()["StableDiffusionPipeline"].call(pipe)
+        assert equal(got, want)
+
+
+class Looking(diffusers.StableDiffusionPipeline):
+    """Keeps a view of a weight of its encoder, which is on the device then, until the end of the call."""
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().encode_prompt(*args, **kwargs)
+        self.kept = self.text_encoder.encoder.layers[0].mlp.fc1.bias[:1]
+        return made
+
+
+def test_a_weight_that_the_pipeline_looks_at_is_a_copy_that_keeps_no_block_on_the_device() -> None:
+    case = replace(cases()["StableDiffusionPipeline"], kind=Looking)
+    pipe, device = case.build(), SimulatedDevice(Machine())
+    want = case.call(pipe)
+    with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attached:
+        assert equal(case.call(pipe), want)
+        assert kept_peak_bytes(attached, device)

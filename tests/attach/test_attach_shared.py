@@ -1,0 +1,59 @@
+"""Components that have weights in common: Z-Image's ControlNet runs layers of the transformer, and looks at its padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers as d
+import tiny_parts
+import torch
+from test_attach_pipelines import SHARE, equal, weight_bytes
+from tiny_pipelines import Case, kept_peak_bytes, picture, texts, z_image
+
+import graphrun
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+
+def parts() -> dict[str, Any]:
+    controlnet = d.ZImageControlNetModel(
+        control_layers_places=[0, 2],
+        control_in_dim=4,
+        all_patch_size=(2,),
+        all_f_patch_size=(1,),
+        dim=32,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+    )
+    return {**z_image(), "controlnet": controlnet}
+
+
+ARGUMENTS = texts(control_image=lambda: picture(32), max_sequence_length=16, height=32, width=32)
+CASE = Case(d.ZImageControlNetPipeline, "ControlNet", parts, ARGUMENTS)
+
+
+def test_they_are_one_component_whose_weights_are_counted_once() -> None:
+    pipe, device = CASE.build(), SimulatedDevice(Machine())
+    want, cap_bytes = CASE.call(pipe), int(SHARE * weight_bytes(pipe))
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        with device.machine:
+            return tensor.to("sim")
+
+    with graphrun.attach(pipe, vram=cap_bytes, device=device) as attached:
+        peaks, solutions = [], []
+        for _ in range(3):
+            assert equal(CASE.call(pipe, put), want)
+            peaks.append(kept_peak_bytes(attached, device))
+            solutions.append(attached.solution)
+        assert peaks == [peaks[0]] * 3
+        assert 0 < peaks[0] <= cap_bytes
+        assert solutions[1] is solutions[0], "nothing of the pipeline changed"
+        components = {numbers.name: numbers for numbers in solutions[0].problem.components}
+        assert set(components) == {"vae", "text_encoder", "transformer_and_controlnet"}
+        pipe.vae = tiny_parts.flow_vae().eval()
+        assert not equal(CASE.call(pipe, put), want)
+        assert kept_peak_bytes(attached, device) == peaks[0]
+    assert pipe.controlnet.noise_refiner is pipe.transformer.noise_refiner
+    assert pipe.controlnet.x_pad_token is pipe.transformer.x_pad_token

@@ -1,0 +1,130 @@
+"""Graphs whose one stage calls a pipeline whole, under the least budget: the pipeline's bits, the planned bytes, nothing left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_parts
+import torch
+import yaml
+from call_graphs import Called, called, pixels, written
+from tiny_pipelines import cases, picture
+
+from graphrun.errors import GraphError
+from graphrun.graph.loading import load
+from graphrun.model.plan import Stream
+from graphrun.modules.build import build
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import smallest_budget
+
+CASES = {
+    "StableDiffusionInpaintPipeline": "image",
+    "StableDiffusionControlNetPipeline-two": "image",
+    "StableDiffusionXLImg2ImgPipeline": "image",
+    "StableDiffusionXLControlNetImg2ImgPipeline": "image",
+    "FluxControlNetPipeline": "image",
+    "SanaPipeline": "image",
+    "WanImageToVideoPipeline": "video",
+    "StableVideoDiffusionPipeline": "video",
+    "CogVideoXVideoToVideoPipeline": "video",
+    "StableAudioPipeline": "audio",
+    "KandinskyV22CombinedPipeline": "image",
+    "KandinskyV22PriorPipeline": "image_embeds",
+    "MarigoldDepthPipeline": "prediction",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_whole_call_is_the_pipelines_own_in_the_planned_bytes(name: str, tmp_path: Path) -> None:
+    case = called(name, tmp_path, CASES[name])
+    problem = case.problem()
+    made, expected = pixels(case.run(problem).outputs[CASES[name]]), pixels(case.expected)
+    assert np.array_equal(made, expected.reshape(made.shape))
+    assert {phase.stage for phase in problem.phases} == {"make"}
+    assert {use.component for phase in problem.phases for use in phase.uses} == set(case.modules)
+
+
+def test_what_is_entered_one_after_another_is_a_phase_each_and_streamed(tmp_path: Path) -> None:
+    case = called("StableDiffusionXLImg2ImgPipeline", tmp_path)
+    problem = case.problem()
+    names = [use.component for phase in problem.phases for use in phase.uses]
+    assert names == ["text_encoder", "text_encoder_2", "vae", "unet", "vae"]
+    tight = case.problem(smallest_budget(problem))
+    assert any(isinstance(action, Stream) for slot in solve(tight).plan.slots for action in slot.actions)
+
+
+def test_an_ip_adapter_adds_its_tensors_and_follows_its_picture(tmp_path: Path) -> None:
+    """The picture is that of the same pipeline after diffusers' own `load_ip_adapter`."""
+    from safetensors.torch import save_file
+
+    case = cases()["StableDiffusionPipeline"]
+    pipe = case.build()
+    pipe.image_encoder, pipe.feature_extractor = tiny_parts.vision().eval(), tiny_parts.vision_processor()
+    pipe.register_modules(image_encoder=pipe.image_encoder, feature_extractor=pipe.feature_extractor)
+    state = adapter_of(pipe.unet, tiny_parts.WIDTH)
+    save_file({f"{part}.{key}": tensor for part in state for key, tensor in state[part].items()}, tmp_path / "adapter.safetensors")
+    arguments = {**case.arguments(), "ip_adapter_image": picture(32)}
+    del arguments["output_type"]
+    path = written(pipe, case, arguments, {"ip_adapter_image": picture(32)}, tmp_path, "image")
+    data = yaml.safe_load(path.read_text())
+    data["components"]["unet"]["ip_adapters"] = [{"file": "adapter.safetensors", "scale": 0.7}]
+    path.write_text(yaml.safe_dump(data))
+    graph = load(path)
+    modules = {name: build(component, graph) for name, component in graph.components.items()}
+    assert {name for name in modules["unet"].state_dict() if "ip_" in name or "encoder_hid_proj" in name}
+    for name, module in modules.items():  # the same weights in diffusers' own pipeline
+        getattr(pipe, name).load_state_dict(module.state_dict(), strict=False)
+    pipe.unet._load_ip_adapter_weights([state], low_cpu_mem_usage=False)
+    pipe.set_ip_adapter_scale(0.7)
+    made = pipe(**arguments, num_inference_steps=case.steps, generator=torch.Generator().manual_seed(3)).images[0]
+    graph_case = Called(graph, {"ip_adapter_image": picture(32)}, modules, made, SimulatedDevice(Machine()))
+    assert np.array_equal(pixels(graph_case.run(graph_case.problem()).outputs["image"]), pixels(made))
+    other = Called(graph, {"ip_adapter_image": picture(32, 1)}, modules, made, SimulatedDevice(Machine()))
+    assert not np.array_equal(pixels(other.run(other.problem()).outputs["image"]), pixels(made))
+    fresh = Called(graph, graph_case.inputs, {}, made, graph_case.device)  # block by block, from the file
+    assert np.array_equal(pixels(fresh.run(fresh.problem()).outputs["image"]), pixels(made))
+
+
+def test_a_file_that_is_no_adapter_is_said_with_the_components_line(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    case = cases()["StableDiffusionPipeline"]
+    path = written(case.build(), case, case.arguments(), {}, tmp_path, "image")
+    wrong = {"a.safetensors": "does not fit", "b.safetensors": "cannot be read", "c.safetensors": "no such file"}
+    save_file({"image_proj.proj.weight": torch.zeros(128, 32)}, tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_text("no tensors")
+    for component, file in (("unet", "a"), ("unet", "b"), ("unet", "c"), ("vae", "a")):
+        data = yaml.safe_load(path.read_text())
+        data["components"][component]["ip_adapters"] = [{"file": f"{file}.safetensors"}]
+        (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(data))
+        said = wrong[f"{file}.safetensors"] if component == "unet" else "AutoencoderKL takes none"
+        with pytest.raises(GraphError, match=f"wrong.yaml:.*{component}.ip_adapters.*{said}"):
+            made(tmp_path / "wrong.yaml", component)
+
+
+def made(path: Path, component: str) -> torch.nn.Module:
+    graph = load(path)
+    return build(graph.components[component], graph)
+
+
+def adapter_of(unet: Any, width: int, tokens: int = 4) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter with random weights, as its authors lay out its file."""
+    wide, random = unet.config.cross_attention_dim, torch.Generator().manual_seed(0)
+    crossed = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
+    keys: dict[str, torch.Tensor] = {}
+    for number, name in enumerate(crossed):
+        rows = unet.get_submodule(name.removesuffix(".processor")).to_k.weight.shape[0]
+        for key in ("k", "v"):
+            keys[f"{2 * number + 1}.to_{key}_ip.weight"] = torch.randn(rows, wide, generator=random) * 0.1
+    projection = {
+        "proj.weight": torch.randn(tokens * wide, width, generator=random) * 0.1,
+        "proj.bias": torch.zeros(tokens * wide),
+        "norm.weight": torch.ones(wide),
+        "norm.bias": torch.zeros(wide),
+    }
+    return {"image_proj": projection, "ip_adapter": keys}

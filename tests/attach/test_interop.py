@@ -1,0 +1,255 @@
+"""Plans in other programs' words: scripts of plain diffusers calls that run with the same picture, device maps that dispatch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+import graphrun
+from graphrun import sim
+from graphrun.diffusers_.device_map import device_maps, plan_for
+from graphrun.diffusers_.script import diffusers_script
+from graphrun.errors import InputError, PlanError
+from graphrun.graph.graph import Graph
+from graphrun.model.plan import Load, Stream
+from graphrun.model.solution import Solution
+from graphrun.modules.build import build, build_part
+from graphrun.report import plan_files as planfile
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+GIVEN: dict[str, Any] = {"ram": "1G", "hardware": "sim", "inputs": {"steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny graph whose weights are in folders, as a file."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            folder, graph = tmp_path_factory.mktemp(name), graphrun.load(GRAPHS / f"{name}.yaml")
+            for component in graph.components.values():
+                build(component, graph).save_pretrained(folder / component.name)  # type: ignore[operator]
+            for part in graph.parts.values():
+                build_part(part, graph).save_pretrained(folder / part.name)
+            text = (GRAPHS / f"{name}.yaml").read_text().replace(f"name: {name}", f"name: {name}\nsource: {folder}")
+            made[name] = folder / "graph.yaml"
+            made[name].write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
+        return made[name]
+
+    return make
+
+
+def solved(graph: Graph, vram: str, **more: Any) -> Solution:
+    return graphrun.plan(graphrun.estimate(graph, vram=vram, **{**GIVEN, **more}))
+
+
+@pytest.mark.parametrize("vram", ["64M", "5M"])
+def test_a_script_runs_with_the_picture_of_the_plan(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vram: str
+) -> None:
+    graph = graphrun.load(saved("flux-tiny"))
+    solution = solved(graph, vram)
+    script, picture = tmp_path / "script.py", tmp_path / "picture.png"
+    script.write_text(diffusers_script(graph, solution.problem, solution.plan))
+    monkeypatch.setattr(sys, "argv", ["script.py", "cpu", str(picture)])
+    runpy.run_path(str(script), run_name="__main__")
+    trace = graphrun.run(solution, graph, {"steps": 2})
+    assert numpy.array_equal(numpy.asarray(Image.open(picture)), numpy.asarray(trace.outputs["image"]))
+
+
+def test_a_script_says_what_is_lost_and_streams_what_the_plan_streams(saved: Callable[[str], Path]) -> None:
+    graph = graphrun.load(saved("flux-tiny"))
+    solution = solved(graph, "5M")
+    text = diffusers_script(graph, solution.problem, solution.plan)
+    streams = {a.component: a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
+    said = ast.get_docstring(ast.parse(text)) or ""
+    assert solution.plan.digest in said
+    for name in graph.components:
+        assert (f"apply_group_offloading({name}," in text) == (name in streams)
+    kept = dict(streams["transformer"].keep or ())
+    blocks = {k.name: len(k.blocks) for k in solution.problem.component("transformer").classes}
+    assert f"{len(kept['transformer_blocks'])} of {blocks['transformer_blocks']} transformer_blocks" in said
+    assert "no budget" in said
+    assert "evicted before" in said
+    resident = diffusers_script(graph, (whole := solved(graph, "64M", keep=["transformer"])).problem, whole.plan)
+    assert "transformer.to(DEVICE)" in resident
+    assert 'offload_type="block_level"' not in resident
+
+
+@pytest.mark.parametrize("name", ["sdxl-tiny", "sd3-tiny", "hunyuan-dit-tiny", "wan-tiny", "qwen-image-tiny", "hidream-tiny"])
+def test_scripts_of_other_graphs_compile(saved: Callable[[str], Path], name: str) -> None:
+    graph = graphrun.load(saved(name))
+    solution = solved(graph, "1G")
+    text = diffusers_script(graph, solution.problem, solution.plan)
+    compile(text, "script.py", "exec")
+    loaded = [line.split(" = ")[0] for line in text.splitlines() if ".from_pretrained(" in line]
+    assert {component.name for component in solution.problem.components} <= set(loaded)
+
+
+def test_what_cannot_be_written_as_calls_is_refused(saved: Callable[[str], Path]) -> None:
+    graph = graphrun.load(saved("flux-tiny"))
+    half = graphrun.plan(graphrun.estimate(graph, vram="64M", until="encode", **{**GIVEN, "inputs": {}}))
+    with pytest.raises(InputError, match="this plan has encode_prompt"):
+        diffusers_script(graph.until("encode"), half.problem, half.plan)
+    random = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    solution = solved(random, "64M")
+    with pytest.raises(InputError, match="text_encoder, .* random weights are graphrun's own"):
+        diffusers_script(random, solution.problem, solution.plan)
+
+
+def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
+    from accelerate import dispatch_model
+
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    solution = solved(graph, "5M")
+    places = device_maps(graph, solution.problem, solution.plan)["transformer"]
+    streams = [a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "transformer"]
+    kept = dict(streams[-1].keep or ())
+    blocks = {k.name: k.blocks for k in solution.problem.component("transformer").classes}
+    stay = {blocks[k][i] for k, indices in kept.items() if k != "remainder" for i in indices}
+    assert stay
+    assert stay == {path for path, place in places.items() if place == 0} & {path for paths in blocks.values() for path in paths}
+    module = build(graph.component("transformer"), graph)
+    generator, config = torch.Generator().manual_seed(0), graph.component("transformer").config
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    given = {
+        "hidden_states": random(1, 16, config["in_channels"]),
+        "encoder_hidden_states": random(1, 8, config["joint_attention_dim"]),
+        "pooled_projections": random(1, config["pooled_projection_dim"]),
+        "timestep": torch.tensor([0.5], dtype=torch.bfloat16),
+        "guidance": torch.tensor([3.5], dtype=torch.bfloat16),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    }
+    with torch.no_grad():
+        wanted = module(**given, return_dict=False)[0]
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # without it accelerate cannot move parameters to sim
+    try:
+        with sim.Machine():
+            here = {path: sim.device if place == 0 else place for path, place in places.items()}
+            dispatch_model(module, here, main_device=sim.device, offload_dir=str(tmp_path), force_hooks=True)
+            where = {name: parameter.device.type for name, parameter in module.named_parameters()}
+            with torch.no_grad():
+                out = module(**{name: value.to(sim.device) for name, value in given.items()}, return_dict=False)[0].cpu()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapped)
+    assert torch.equal(out, wanted)
+    for name, kind in where.items():
+        place = max((path for path in places if name == path or name.startswith(f"{path}.")), key=len)
+        assert kind == ("sim" if places[place] == 0 else "meta"), name
+
+
+def test_a_component_that_is_whole_on_the_device_has_one_entry() -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    solution = solved(graph, "64M", keep=["transformer"])
+    assert device_maps(graph, solution.problem, solution.plan)["transformer"] == {"": 0}
+
+
+def test_a_device_map_is_planned_as_it_says() -> None:
+    """Half of the transformer stays from the first slot to the last, and streaming the rest takes what the simulation says."""
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    problem = graphrun.estimate(graph, vram="64M", **GIVEN)
+    names = [f"transformer_blocks.{i}" for i in range(4)] + [f"single_transformer_blocks.{i}" for i in range(8)]
+    rest = dict.fromkeys(("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out", "pos_embed"), 0)
+
+    def plan(resident: int) -> Solution:
+        return plan_for(problem, {"transformer": rest | {n: 0 if i < resident else "cpu" for i, n in enumerate(names)}})
+
+    found = [plan(resident) for resident in (0, 6, 12)]
+    assert [check(problem, solution.plan) for solution in found] == [(), (), ()]
+    times = [simulate(problem, solution.plan).total_seconds for solution in found]
+    peaks = [simulate(problem, solution.plan).peak_bytes for solution in found]
+    moved = [simulate(problem, solution.plan).total_moved_bytes for solution in found]
+    assert moved[0] > moved[1] > moved[2]
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert min(times) >= solved(graph, "64M").objective_seconds
+    first = found[1].plan.slots[0]
+    (load,) = [a for a in first.actions if isinstance(a, Load) and a.component == "transformer"]
+    assert {name: len(indices) for name, indices in load.blocks or ()} == {
+        "rest": 1,
+        "transformer_blocks": 4,
+        "single_transformer_blocks": 2,
+    }
+    streamed = {a.component for slot in found[1].plan.slots for a in slot.actions if isinstance(a, Stream)}
+    assert streamed == {"transformer"}  # what has no map is loaded for its phases
+    tight = graphrun.estimate(graph, vram="6M", **GIVEN)
+    assert check(tight, plan_for(tight, {"transformer": {"": 0}}).plan)  # what does not fit is said
+    trace = graphrun.run(found[1], graph, {"steps": 2})
+    assert trace.peak_bytes <= peaks[1]
+    assert trace.left_bytes == 0
+
+
+def test_a_plan_s_own_map_comes_near_to_it() -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    tight = graphrun.estimate(graph, vram="5M", **GIVEN)
+    solution = graphrun.plan(replace(tight, components=tuple(replace(c, layers=None) for c in tight.components)))
+    maps = device_maps(graph, solution.problem, solution.plan)
+    wide = graphrun.estimate(graph, vram="64M", **GIVEN)
+    back = plan_for(wide, maps)
+    assert check(wide, back.plan) == ()
+    mapped, own = simulate(wide, back.plan), simulate(solution.problem, solution.plan)
+    assert own.total_seconds < mapped.total_seconds < 2 * own.total_seconds
+    assert own.peak_bytes < mapped.peak_bytes  # nothing ever leaves the device
+
+
+@pytest.mark.parametrize(
+    ("maps", "said"),
+    [
+        ({"unet": {"": 0}}, "there is no such component; the problem has text_encoder"),
+        ({"transformer": {"proj_out": 0}}, "it says nothing of transformer_blocks.0"),
+    ],
+)
+def test_a_map_that_leaves_out_something_is_refused(maps: dict[str, dict[str, int | str]], said: str) -> None:
+    problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram="64M", **GIVEN)
+    with pytest.raises(InputError, match=said):
+        plan_for(problem, maps)
+
+
+def test_the_commands_write_both_and_plan_a_map(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    import graphrun.cli.machine  # noqa: F401
+    from graphrun.cli import app as cli
+
+    run, plan = CliRunner().invoke, tmp_path / "plan.json"
+    arguments = ["plan", str(saved("flux-tiny")), "--vram", "5M", "--ram", "1G", "--hardware", "sim", "--no-cache", "-o", str(plan)]
+    assert run(cli.app, arguments).exit_code == 0
+    script = run(cli.app, ["export", str(plan), "--as", "diffusers"])
+    assert script.exit_code == 0
+    compile(script.stdout, "script.py", "exec")
+    assert run(cli.app, ["export", str(plan), "--as", "accelerate", "-o", str(tmp_path / "map.json")]).exit_code == 0
+    assert json.loads((tmp_path / "map.json").read_text()).keys() == {"text_encoder", "text_encoder_2", "transformer", "vae"}
+    (tmp_path / "passing.json").write_text('{"transformer": {"": "cpu"}}')
+    back = run(cli.app, ["map", str(plan), str(tmp_path / "passing.json"), "-o", str(tmp_path / "back.json"), "--json"])
+    assert back.exit_code == 0
+    expected = plan_for(planfile.read(plan)[0], {"transformer": {"": "cpu"}}).plan
+    assert planfile.read(tmp_path / "back.json")[1] == expected
+    written = json.loads((tmp_path / "back.json").read_text())
+    assert {**written, **json.loads(back.stdout)} == written
+    assert run(cli.app, ["check", str(tmp_path / "back.json")]).exit_code == 0
+    keeps = r"map\.json: .* broken; the plan is refused\n  vram in slot"  # what a map keeps is there in all slots
+    with pytest.raises(PlanError, match=keeps):
+        run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
+    (tmp_path / "none.json").write_text('{"transformer": 0}')
+    with pytest.raises(InputError, match="none.json: these are no device maps by component"):
+        run(cli.app, ["map", str(plan), str(tmp_path / "none.json")], catch_exceptions=False)
+    with pytest.raises(InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"):
+        run(cli.app, ["export", str(plan), "--as", "comfy"], catch_exceptions=False)

@@ -1,0 +1,144 @@
+"""Batches of the small FLUX at its smallest, and runs in another process that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun
+from graphrun.model.problem import Problem
+from graphrun.report.outputs import save_outputs
+
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
+BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
+
+
+@pytest.fixture(scope="session")
+def flux() -> Any:
+    """The small FLUX."""
+    return graphrun.load(GRAPHS / "flux-tiny.yaml")
+
+
+@pytest.fixture(scope="session")
+def kept_dry_runs(shared_folder: Path) -> Path:
+    """A folder where dry runs and plans are kept for all tests here, in whichever process; outputs are not."""
+    (folder := shared_folder / "kept-dry-runs").mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def planned_before(kept_dry_runs: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own in which outputs may be kept, with the dry runs and plans of others."""
+    return Path(shutil.copytree(kept_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")))
+
+
+@pytest.fixture(scope="session")
+def batch(flux: Any, kept_dry_runs: Path) -> Callable[..., Any]:
+    """`graphrun.run_many` on the small FLUX."""
+
+    def run(inputs: Sequence[Any], graph: Any = None, **more: Any) -> Any:
+        arguments = {"cache": kept_dry_runs, "reuse": "none", "common": SMALL, **BUDGET, **more}
+        return graphrun.run_many(graph or flux, inputs, **arguments)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def problem(flux: Any, kept_dry_runs: Path) -> Problem:
+    """Of one run."""
+    return graphrun.estimate(flux, inputs=SMALL, cache=kept_dry_runs, **BUDGET)
+
+
+def sink_to(folder: Path) -> Callable[[Any, Mapping[str, Any]], list[Path]]:
+    """A sink that writes item 7's picture to ``folder/7.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def sink(request: Any, outputs: Mapping[str, Any]) -> list[Path]:
+        return save_outputs(outputs, folder / f"{request.number}.png")
+
+    return sink
+
+
+@pytest.fixture(scope="session")
+def sink() -> Callable[[Path], Any]:
+    """`sink_to`, for tests that cannot import this file."""
+    return sink_to
+
+
+@pytest.fixture
+def killed() -> Callable[[Callable[[], Any], int], bool]:
+    """Runs work in another process, which is killed at its n-th write to disk (before it is whole, before or behind its rename).
+
+    Whether the work was done before that.
+    """
+
+    def run(work: Callable[[], Any], moment: int) -> bool:
+        child = os.fork()
+        if child == 0:
+            _kill_at(moment)
+            code = 1
+            try:
+                work()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "it was neither killed nor done"
+        return not os.WIFSIGNALED(status)
+
+    return run
+
+
+@pytest.fixture
+def killed_before() -> Callable[[Callable[[], Any], str], None]:
+    """Runs work in another process, which is killed when a file is written whose path ends so, and not yet renamed."""
+
+    def run(work: Callable[[], Any], path: str) -> None:
+        child = os.fork()
+        if child == 0:
+            replace = os.replace
+
+            def renamed(source: Any, target: Any, **more: Any) -> None:
+                if str(target).endswith(path):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                replace(source, target, **more)
+
+            os.replace = renamed  # type: ignore[assignment]
+            try:
+                work()
+            finally:
+                os._exit(1)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "that file was not written"
+
+    return run
+
+
+def _kill_at(moment: int) -> None:
+    count, where = 0, random.Random(moment).choice(["synced", "before", "behind"])
+    fsync, replace = os.fsync, os.replace
+
+    def die(place: str) -> None:
+        nonlocal count
+        count += place == "before"
+        if count == moment and place == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        if count + 1 == moment and where == "synced":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def renamed(source: Any, target: Any, **more: Any) -> None:
+        die("before")
+        replace(source, target, **more)
+        die("behind")
+
+    os.fsync, os.replace = synced, renamed  # type: ignore[assignment]

@@ -1,0 +1,125 @@
+"""Equal keys mean equal bits: whatever made an output is in its key, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun
+from graphrun.batch.cache.index import Index
+from graphrun.batch.cache.keys import Keys, Way, facts
+from graphrun.batch.cache.reuse import Reuse
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Lora
+
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return graphrun.load(GRAPHS / "flux-tiny.yaml")
+
+
+def key(graph: Any, stage: str = "encode", way: Way | None = None, device: str = "sim", **inputs: Any) -> str | None:
+    return Keys(graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)).key(stage, way)
+
+
+def component(name: str, **changes: Any) -> Callable[[Any], Any]:
+    return lambda graph: replace(graph, components={**graph.components, name: replace(graph.components[name], **changes)})
+
+
+def test_what_a_stage_reads_is_in_its_key_and_what_it_does_not_read_is_not(flux: Any) -> None:
+    assert key(flux) == key(flux, seed=4, steps=9), "seeds and steps are the denoiser's"
+    assert key(flux) != key(flux, prompt="another")
+    assert key(flux) == key(flux.until("encode"))
+    assert key(flux, "denoise") != key(flux, "denoise", seed=4)
+    assert key(flux, "denoise") != key(flux, "denoise", prompt="another"), "by way of the embeddings"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        component("text_encoder_2", seed=7),
+        component("text_encoder_2", dtype="float32"),
+        component("text_encoder", config={"changed": 1}),
+        lambda graph: replace(graph, pipeline="diffusers.OtherPipeline"),
+        lambda graph: replace(graph, parts={**graph.parts, "tokenizer": replace(graph.parts["tokenizer"], config={})}),
+    ],
+)
+def test_whatever_makes_the_embeddings_makes_another_key(flux: Any, change: Callable[[Any], Any]) -> None:
+    assert key(change(flux)) not in (None, key(flux))
+
+
+def test_precision_device_and_option_are_in_the_key(flux: Any) -> None:
+    keys = {
+        key(flux, "denoise"),
+        key(flux, "denoise", device="cuda"),
+        key(flux, "denoise", Way({"transformer": ("nf4", "device")})),
+        key(flux, "denoise", Way({"transformer": ("bfloat16", "cpu")})),
+        key(flux, "denoise", Way({"text_encoder_2": ("int8", "device")})),
+        key(flux, "denoise", Way(options={"denoise": "split"})),
+    }
+    assert len(keys) == 6
+    assert key(flux, "denoise", Way({"transformer": ("bfloat16", "device")})) == key(flux, "denoise")
+    assert key(flux, "encode", Way({"transformer": ("nf4", "device")})) == key(flux)
+
+
+def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    graph = component("text_encoder_2", source=str(tmp_path))(flux)
+    before = Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key("encode")
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key("encode") not in (None, before)
+    missing = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
+    assert key(missing) is None, "what cannot be named is not kept"
+
+
+def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(flux: Any, tmp_path: Path) -> None:
+    def keys(stage: str, component_name: str, scale: float = 1.0) -> str | None:
+        graph = component(component_name, loras=(Lora(str(file), scale),))(flux)
+        return Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(stage)
+
+    file = tmp_path / "style.safetensors"
+    file.write_bytes(b"one")
+    first, of_transformer = keys("encode", "text_encoder_2"), keys("encode", "transformer")
+    assert len({first, keys("encode", "text_encoder_2", 0.5), key(flux)}) == 3
+    file.write_bytes(b"two, trained longer")
+    assert keys("encode", "text_encoder_2") not in (None, first)
+    assert keys("encode", "transformer") == of_transformer, "embeddings know nothing of the transformer's weights"
+    file.unlink()
+    assert keys("encode", "text_encoder_2") is None
+    with pytest.raises(GraphError, match="text_encoder_2.loras: no such file"):
+        facts(component("text_encoder_2", loras=(Lora(str(file), 1.0),))(flux), "sim")
+
+
+def test_stages_that_only_made_kept_values_are_not_looked_for(flux: Any, tmp_path: Path) -> None:
+    inputs = flux.resolve({})
+    reuse = Reuse(Index(tmp_path), flux, inputs, "sim", what="all")
+    assert reuse.find() == {}
+    reuse.keep("encode", {"embeds": {"prompt_embeds": 1}})
+    reuse.keep("decode", {"image": 3})
+    assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}}, "pictures are not kept"
+    reuse.keep("denoise", {"latents": 2})
+    assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}, "denoise.latents": 2}, "decode reads both"
+    assert Reuse(Index(tmp_path), flux, inputs, "sim").find() == {"encode.embeds": {"prompt_embeds": 1}}
+
+
+def test_a_damaged_value_is_computed_again_and_a_folder_that_will_not_do_stops_nothing(flux: Any, tmp_path: Path) -> None:
+    notes: list[str] = []
+    reuse = Reuse(Index(tmp_path / "kept"), flux, flux.resolve({}), "sim", note=notes.append)
+    reuse.keep("encode", {"embeds": {}})
+    for file in (tmp_path / "kept").glob("*.safetensors"):
+        file.write_bytes(b"")
+    assert reuse.find() == {}
+    assert notes == []
+    (tmp_path / "file").touch()
+    broken = Reuse(Index(tmp_path / "file" / "kept"), flux, flux.resolve({}), "sim", note=notes.append)
+    broken.keep("encode", {"embeds": {}})
+    broken.keep("encode", {"embeds": {}})
+    assert broken.find() == {}
+    assert len(notes) == 1, "it is said once"

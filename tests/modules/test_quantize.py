@@ -1,0 +1,123 @@
+"""Quantized layers: the very tensors and results of bitsandbytes' own, made one weight at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun.modules.blocks import lay_out
+from graphrun.modules.quantize import convert, ill_suited, quantizable_layers, quantized, settle_layers
+from graphrun.modules.sources import Composed, RandomSource, Writer
+
+bnb = pytest.importorskip("bitsandbytes")
+functional = bnb.functional
+
+
+class Two(nn.Module):
+    _keep_in_fp32_modules = ("kept",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 96)
+        self.kept = nn.Linear(96, 64)
+        self.norm = nn.LayerNorm(64)
+        self.to(torch.bfloat16).requires_grad_(False).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.kept(self.first(x)))
+        return out
+
+
+def filled(precision: str) -> tuple[nn.Module, nn.Module]:
+    """A converted module with its weights, and a plain one with the same."""
+    plain = Two()
+    module = Two()
+    source = Composed(RandomSource(plain, "seed"), {}, dict(plain.named_parameters()))
+    for name, parameter in plain.named_parameters():
+        source.into(name, parameter.data)
+    shapes = {
+        f"{path}.weight": (layer.weight.shape, layer.weight.dtype)
+        for path, layer in quantizable_layers(module, torch.bfloat16).items()
+    }
+    convert(module, precision, torch.bfloat16)
+    layout = lay_out(module, [])[""]
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    Writer(source, precision, shapes).write(layout, buffer)
+    for entry in layout.entries:
+        view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
+        made: Any = nn.Parameter(view, requires_grad=False) if isinstance(entry.tensor, nn.Parameter) else view
+        made.__dict__.update(entry.tensor.__dict__)
+        for place in entry.locations:
+            place.put(made)
+    return module, plain
+
+
+def of_bitsandbytes(layer: nn.Linear, precision: str) -> nn.Module:
+    made: Any
+    if precision == "nf4":
+        made = bnb.nn.Linear4bit(128, 96, True, torch.bfloat16, False, "nf4")
+        made.weight = bnb.nn.Params4bit(layer.weight.data, False, quant_type="nf4", compress_statistics=False, module=made)
+    else:
+        made = bnb.nn.Linear8bitLt(128, 96, True, has_fp16_weights=False, threshold=6.0)
+        made.weight = bnb.nn.Int8Params(layer.weight.data, has_fp16_weights=False, requires_grad=False)
+    made.bias = nn.Parameter(layer.bias.data, requires_grad=False)
+    made = made.to("cpu").eval()
+    settle_layers(made)
+    return made
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+def test_a_layer_is_bitsandbytes_own_bit_for_bit(precision: str) -> None:
+    module, plain = filled(precision)
+    other = of_bitsandbytes(plain.first, precision)
+    x = torch.randn(5, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, expected, exact = module.first(x), other(x), plain.first(x)
+    assert torch.equal(found, expected)
+    assert 0 < (found - exact).float().norm() / exact.float().norm() < 0.15
+
+
+@pytest.mark.parametrize(("inputs", "told"), [(96, True), (64, False), (160, True), (128, False)])
+def test_rows_that_the_cpu_dequantizes_wrongly_are_named(inputs: int, told: bool) -> None:
+    weight = torch.randn(64, inputs, generator=torch.Generator().manual_seed(1))
+    held = quantized(weight.bfloat16(), "nf4")
+    values = held["code"][torch.stack([held["data"].view(-1) >> 4, held["data"].view(-1) & 15], -1).view(-1).long()]
+    right = (values.view(-1, 64) * held["absmax"].view(-1, 1)).view(64, inputs)
+    state = functional.QuantState(held["absmax"], right.shape, held["code"], 64, "nf4", torch.float32)
+    found = functional.dequantize_4bit(held["data"], state)
+    assert torch.allclose(found, right) is not told, "bitsandbytes was mended: the warning may go"
+    module = nn.Sequential(nn.Linear(inputs, 64, dtype=torch.bfloat16))
+    convert(module, "nf4", torch.bfloat16)
+    why = ill_suited(module, "transformer")
+    assert bool(why) is told
+    assert not told or why.startswith(f"transformer.0 has rows of {inputs} elements in nf4")
+
+
+def test_fp8_is_stored_in_a_byte_and_computes_in_the_inputs_dtype() -> None:
+    module, plain = filled("fp8")
+    assert module.first.weight.dtype == torch.float8_e4m3fn
+    x = torch.randn(5, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = nn.functional.linear(x, plain.first.weight.to(torch.float8_e4m3fn).to(torch.bfloat16), plain.first.bias)
+        assert torch.equal(module.first(x), expected)
+
+
+def test_what_a_class_keeps_in_fp32_and_what_is_no_linear_layer_stays() -> None:
+    module, plain = filled("nf4")
+    assert list(quantizable_layers(plain, torch.bfloat16)) == ["first"]
+    assert type(module.kept) is nn.Linear
+    assert torch.equal(module.kept.weight, plain.kept.weight)
+    assert torch.equal(module.norm.weight, plain.norm.weight)
+    assert torch.equal(module.first.bias, plain.first.bias)
+
+
+def test_of_transformers_models_the_output_embedding_and_the_last_module_stay() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    layers = quantizable_layers(LlamaForCausalLM(config), torch.float32)
+    assert "lm_head" not in layers
+    assert "model.layers.0.mlp.up_proj" in layers

@@ -1,0 +1,259 @@
+"""Sizes from the headers of safetensors: what files hold and whether it is what the graph says, with no data read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+import graphrun
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Component, Graph
+from graphrun.modules.build import build, build_part, meta_module
+from graphrun.modules.source_files import local_folder, stored_tensors
+from graphrun.modules.stored import holding, stored_in
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+
+
+@pytest.fixture(scope="module")
+def flux() -> Graph:
+    return graphrun.load(GRAPHS / "flux-tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """flux-tiny as a folder in the layout of diffusers, the transformer in shards, T5 in fp32, the tokenizers and the scheduler."""
+    folder = tmp_path_factory.mktemp("stored")
+    for name, component in flux.components.items():
+        module = build(component, flux)
+        (module.float() if name == "text_encoder_2" else module).save_pretrained(folder / name, max_shard_size="4MB")
+    for name, part in flux.parts.items():
+        build_part(part, flux).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def broken(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of one component's folder to break."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in (saved / name).iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    return copy
+
+
+def at(component: Component, folder: Path) -> Component:
+    return replace(component, source=str(folder))
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
+def test_headers_say_what_the_files_hold(saved: Path, name: str) -> None:
+    stored = {tensor.name: tensor for tensor in stored_tensors(saved / name, "")}
+    real = {key: t for file in (saved / name).glob("*.safetensors") for key, t in load_file(file).items()}
+    described = {
+        key: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size()) for key, t in real.items()
+    }
+    assert {key: (t.dtype, t.shape, t.nbytes) for key, t in stored.items()} == described
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
+def test_what_the_module_needs_is_there(flux: Graph, saved: Path, name: str) -> None:
+    component = at(flux.component(name), saved / name)
+    module = meta_module(component, flux.trust)
+    held = holding(component, module)
+    assert held is not None
+    assert held.missing == 0
+    factor = 2 if name == "text_encoder_2" else 1
+    saved_bytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in module.state_dict(keep_vars=True).values()}.values())
+    assert held.nbytes == held.used_bytes == factor * saved_bytes == sum(nbytes for _, nbytes in held.dtypes)
+    assert dict(held.dtypes).keys() == {"float32" if factor == 2 else "bfloat16"}
+
+
+def test_what_is_not_on_this_machine_says_nothing(flux: Graph, saved: Path, tmp_path: Path) -> None:
+    vae = flux.component("vae")
+    module = meta_module(vae, flux.trust)
+    (tmp_path / "config.json").write_bytes((saved / "vae" / "config.json").read_bytes())
+    for source in (None, str(tmp_path), "nobody/nothing-of-this-name/vae"):
+        assert holding(replace(vae, source=source), module) is None
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
+DTYPES += [torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"scalar": torch.zeros(()).to(dtype), "none": torch.zeros(3, 0).to(dtype), "some": torch.zeros(3, 5).to(dtype)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
+    for name, tensor in tensors.items():
+        assert found[name].dtype == str(dtype).removeprefix("torch.")
+        assert (found[name].shape, found[name].nbytes) == (tuple(tensor.shape), tensor.numel() * tensor.element_size())
+
+
+def with_header(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+FAULTS = {
+    "no header": b"",
+    "cut in its length": b"\x10\0\0",
+    "a length beyond the file": (1 << 62).to_bytes(8, "little") + bytes(64),
+    "cut in its header": with_header({"a": GOOD}, bytes(24))[:20],
+    "cut in its data": with_header({"a": GOOD}, bytes(20)),
+    "longer than it says": with_header({"a": GOOD}, bytes(25)),
+    "not JSON": with_header(b"not json at all"),
+    "not UTF-8": with_header(b'{"\xff": 1}'),
+    "no object": with_header([GOOD], bytes(24)),
+    "deeply nested": with_header(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "an unknown dtype": with_header({"a": {**GOOD, "dtype": "F33"}}, bytes(24)),
+    "an unhashable dtype": with_header({"a": {**GOOD, "dtype": []}}, bytes(24)),
+    "bytes that are not its shape's": with_header({"a": {**GOOD, "shape": [2, 4]}}, bytes(24)),
+    "a negative size": with_header({"a": {**GOOD, "shape": [-2, -3]}}, bytes(24)),
+    "half a size": with_header({"a": {**GOOD, "shape": [2.0, 3]}}, bytes(24)),
+    "no offsets": with_header({"a": {"dtype": "F32", "shape": [2, 3]}}, bytes(24)),
+    "offsets of text": with_header({"a": {**GOOD, "data_offsets": ["0", "24"]}}, bytes(24)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_file_is_named(tmp_path: Path, fault: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(FAULTS[fault])
+    with pytest.raises(GraphError) as caught:
+        stored_tensors(tmp_path, "graph.yaml:7")
+    text = str(caught.value)
+    assert text.startswith(f"graph.yaml:7: {file} is c")
+    assert text.endswith("; get it again")
+    assert len(text) < 400
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}'])
+def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(GraphError) as caught:
+        stored_tensors(tmp_path, "graph.yaml:7")
+    assert str(caught.value).startswith(f"graph.yaml:7: {index} is no index of safetensors")
+
+
+def test_a_file_of_another_model_is_refused_while_planning(flux: Graph, broken: Callable[[str], Path]) -> None:
+    folder = broken("vae")
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["decoder.conv_in.bias"] = torch.zeros(7, dtype=torch.float16)
+    save_file(tensors, file, {"format": "pt"})
+    component = at(flux.component("vae"), folder)
+    graph = replace(flux, components={**flux.components, "vae": component})
+    with pytest.raises(GraphError) as caught:
+        graphrun.estimate(graph, vram="8M", ram="1G", hardware="sim")
+    wide = flux.component("vae").config["block_out_channels"][-1]
+    said = f"decoder.conv_in.bias is [7] float16, not [{wide}]"
+    assert str(caught.value) == f"{component.where}: components.vae: {folder} is not what its config says: {said}"
+
+
+def test_tensors_of_the_model_that_are_not_there_are_counted(flux: Graph, broken: Callable[[str], Path]) -> None:
+    folder = broken("vae")
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    left_out = ["decoder.conv_in.bias", "decoder.conv_in.weight"]
+    more = {"somebody.elses": torch.zeros(5)}
+    save_file({key: t for key, t in {**tensors, **more}.items() if key not in left_out}, file, {"format": "pt"})
+    component = at(flux.component("vae"), folder)
+    held = holding(component, meta_module(component, flux.trust))
+    assert held is not None
+    assert held.missing == 2
+    assert held.nbytes - held.used_bytes == 20
+    assert held.tensors == len(tensors) - 1
+
+
+def test_names_with_the_base_model_s_prefix_are_the_module_s(flux: Graph, tmp_path: Path) -> None:
+    """A checkpoint of a causal language model, read as its body alone."""
+    config = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32}
+    whole = Component("any", "transformers.LlamaForCausalLM", None, config, True, "float32", ("float32",))
+    build(whole, flux).save_pretrained(tmp_path)
+    body = at(replace(whole, class_path="transformers.LlamaModel"), tmp_path)
+    held = holding(body, meta_module(body, flux.trust))
+    assert held is not None
+    assert (held.missing, held.nbytes - held.used_bytes) == (0, 4 * 16 * 32)  # but for the output layer
+
+
+def bare(graph: Graph, folder: str) -> str:
+    """A graph file that says of each component and part no more than its class and where the pipeline is."""
+    components = "\n".join(f"  {c.name}: {{class: {c.class_path}, dtype: {c.dtype}}}" for c in graph.components.values())
+    parts = "\n".join(f"  {p.name}: {{class: {p.class_path}}}" for p in graph.parts.values())
+    text = (GRAPHS / "flux-tiny.yaml").read_text()
+    head, tail = text[: text.index("components:")], text[text.index("stages:") :]
+    return f"{head}\nsource: {folder}\ncomponents:\n{components}\nparts:\n{parts}\n{tail}"
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_estimate_needs_no_config_where_the_source_is_here(
+    flux: Graph, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    source = str(saved)
+    if place == "hub":
+        source = "somebody/flux-tiny"
+        repository = tmp_path / "hub" / "models--somebody--flux-tiny"
+        (repository / "snapshots").mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0123abc")
+        (repository / "snapshots" / "0123abc").symlink_to(saved)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    file = tmp_path / "bare.yaml"
+    file.write_text(bare(flux, source))
+    graph = graphrun.load(file)
+    cache = tmp_path / "cache"
+    found = graphrun.survey(graph, hardware="sim", cache=cache)
+    given = graphrun.survey(flux, hardware="sim")
+    assert len(list(cache.glob("trace-*"))) == 1
+    assert [row["weights"]["bfloat16"]["bytes"] for row in found["components"]] == [
+        row["weights"]["bfloat16"]["bytes"] for row in given["components"]
+    ]
+    assert found["phases"] == given["phases"]
+    t5 = next(row for row in found["components"] if row["name"] == "text_encoder_2")
+    assert t5["source"]["dtypes"] == {"float32": t5["source"]["nbytes"]}
+    assert t5["source"]["read_as"] == "bfloat16"
+    assert t5["weights"]["bfloat16"]["basis"] == "files"
+    assert all(row["source"] is None for row in given["components"])
+
+
+def test_a_plan_is_traced_anew_when_the_weights_were_written_anew(flux: Graph, saved: Path, broken: Callable[[str], Path]) -> None:
+    from graphrun.store import trace_key
+
+    folder = broken("vae")
+    graph = replace(flux, components={**flux.components, "vae": at(flux.component("vae"), folder)})
+    inputs = graph.for_planning({})
+    before = trace_key(graph, inputs)
+    assert before == trace_key(graph, inputs) is not None
+    file = next(folder.glob("*.safetensors"))
+    save_file(load_file(file), file, {"format": "pt"})
+    assert trace_key(graph, inputs) != before
+
+
+def test_a_repository_s_folder_in_the_hub_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flux: Graph) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert local_folder("somebody/something/vae") is None
+    root = tmp_path / "models--somebody--something"
+    (root / "snapshots" / "1f" / "vae").mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("1f\n")
+    assert local_folder("somebody/something/vae") == root / "snapshots" / "1f" / "vae"
+    assert local_folder("somebody/something") == root / "snapshots" / "1f"
+    assert local_folder("somebody/something/unet") is None
+    assert stored_in(replace(flux.component("vae"), source="somebody/something/vae")) is None

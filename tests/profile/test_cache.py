@@ -1,0 +1,213 @@
+"""A plan that was made once is there at once: no torch, no solver; and never a wrong one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun
+from graphrun import store as cache
+from graphrun.files import Store, digest_of
+from graphrun.profile import hardware as devices
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.units import MIB
+
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+TINY = GRAPHS / "flux-tiny.yaml"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
+    """The dry runs that were made, by their height; flux-tiny's own is answered by the one that all tests share."""
+    found: list[str] = []
+
+    def probe(graph: Any, inputs: Any, options: Any = None) -> Any:
+        found.append(str(inputs["height"]))
+        return dry("flux-tiny")[1]
+
+    monkeypatch.setattr(cache, "_probe", probe)
+    return found
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The digests of the problems that were really solved."""
+    from graphrun.solve import solve
+
+    found: list[str] = []
+    real = solve.solve
+
+    def count(problem: Any) -> Any:
+        found.append(problem.digest)
+        return real(problem)
+
+    monkeypatch.setattr(solve, "solve", count)
+    return found  # type: ignore[return-value]
+
+
+def estimate(folder: Path | None, vram: int = 64 * MIB, **inputs: Any) -> Any:
+    return graphrun.estimate(graphrun.load(TINY), vram=vram, ram="8G", hardware="sim", inputs=inputs, cache=folder)
+
+
+@pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
+def test_a_dry_run_read_back_gives_the_same_numbers_without_its_modules(dry: Any, name: str) -> None:
+    graph, probed, inputs = dry(name)
+    again = cache.from_json(json.loads(json.dumps(cache.to_json(probed))))
+    assert again == probed
+    assert not again.meta_modules
+    for hardware in ("sim", "rtx4090"):
+        arguments = devices.hardware(hardware), Limits(2**33, 2**33), inputs
+        assert problem_of(graph, again, *arguments).digest == problem_of(graph, probed, *arguments).digest
+
+
+def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(made: list[str], tmp_path: Path) -> None:
+    first = estimate(tmp_path)
+    assert estimate(tmp_path) == first
+    assert estimate(tmp_path, vram=65 * MIB).budget_bytes == 65 * MIB
+    assert estimate(tmp_path, prompt="a dog", seed=7).digest == first.digest
+    assert made == ["128"]
+    estimate(tmp_path, height=64)
+    assert made == ["128", "64"]
+
+
+def test_without_a_folder_nothing_is_kept(made: list[str], tmp_path: Path) -> None:
+    assert estimate(None) == estimate(None)
+    assert made == ["128", "128"]
+
+
+def test_a_plan_is_solved_once(made: list[str], solved: list[str], tmp_path: Path) -> None:
+    problem = estimate(tmp_path)
+    first = graphrun.plan(problem, cache=tmp_path)
+    assert graphrun.plan(problem, cache=tmp_path) == first == graphrun.plan(problem)
+    assert solved == [problem.digest] * 2
+    graphrun.plan(estimate(tmp_path, vram=65 * MIB), cache=tmp_path)
+    assert len(solved) == 3
+
+
+def test_a_point_of_a_frontier_is_a_plan_that_is_kept(made: list[str], solved: list[str], tmp_path: Path) -> None:
+    problem = estimate(tmp_path)
+    found = cache.fitting_for(problem, Store(tmp_path))
+    assert graphrun.plan(problem, cache=tmp_path) == found == cache.fitting_for(problem, Store(tmp_path))
+    assert not solved
+    assert cache.fitting_for(replace(problem, budget_bytes=MIB), Store(tmp_path)) is None
+
+
+def test_other_versions_and_another_source_are_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graphrun.load(TINY)
+    inputs = graph.for_planning({})
+    before = cache.trace_key(graph, inputs)
+    assert before == cache.trace_key(graph, inputs) is not None
+    monkeypatch.setattr(cache, "version", lambda name: "9.9")
+    other_versions = cache.trace_key(graph, inputs)
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "own_source", lambda: "edited")
+    assert len({before, other_versions, cache.trace_key(graph, inputs)}) == 3
+
+
+def test_what_a_prompt_says_does_not_count_but_whether_it_says_anything(tmp_path: Path) -> None:
+    graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
+    text = next(name for name, item in graph.inputs.items() if item.type == "str")
+    keys = [cache.trace_key(graph, {**graph.for_planning({}), text: value}) for value in ("a", "b c", "", None)]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+
+
+def test_a_graph_that_depends_on_something_without_a_version_is_not_kept() -> None:
+    graph = graphrun.load(TINY)
+    inputs = graph.for_planning({})
+    assert cache.trace_key(replace(graph, trust=(*graph.trust, "somebodys_module")), inputs) is None
+    component = replace(graph.components["vae"], has_config=False, source="owner/repo/vae")
+    assert cache.trace_key(replace(graph, components={**graph.components, "vae": component}), inputs) is None
+
+
+@pytest.mark.parametrize("data", [None, {}, [], {"components": 3}, {"calls": [], "items": [[1]], "values": {}, "profiles": {}}])
+@pytest.mark.parametrize("kind", ["trace", "problem", "plan"])
+def test_an_entry_of_another_shape_is_replaced(made: list[str], solved: list[str], tmp_path: Path, kind: str, data: Any) -> None:
+    problem = estimate(tmp_path)
+    solution = graphrun.plan(problem, cache=tmp_path)
+    key = next(tmp_path.glob(f"{kind}-*.json")).stem.partition("-")[2]
+    Store(tmp_path).put(kind, key, data)
+    if kind == "trace":
+        next(tmp_path.glob("problem-*.json")).unlink()
+    assert estimate(tmp_path) == problem
+    assert graphrun.plan(problem, cache=tmp_path) == solution
+    assert Store(tmp_path).get(kind, key) != data
+
+
+def test_a_kept_plan_that_breaks_a_rule_does_not_count(made: list[str], solved: list[str], tmp_path: Path) -> None:
+    problem = estimate(tmp_path)
+    solution = graphrun.plan(problem, cache=tmp_path)
+    key = digest_of([problem.digest, cache.own_source()])
+    lines = str(solution.plan).splitlines()
+    evict = next(n for n, line in enumerate(lines) if line.strip().startswith("evict"))
+    wrong = {"plan": "\n".join(lines[:evict] + lines[evict + 1 :]), "cut": [], "proof": [True, 0.0, 0.0, 0.0]}
+    Store(tmp_path).put("plan", key, wrong)
+    assert graphrun.plan(problem, cache=tmp_path) == solution
+    assert len(solved) == 2
+
+
+def test_a_plan_by_layer_is_kept_with_what_was_cut(made: list[str], solved: list[str], tmp_path: Path) -> None:
+    problem = estimate(tmp_path)
+    tight = replace(problem, budget_bytes=smallest_budget(problem))
+    solution = graphrun.plan(tight, cache=tmp_path)
+    assert "layers" in {component.granularity for component in solution.problem.components}
+    assert graphrun.plan(tight, cache=tmp_path) == solution
+    assert len(solved) == 1
+
+
+def test_a_warm_plan_imports_no_torch_no_solver_and_says_the_same(made: list[str], tmp_path: Path, cache_home: Path) -> None:
+    folder = tmp_path / "graphrun"
+    solution = graphrun.plan(estimate(folder), cache=folder)
+    kept = sorted(folder.iterdir())
+    code = f"""
+import sys
+from graphrun import cli
+sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G", "--hardware", "sim", "--json"]
+try:
+    cli.main()
+finally:
+    heavy = {{"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}}
+    heavy &= sys.modules.keys()
+    assert not heavy, heavy
+"""
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(GRAPHS.parent)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["digest"] == solution.problem.digest
+    assert sorted(folder.iterdir()) == kept
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
+    import gc
+
+    from graphrun.profile import dry_run as probe
+
+    seen, probed = list[bool](), dry("flux-tiny")[1]
+    gc.freeze() if frozen else gc.unfreeze()
+    before, later = gc.get_freeze_count(), [[number] for number in range(1000)]
+
+    def answer(graph: Any, inputs: Any, options: Any) -> Any:
+        seen.append(gc.isenabled() and gc.get_freeze_count() > 0)
+        if fails:
+            raise RuntimeError("the pipeline's own")
+        return probed
+
+    graph = graphrun.load(TINY)
+    monkeypatch.setattr(probe, "probe", answer)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        cache.dry_run(graph, graph.for_planning({}), None)
+    assert (seen, gc.isenabled()) == ([True], True)
+    most = before + len(later) // 2 if frozen else 0
+    assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
+    gc.freeze()

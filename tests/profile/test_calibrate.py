@@ -1,0 +1,160 @@
+"""A machine is measured, the profile is found by name and by its card, and damaged ones are none. No card is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphrun.errors import InputError
+from graphrun.model.problem import Hardware
+from graphrun.profile import calibrate as measuring
+from graphrun.profile import hardware as devices
+from graphrun.profile import hardware_profiles as profiles
+
+
+def test_the_simulated_accelerator_comes_out_as_it_is_declared(tmp_path: Path) -> None:
+    measured, figures = measuring.calibrate("sim", tmp_path, allowed_seconds=0.1)
+    declared = devices.simulated()
+    for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "flops_per_second"):
+        assert getattr(measured, name) == pytest.approx(getattr(declared, name), rel=1e-6)
+    assert measured.bidirectional == pytest.approx(0.5), "one copy engine serves both ways"
+    assert measured.copy_start_seconds == pytest.approx(0.0, abs=1e-12)
+    assert (measured.basis, measured.device, measured.context_bytes) == ("measured", "sim", 0)
+    assert figures["disk_bytes_per_second"] > 0
+    assert not list(tmp_path.iterdir()), "the file that was read is gone"
+
+
+def test_the_processor_is_measured_too(tmp_path: Path) -> None:
+    measured, _ = measuring.calibrate("cpu", tmp_path, "mine", allowed_seconds=0.1)
+    assert (measured.name, measured.device, measured.basis) == ("mine", "cpu", "measured")
+    assert 1e8 < measured.h2d_bytes_per_second < 1e12
+    assert 1e8 < measured.flops_per_second < 1e15
+
+
+def test_compute_is_flux_s_mixture_of_products_and_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card(measuring._Cpu):
+        nbytes = 100
+        clock = 0.0
+
+        def __init__(self) -> None:
+            pass
+
+        def now(self) -> float:
+            return self.clock
+
+        def copy(self, kind: str) -> None:
+            self.clock += {"h2d": 1.0, "d2h": 2.0, "pageable": 4.0, "both": 1.25, "small": 5.12 * 256 + 0.5 * 256}[kind]
+
+        def compute(self, kind: str) -> float:
+            self.clock += {"matmul": 1.0, "attention": 2.0}[kind]
+            return 744.0
+
+    monkeypatch.setattr(measuring, "_open", lambda kind: (devices.simulated(), Card()))
+    measured, _ = measuring.calibrate("cpu", tmp_path, allowed_seconds=0.05)
+    rates = measured.h2d_bytes_per_second, measured.d2h_bytes_per_second, measured.pageable_bytes_per_second, measured.bidirectional
+    assert rates == pytest.approx((100.0, 50.0, 25.0, 0.8))
+    assert measured.copy_start_seconds == pytest.approx(0.5), "what 512 bytes take beyond their 5.12 s"
+    assert measured.flops_per_second == pytest.approx(744 / (0.595 / 0.744 + 2 * 0.149 / 0.744))
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "uuid", "context"),
+    [
+        ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-a", 700_000_000),
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden or sorted otherwise by torch
+        ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only one there is
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-", None),
+        ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process left meanwhile
+        ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or came
+        ({"GPU-a": GB}, {}, "GPU-a", None),
+        ({}, {}, "GPU-a", None),
+    ],
+)
+def test_a_context_is_what_the_card_itself_lost(
+    before: dict[str, int], after: dict[str, int], uuid: str, context: int | None
+) -> None:
+    assert measuring.taken(before, after, uuid, 300_000_000) == context
+
+
+@pytest.mark.parametrize(("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)])
+def test_a_context_is_measured_behind_every_kind_of_kernel_and_only_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assumed: int, context: int
+) -> None:
+    loads = {"matmul": 10_000_000, "attention": 30_000_000, "convolution": 200_000_000}  # when a kernel first runs
+    loaded: set[str] = set()
+
+    class Card(measuring._Cpu):
+        queued: set[str] = set()
+
+        def now(self) -> float:
+            loaded.update(self.queued)
+            return super().now()
+
+        def compute(self, kind: str) -> float:
+            self.queued = self.queued | {kind}
+            return super().compute(kind)
+
+    def awake(kind: str) -> tuple[Hardware, Card]:
+        loaded.add("driver")
+        return card("mine", context_bytes=assumed), Card()
+
+    used = {"driver": 500_000_000, **loads}
+    monkeypatch.setattr(measuring, "_open", awake)
+    monkeypatch.setattr(measuring, "_uuid", lambda: "GPU-a")
+    monkeypatch.setattr(measuring, "_cards_used_bytes", lambda: {"GPU-a": GB + sum(used[each] for each in loaded)})
+    measured, figures = measuring.calibrate("cuda", tmp_path, allowed_seconds=0.05)
+    assert measured.context_bytes == figures["context_bytes"] == context
+
+
+def test_without_a_card_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "found", lambda: None)
+    with pytest.raises(InputError, match="no CUDA device here to calibrate"):
+        measuring.calibrate("cuda", tmp_path)
+
+
+def card(name: str = "card", **changes: object) -> Hardware:
+    return replace(devices.hardware("rtx4090"), name=name, **changes)  # type: ignore[arg-type]
+
+
+def test_a_profile_is_hardware_by_its_name(tmp_path: Path) -> None:
+    mine = card("mine", basis="measured", h2d_bytes_per_second=12.5e9)
+    profiles.keep(tmp_path, mine, "geforcertx4090", {})
+    assert profiles.hardware("mine", tmp_path) == mine
+    assert profiles.hardware("rtx4090", tmp_path) == devices.hardware("rtx4090")
+    with pytest.raises(InputError, match="did you mean 'mine'"):
+        profiles.hardware("mime", tmp_path)
+    with pytest.raises(InputError, match="is not known"):
+        profiles.hardware("mine", None)
+
+
+def test_the_newest_profile_of_the_card_that_is_found_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "found", lambda: card("geforcertx4090"))
+    assert profiles.found(tmp_path) == card("geforcertx4090")
+    profiles.keep(tmp_path, card("other-size", capacity_bytes=5), "geforcertx4090", {})
+    profiles.keep(tmp_path, card("other-card"), "a100", {})
+    assert profiles.found(tmp_path) == card("geforcertx4090")
+    profiles.keep(tmp_path, card("here", basis="measured"), "geforcertx4090", {})
+    assert profiles.found(tmp_path) == card("here", basis="measured")
+    monkeypatch.setattr(devices, "found", lambda: None)
+    assert profiles.found(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "sim", "", "../escape", "a b"])
+def test_names_that_are_taken_or_no_file_s_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="name"):
+        profiles.keep(tmp_path, card(name), "card", {})
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"hardware": {"name": "x"}, "device": "d"}', '{"hardware": 3, "device": ""}']
+)
+def test_a_damaged_profile_is_none(tmp_path: Path, text: str) -> None:
+    profiles.keep(tmp_path, card("good"), "card", {})
+    (tmp_path / "profiles/bad.json").write_text(text)
+    assert list(profiles.kept(tmp_path)) == ["good"]

@@ -1,0 +1,206 @@
+"""What a run measured is in the next plan, on the same device, versions, graph and settings; and that plan holds too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphrun
+from graphrun.files import Store
+from graphrun.model.plan import Load
+from graphrun.profile import feedback
+from graphrun.profile.feedback import _graph_key
+from graphrun.report.estimate import estimate_screen
+from graphrun.report.summary import broken_caps
+from graphrun.trace import Event, SlotTrace, Trace
+from graphrun.units import MIB
+from graphrun.verify.simulate import simulate
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+
+
+@pytest.fixture(scope="module")
+def planned(make_problem: Any) -> Any:
+    """By block: what is measured of layers says nothing of blocks."""
+    of = make_problem("flux-tiny", 6 * MIB)
+    return graphrun.plan(replace(of, components=tuple(replace(component, layers=None) for component in of.components)))
+
+
+def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str = "") -> Trace:
+    """A run that takes ``more_bytes`` and is ``slower`` than planned, in the phases whose name holds ``only``."""
+    problem, plan = solution.problem, solution.plan
+    slots, events = [], []
+    for number, report in enumerate(simulate(problem, plan).slots):
+        more = more_bytes if report.part in ("first", "steady") and only in report.phase else 0
+        slots.append(SlotTrace(report.phase, report.part, 1, report.peak_bytes + more, 0, 0.0, 0.0))
+        phase = next((phase for phase in problem.phases if phase.name == report.phase), None)
+        for use in phase.uses if phase is not None and report.part == "steady" else ():
+            groups = problem.component(use.component).groups
+            for k, block, seconds in use.order:
+                if groups[k].streamable:
+                    end = seconds * slower
+                    events.append(Event("block", use.component, number, groups[k].blocks[block], 0, 0.0, end))
+    return Trace("", "sim", tuple(slots), tuple(events), 0, 0)
+
+
+def phase_of(problem: Any, name: str) -> Any:
+    return next(phase for phase in problem.phases if name in phase.name)
+
+
+def test_measured_activation_and_block_times_are_in_the_next_problem(planned: Any, tmp_path: Path) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5, "denoise"), store)
+    informed = feedback.informed(problem, store)
+    before, after = phase_of(problem, "denoise"), phase_of(informed, "denoise")
+    assert (after.first_bytes - before.first_bytes, after.steady_bytes - before.steady_bytes) == (4096, 4096)
+    assert (before.basis, after.basis) == ("traced", "measured")
+    for number, k in enumerate(problem.component("transformer").groups):
+        by = 1.5 if k.streamable else 1.0
+        assert after.uses[0].seconds[number] == pytest.approx(by * before.uses[0].seconds[number], rel=0.05)
+    assert informed.digest != problem.digest
+
+
+def test_it_counts_for_the_same_device_versions_graph_and_settings_only(planned: Any, tmp_path: Path) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096), store)
+    others = (
+        replace(problem, hardware=replace(problem.hardware, name="other")),
+        replace(problem, versions=(("torch", "9"),)),
+        replace(problem, graph_digest="0"),
+        replace(problem, settings=(*problem.settings, ("x", "1"))),
+    )
+    for other in others:
+        assert feedback.informed(other, store) == other
+    assert feedback.informed(replace(problem, budget_bytes=9 * MIB), store).phases == feedback.informed(problem, store).phases
+
+
+def test_the_largest_activation_counts_and_noise_changes_nothing(planned: Any, tmp_path: Path) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 2.0), store)
+    first = feedback.informed(problem, store)
+    feedback.remember(problem, planned.plan, trace_of(planned, 1024, 2.01), store)
+    assert feedback.informed(problem, store) == first
+    feedback.remember(problem, planned.plan, trace_of(planned, 8192, 3.0), store)
+    third = feedback.informed(problem, store)
+    assert phase_of(third, "denoise").first_bytes == phase_of(problem, "denoise").first_bytes + 8192
+    assert phase_of(third, "denoise").uses[0].seconds[-1] > phase_of(first, "denoise").uses[0].seconds[-1]
+
+
+@pytest.mark.parametrize(("vram", "seconds"), [(6 * MIB, {}), (64 * MIB, {"transformer": 2.0})], ids=["waited", "stayed"])
+def test_calls_give_seconds_where_their_component_stayed(make_problem: Any, vram: int, seconds: dict[str, float]) -> None:
+    solution = graphrun.plan(make_problem("flux-tiny", vram))
+    slots = solution.plan.slots
+    number = next(n for n, slot in enumerate(slots) if slot.part == "steady")
+    events = tuple(Event("run", "transformer", number, "forward", 0, 0.0, 1.0 + n) for n in range(3))
+    found = feedback.measured_in(solution.problem, solution.plan, replace(trace_of(solution), events=events))
+    assert found[slots[number].phase]["seconds"] == seconds
+
+
+DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_bytes": -1, "steady_bytes": True}]
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=str)
+@pytest.mark.parametrize("kind", ["activation", "seconds", "shapes"])
+def test_damaged_measurements_are_none(planned: Any, tmp_path: Path, kind: str, data: Any) -> None:
+    problem, store = planned.problem, Store(tmp_path)
+    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5), store)
+    assert feedback.informed(problem, store) != problem
+    for path in tmp_path.glob("*.json"):
+        store.put("seconds" if path.name.startswith("seconds") else "activation", path.stem.partition("-")[2], data)
+    if kind == "shapes":
+        store.put("shapes", _graph_key(problem), {problem.phases[0].name: data})
+    assert feedback.informed(problem, store) == problem
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """Where a run of flux-tiny left its measurements, as if each phase had taken a KiB more than it did; the graph; by how much
+    each phase's activation thus exceeds the traced one."""
+    folder = tmp_path_factory.mktemp("measured")
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    problem = graphrun.estimate(graph, vram=64 * MIB, hardware="sim", cache=folder)
+    solution = graphrun.plan(problem)
+    trace = graphrun.run(solution, graph)
+    more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
+    feedback.remember(problem, solution.plan, more, Store(folder))
+    known = feedback.measured_in(problem, solution.plan, more)
+    by = {phase.name: known[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
+    loads = [action for slot in solution.plan.slots for action in slot.actions if isinstance(action, Load)]
+    held = sum(
+        len(blocks) for load in loads if load.component == "text_encoder_2" for k, blocks in load.blocks or () if k == "encoder"
+    )
+    # T5's class counts its largest block, the first, which is 512 bytes larger: not its activation's doing.
+    assert by == {**dict.fromkeys(by, 1024), ENCODERS[1]: 1024 - 512 * (held - 1)}
+    return folder, graph, {name: max(0, more) for name, more in by.items()}
+
+
+def basis(problem: Any) -> dict[str, str]:
+    return {phase.name: phase.basis for phase in problem.phases}
+
+
+ENCODERS = ("encode/0:text_encoder", "encode/1:text_encoder_2")
+OTHERS = ("denoise/0:transformer", "decode/0:vae")
+
+
+def other_t5(graph: Any) -> Any:
+    t5 = graph.components["text_encoder_2"]
+    wider = replace(t5, config={**t5.config, "d_ff": 2 * t5.config["d_ff"]})
+    return replace(graph, name="another", components={**graph.components, "text_encoder_2": wider})
+
+
+@pytest.mark.parametrize(
+    ("change", "inputs", "shared"),
+    [
+        (lambda graph: replace(graph, name="another"), {}, {*ENCODERS, *OTHERS}),
+        (other_t5, {}, {ENCODERS[0], *OTHERS}),
+        (lambda graph: graph, {"steps": 7}, {*ENCODERS, *OTHERS}),
+        (lambda graph: graph, {"height": 192}, set(ENCODERS)),
+        (lambda graph: graph, {"max_sequence_length": 32}, {ENCODERS[0], OTHERS[1]}),
+    ],
+    ids=["same components", "another T5", "more steps", "higher", "shorter text"],
+)
+def test_another_graph_with_the_same_component_and_shapes_profits(
+    ran: Any, change: Any, inputs: dict[str, Any], shared: set[str]
+) -> None:
+    folder, graph, by = ran
+    other = graphrun.estimate(change(graph), vram=64 * MIB, hardware="sim", inputs=inputs, cache=folder)
+    plain = graphrun.estimate(change(graph), vram=64 * MIB, hardware="sim", inputs=inputs)
+    assert {name for name, of in basis(other).items() if of == "measured"} == shared
+    assert set(basis(plain).values()) == {"traced"}
+    for phase, before in zip(other.phases, plain.phases, strict=True):
+        assert phase.first_bytes - before.first_bytes == (by[phase.name] if phase.name in shared else 0), phase.name
+
+
+def test_the_estimate_shows_what_was_measured_beside_what_was_traced(ran: Any) -> None:
+    folder, graph, by = ran
+    with_runs = graphrun.survey(graph, hardware="sim", cache=folder)
+    without = graphrun.survey(graph, hardware="sim")
+    for row, before in zip(with_runs["phases"], without["phases"], strict=True):
+        assert row["basis"] == "measured"
+        assert row["reserved_bytes"] == before["reserved_bytes"] + by[row["phase"]]
+        assert row["traced"] == {name: before[name] for name in ("reserved_bytes", "seconds")}
+        assert row["seconds"] == pytest.approx(before["seconds"], rel=0.05)
+    assert {row["stage"]: row["seconds_basis"] for row in with_runs["phases"]}["denoise"] == "measured"
+    assert "measured" in estimate_screen(with_runs)
+    assert "measured" not in estimate_screen(without)
+
+
+@pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
+def test_a_real_run_s_measurements_make_plans_that_hold_at_other_budgets(
+    dry: Any, make_problem: Any, tmp_path: Path, name: str
+) -> None:
+    graph, _, _ = dry(name)
+    budgets = (6 * MIB, 9 * MIB, 64 * MIB) if name == "flux-tiny" else (13 * MIB, 20 * MIB, 64 * MIB)
+    store = Store(tmp_path)
+    bases = set()
+    for budget in budgets:
+        problem = feedback.informed(make_problem(name, budget), store)
+        bases |= {phase.basis for phase in problem.phases}
+        solution = graphrun.plan(problem)
+        trace = graphrun.run(solution, graph, {"steps": problem.settings and dict(problem.settings)["steps"]}, cache=tmp_path)
+        assert broken_caps(solution, trace) == []
+        assert trace.seconds == pytest.approx(simulate(solution.problem, solution.plan).seconds, rel=0.01)
+    assert bases == {"traced", "measured"}

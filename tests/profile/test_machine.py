@@ -1,0 +1,72 @@
+"""The RAM that counts is what the kernel has available, and what the cgroups leave of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from graphrun.errors import InputError
+from graphrun.profile.machine import host_ram_bytes, ram_budget, taken_bytes
+from graphrun.units import GIB, MIB
+
+# A virtual machine that began with 8 GiB and has 64 by now would say so in MemTotal; swap is in no figure.
+MEMINFO = "MemTotal:  8388608 kB\nMemFree:  1024 kB\nMemAvailable:  6291456 kB\nSwapTotal:  67108864 kB\nSwapFree:  67108864 kB\n"
+
+
+def left(tmp_path: Path, meminfo: str = MEMINFO, **texts: str) -> int:
+    """RAM that is left by ``texts``: files of a cgroup tree, by name with ``__`` for ``/``."""
+    (tmp_path / "meminfo").write_text(meminfo)
+    (tmp_path / "own").write_text("4:memory:/a/job\n0::/a/job\n")
+    for name, text in texts.items():
+        path = tmp_path / "cgroup" / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return host_ram_bytes(tmp_path / "cgroup", tmp_path / "own", tmp_path / "meminfo")
+
+
+@pytest.mark.parametrize("total", [1024, 8388608, 1 << 30])
+def test_what_is_available_counts_and_not_the_total_or_swap(tmp_path: Path, total: int) -> None:
+    assert left(tmp_path, MEMINFO.replace("8388608", str(total))) == 6 * GIB
+
+
+@pytest.mark.parametrize("text", ["max\n", str(2**63 - 4096)])
+def test_no_limit_leaves_what_is_available(tmp_path: Path, text: str) -> None:
+    assert left(tmp_path, memory_dot_max=text, memory_dot_current=f"{5 * GIB}") == 6 * GIB
+
+
+@pytest.mark.parametrize("group", ["", "a__", "a__job__"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_leaves_its_limit_less_its_usage(tmp_path: Path, group: str, version: int) -> None:
+    folder = group if version == 2 else f"memory__{group}"
+    limit, usage = [("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes"), ("memory_dot_max", "memory_dot_current")][
+        version - 1
+    ]
+    found = left(tmp_path, **{folder + limit: f"{4 * GIB}\n", folder + usage: f"{3 * GIB}\n"})
+    assert found == GIB
+    idle = ["total_inactive_file", "inactive_file"][version - 1]
+    assert left(tmp_path, **{folder + "memory_dot_stat": f"anon 5\n{idle} {2 * GIB}\n"}) == 3 * GIB
+    assert left(tmp_path, **{folder + usage: f"{9 * GIB}\n"}) == 0
+
+
+def test_what_is_handed_in_is_in_the_budget_once_though_it_is_no_part_of_what_is_left() -> None:
+    module = nn.Linear(MIB // 4, 4, bias=False)
+    twice = nn.Linear(1, 1)
+    twice.weight = module.weight
+    assert taken_bytes([module]) == 4 * MIB
+    assert taken_bytes([module, twice]) == 4 * MIB + 4
+    assert taken_bytes([nn.Linear(8, 8, device="meta")]) == 0
+    assert ram_budget("auto", [module], lambda: 64 * GIB) == 64 * GIB + 4 * MIB
+    assert ram_budget("50%", [module], lambda: 64 * GIB) == 32 * GIB + 2 * MIB
+    assert ram_budget("3G", [module], lambda: 64 * GIB) == 3 * GIB
+    with pytest.raises(InputError):
+        ram_budget("much", [module], lambda: 64 * GIB)
+
+
+def test_what_is_left_may_vary_a_little() -> None:
+    found = {ram_budget("auto", (), lambda nbytes=nbytes: nbytes) for nbytes in range(40 * GIB, 41 * GIB, 100 * MIB)}
+    assert found == {40 * GIB}
+    assert ram_budget("auto", (), lambda: 0) == 0
+    assert ram_budget("auto", (), lambda: 127) == 126
+    assert all(31 * n <= 32 * ram_budget("auto", (), lambda n=n: n) <= 32 * n for n in range(1, 5000))

@@ -1,0 +1,301 @@
+"""What a precision allows by version, what its layers take in a call, what quantizing takes: against bitsandbytes where it can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import graphrun
+from graphrun.model.allocator import Counting
+from graphrun.modules.blocks import ALIGNMENT
+from graphrun.modules.build import build, meta_module
+from graphrun.modules.quantize import quantizable_layers
+from graphrun.profile import doctor
+from graphrun.profile.precision import (
+    MOVES,
+    dequantization_seconds,
+    dequantized_bytes,
+    flags,
+    peak_of,
+    quantizing_bytes,
+    requantized,
+)
+from graphrun.profile.quantized import PRECISIONS, block_bytes, held_in, weights_by_precision
+from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Call, Product
+from graphrun.units import round_up
+
+bnb = pytest.importorskip("bitsandbytes")
+GRAPHS = Path(__file__).parents[2] / "graphs"
+NOW = {"torch": "2.13", "diffusers": "0.42", "transformers": "5.23", "accelerate": "1.15", "bitsandbytes": "0.50"}
+
+
+def test_everything_that_is_not_quantized_moves_streams_and_lies_on_disk() -> None:
+    for precision in ("float32", "bfloat16", "float16"):
+        found = flags(precision, {})
+        assert (found.available, found.movable, found.streamable, found.leaf_streamable, found.disk_able) == (True,) * 5
+        assert found.reason == ""
+    assert flags("fp8", NOW).disk_able
+
+
+@pytest.mark.parametrize(
+    ("precision", "package", "number", "available", "movable"),
+    [
+        ("nf4", "bitsandbytes", None, False, False),
+        ("nf4", "bitsandbytes", "0.43.1", True, False),
+        ("nf4", "bitsandbytes", "0.43.2", True, True),
+        ("int8", "bitsandbytes", "0.47.0", True, False),
+        ("int8", "bitsandbytes", "0.48.0", True, True),
+        ("int8", "accelerate", "1.12", True, False),
+        ("int8", "accelerate", None, True, False),
+        ("int8", "transformers", "4.57.3", True, False),
+        ("nf4", "accelerate", "1.12", True, True),
+        ("int8", "bitsandbytes", "unreadable", False, False),
+        ("fp8", "diffusers", "0.32", False, False),
+    ],
+)
+def test_s1_1_whether_a_module_moves_depends_on_versions(
+    precision: str, package: str, number: str | None, available: bool, movable: bool
+) -> None:
+    found = flags(precision, {**NOW, package: number})
+    assert (found.available, found.movable, found.streamable) == (available, movable, movable)
+    if not movable:
+        assert package in found.reason
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_s4_3_4_bit_is_streamed_by_blocks_alone_and_nothing_quantized_lies_on_disk(precision: str) -> None:
+    found = flags(precision, NOW)
+    assert found.streamable
+    assert found.leaf_streamable == (precision != "nf4")
+    assert not found.disk_able
+    assert found.reason
+
+
+def test_the_doctor_names_the_same_versions() -> None:
+    needed = {need for needs in MOVES.values() for need in needs}
+    assert needed <= {(package, first) for package, first, _, _ in doctor.RULES}
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return graphrun.load(GRAPHS / "flux-tiny.yaml")
+
+
+def test_in_its_own_precision_a_component_s_blocks_are_those_of_the_dry_run(dry: Any) -> None:
+    for name in ("flux-dev", "sdxl-tiny"):
+        graph, probed, _ = dry(name)
+        for key, profiles in probed.profiles.items():
+            component = graph.components[key]
+            assert (
+                block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, component.dtype) == profiles.block_bytes
+            ), key
+            assert profiles.precisions[component.dtype] == profiles.block_bytes
+            assert profiles.precisions["nf4"] == block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, "nf4")
+
+
+def test_a_dry_run_knows_every_product_of_a_quantized_layer(dry: Any) -> None:
+    """FLUX's transformer calls each of its linear layers once; the trace names them as the facts do."""
+    _, probed, _ = dry("flux-dev")
+    profiles = probed.profiles["transformer"]
+    call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
+    assert sorted(product.name for product in call.products) == sorted(profiles.layers)
+    elements = sum(outputs * inputs for outputs, inputs in profiles.layers.values())
+    assert 0.999 * profiles.parameters < elements < profiles.parameters
+    single = {product.name for product in call.products if product.rows == 1}
+    assert dequantized_bytes(call, profiles.layers, "nf4") == 2 * sum(
+        o * i for name, (o, i) in profiles.layers.items() if name not in single
+    )
+    assert all("norm" in name or "time_text" in name for name in single)
+
+
+def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
+    graph, probed, _ = dry("flux-dev")
+    profiles, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
+    whole, int8, nf4, nested, fp8 = (
+        block_bytes(module, profiles.groups, "bfloat16", precision, nested=deep)
+        for precision, deep in (("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True), ("fp8", False))
+    )
+    for k, k_whole in enumerate(whole):
+        assert int8[k] / k_whole == pytest.approx(0.5, abs=0.005)
+        assert nf4[k] / k_whole == pytest.approx(0.5625 / 2, abs=0.005)
+        assert nested[k] / k_whole == pytest.approx(0.5159 / 2, abs=0.005)
+        assert 0.5 <= fp8[k] / k_whole < 0.75
+
+
+def replaced(module: nn.Module, precision: str, nested: bool) -> None:
+    """Every linear layer of ``module`` by bitsandbytes' own, quantized on the CPU."""
+    layers = {id(layer) for layer in quantizable_layers(module, torch.bfloat16).values()}
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) not in layers:
+                continue
+            sizes, bias = (child.in_features, child.out_features), child.bias
+            if precision == "nf4":
+                new = bnb.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4", compress_statistics=nested)
+                new.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=nested)
+            else:
+                new = bnb.nn.Linear8bitLt(*sizes, bias=bias is not None, has_fp16_weights=False)
+                new.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+            new.bias = bias
+            setattr(parent, name, new.to("cpu"))
+
+
+def real_bytes(block: nn.Module) -> int:
+    """Bytes of a block's tensors, those of quantized weights included, each at a multiple of `ALIGNMENT`."""
+    found: dict[int, torch.Tensor] = {}
+    for child in block.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is None:
+                continue
+            parts = [tensor.data]
+            if isinstance(tensor, bnb.nn.Params4bit):
+                state = tensor.quant_state
+                parts += [state.absmax, state.code]
+                parts += [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+            elif isinstance(tensor, bnb.nn.Int8Params):
+                parts.append(tensor.SCB)
+            found |= {id(tensor) * 8 + n: part for n, part in enumerate(parts)}
+    return sum(round_up(part.nbytes, ALIGNMENT) for part in found.values())
+
+
+@pytest.mark.parametrize(("precision", "nested"), [("int8", False), ("nf4", False), ("nf4", True)])
+def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precision: str, nested: bool) -> None:
+    _, probed, _ = dry("flux-tiny")
+    groups = probed.profiles["transformer"].groups
+    expected = block_bytes(probed.meta_modules["transformer"], groups, "bfloat16", precision, nested=nested)
+    module = build(flux.component("transformer"), flux)
+    replaced(module, precision, nested)
+    for k, nbytes in zip(groups, expected, strict=True):
+        if k.blocks != ("",):
+            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in k.blocks} == {nbytes}, k.name
+
+
+def test_a_language_model_s_head_stays_as_it_is(flux: Any) -> None:
+    config = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
+    component = replace(flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config)
+    module: Any = meta_module(component, flux.trust)
+    assert module.lm_head.weight is not module.model.embed_tokens.weight
+    assert set(quantizable_layers(module, torch.bfloat16).values()).isdisjoint({module.lm_head})
+    assert len(quantizable_layers(module, torch.bfloat16)) == 7
+
+
+def test_bytes_by_precision_are_those_held(flux: Any) -> None:
+    module = meta_module(flux.component("transformer"), flux.trust)
+    found = weights_by_precision(module, "bfloat16")
+    for precision in PRECISIONS:
+        assert found[precision] == sum(sum(held) for held in held_in(module, "bfloat16", precision).values())
+    assert found["nf4"] < found["fp8"] < found["int8"] < found["bfloat16"] == found["float16"] < found["float32"]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 96)
+        self.second = nn.Linear(96, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[b s 64]`` to ``[b s 32]``."""
+        return self.second(self.first(x).relu())
+
+
+def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
+    module = Two().to("meta", torch.bfloat16)
+    recorder = Recorder(module, ())
+    x = torch.zeros(1, tokens, 64, dtype=torch.bfloat16, device="meta")
+    recorder.ignore([x])
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = module(x)
+    del out
+    recorder.close()
+    call = Call("any", "forward", tuple(recorder.events), recorder.peak_bytes, 0, frozenset(), (), tuple(recorder.products))
+    return call, {"first.weight": (96, 64), "second.weight": (32, 96)}
+
+
+def peak(call: Call) -> int:
+    """As the simulated accelerator counts."""
+    counter, most = Counting(), 0
+    for key, nbytes in call.events:
+        if nbytes:
+            counter.allocate(key, nbytes)
+            most = max(most, counter.used_bytes)
+        else:
+            counter.release(key)
+    assert counter.used_bytes == 0
+    return most
+
+
+def test_products_with_weights_are_known_by_name_and_tokens() -> None:
+    call, _ = traced(1000)
+    assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
+    assert [call.events[product.event][1] for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
+
+
+def test_nf4_takes_the_weight_beside_its_product() -> None:
+    tokens = 16
+    call, shapes = traced(tokens)
+    found = requantized(call, shapes, "nf4")
+    assert found.peak_bytes == peak(found)
+    assert peak(found) == max(2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32)
+    assert [(found.events[p.event][1], p.name) for p in found.products] == [
+        (call.events[p.event][1], p.name) for p in call.products
+    ]
+    assert dequantized_bytes(call, shapes, "nf4") == 2 * (96 * 64 + 32 * 96)
+    assert dequantization_seconds(10**9, 1e9) == 2.0
+
+
+def test_one_token_needs_no_weight_in_16_bit() -> None:
+    call, shapes = traced(1)
+    assert peak(requantized(call, shapes, "nf4")) == peak(call)
+    assert dequantized_bytes(call, shapes, "nf4") == 0
+
+
+def test_int8_takes_its_input_and_its_product_in_other_forms() -> None:
+    tokens = 1024
+    call, shapes = traced(tokens)
+    found = requantized(call, shapes, "int8")
+    assert peak(found) == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
+    assert found.peak_bytes == peak(found)
+    assert peak(requantized(call, shapes, "int8", "float16")) == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
+    assert dequantized_bytes(call, shapes, "int8") == 0
+    assert dequantized_bytes(call, shapes, "fp8", "float32") == 4 * (96 * 64 + 32 * 96)
+
+
+def test_a_layer_that_is_not_quantized_takes_nothing() -> None:
+    call, shapes = traced(64)
+    only = {"second.weight": shapes["second.weight"]}
+    assert len(requantized(call, only, "nf4").events) == len(call.events) + 2
+    assert requantized(call, {}, "nf4") == requantized(call, shapes, "bfloat16") == call
+
+
+def test_the_peak_of_events_leaves_scratch_apart() -> None:
+    assert peak_of(((1, 512), (0, -4096), (2, 1024), (1, 0), (3, 512), (2, 0), (3, 0))) == 1536
+
+
+def test_a_product_is_of_one_weight() -> None:
+    assert Product(3, "x.weight", 7).rows == 7
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_quantizing_on_the_cpu_takes_no_more_than_is_said(precision: str) -> None:
+    shape = (512, 2048)
+    weight = torch.randn(*shape, dtype=torch.bfloat16)
+    kind = {"nf4": lambda: bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)}
+    kind["int8"] = lambda: bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    kind[precision]().to("cpu")  # tables that are made once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        made = kind[precision]().to("cpu")
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    assert made is not None
+    assert 0.97 * quantizing_bytes([shape], precision) < most + weight.nbytes <= quantizing_bytes([shape], precision)
+    assert quantizing_bytes([(1, 1), shape], precision) == quantizing_bytes([shape], precision)

@@ -1,0 +1,266 @@
+"""What a call on meta would allocate, read and compute, against what the CPU really does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from graphrun.profile.recorder import FusedAttention, Recorder
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def record(
+    module: nn.Module, call: Callable[[], object], blocks: tuple[str, ...] = (), inputs: tuple[torch.Tensor, ...] = ()
+) -> Recorder:
+    recorder = Recorder(module, blocks)
+    recorder.ignore(inputs)
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = call()
+    del out
+    recorder.close()
+    return recorder
+
+
+def profiled_peak(module: nn.Module, x: torch.Tensor) -> int:
+    """The CPU allocator's own peak over the same call, from the profiler's memory events."""
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        out = module(x)
+    now = peak = 0
+    for event in run.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    del out
+    return peak
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_the_peak_equals_the_cpu_profilers_where_there_is_no_convolution(width: int) -> None:
+    module = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.SiLU(), nn.LayerNorm(width))
+    real = profiled_peak(module, torch.zeros(8, 128, width))
+    meta, x = module.to("meta"), torch.zeros(8, 128, width, device="meta")
+    assert record(meta, lambda: meta(x), inputs=(x,)).peak_bytes == real
+
+
+def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
+    module = Attention(64).to("meta")
+    tokens = 2048
+    recorder = record(module, lambda: module(torch.zeros(1, tokens, 64, device="meta")))
+    assert max(nbytes for _, nbytes in recorder.events) < 4 * tokens * tokens
+    linear = 2 * tokens * 64 * (192 + 64)
+    assert sum(flops for _, flops in recorder.flops) == linear + 2 * 4 * tokens * tokens * (16 + 16)
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 + 8), (torch.float32, 16)])
+def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype: torch.dtype, elements: int) -> None:
+    module = nn.Conv2d(16, 8, 3, padding=1, bias=False).to("meta", dtype)
+    recorder = record(module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta")))
+    scratch = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
+    assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 16 * 9)]
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)])
+def test_a_convolution_that_skips_pixels_takes_scratch_in_16_bit_alone(dtype: torch.dtype, elements: int) -> None:
+    module = nn.Conv2d(16, 8, 3, stride=2, bias=False).to("meta", dtype)
+    recorder = record(module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta")))
+    assert sum(-nbytes for _, nbytes in recorder.events if nbytes < 0) == dtype.itemsize * elements
+
+
+def test_math_attention_takes_its_square() -> None:
+    module = Attention(64).to("meta")
+    x = torch.zeros(1, 256, 64, device="meta")
+    scratch = {}
+    for fused in (True, False):
+        recorder = Recorder(module, ())
+        with torch.no_grad(), FusedAttention(recorder, fused=fused), recorder:
+            module(x)
+        recorder.close()
+        scratch[fused] = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
+    rows = 4 * 256
+    assert scratch == {True: [4 * rows], False: [4 * (2 * rows * 256 + 2 * rows * 16)]}
+
+
+def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
+    recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))
+    assert recorder.touched == {"used.weight", "used.bias"}
+    taken = {key for key, nbytes in recorder.events if nbytes > 0}
+    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+
+
+def test_what_has_no_bytes_is_no_event() -> None:
+    module = nn.Linear(8, 8).to("meta")
+
+    def empty_and_full() -> torch.Tensor:
+        x = torch.zeros(4, 8, device="meta")
+        return torch.cat([module(x[:0]), module(x)])
+
+    recorder = record(module, empty_and_full)
+    taken = {key for key, nbytes in recorder.events if nbytes > 0}
+    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+
+
+def test_flops_belong_to_the_block_that_runs() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
+    recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
+    assert recorder.flops == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
+    assert recorder.entered == ["0", "1"]
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    module = nn.Sequential(nn.Linear(8, 8)).to("meta")
+    record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0",))
+    assert not module[0]._forward_hooks
+    assert not module[0]._forward_pre_hooks
+
+
+def test_bytes_are_counted_as_an_allocator_rounds_them() -> None:
+    module = nn.Linear(1, 1, bias=False).to("meta")
+    x = torch.zeros(1, 1, device="meta")
+    assert record(module, lambda: module(x), inputs=(x,)).peak_bytes == 512
+
+
+def test_a_mask_is_taken_to_have_gaps_so_that_its_memory_is_counted() -> None:
+    class Masked(nn.Module):
+        def forward(self, mask: torch.Tensor) -> torch.Tensor:
+            return mask.float() if not mask.all() else mask
+
+    module = Masked()
+    mask = torch.ones(4, 1024, dtype=torch.bool, device="meta")
+    recorder = Recorder(module, [])
+    recorder.ignore([mask])
+    with recorder:
+        module(mask)
+    assert recorder.peak_bytes >= 4 * 4 * 1024
+
+
+def test_blocks_that_run_twice_in_a_call_stay_with_the_rest(dry: Any) -> None:
+    """Wan's decoder passes one frame after another; its transformer's blocks run once a call."""
+    _, probed, _ = dry("wan-tiny")
+    streamed = {
+        name: [path for k in profiles.groups if k.streamable for path in k.blocks] for name, profiles in probed.profiles.items()
+    }
+    assert not any(path.startswith("decoder") for path in streamed["vae"])
+    assert len(streamed["transformer"]) == 8
+
+
+def test_an_empty_tensor_leaves_no_mark() -> None:
+    class Padded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:0].clone(), x])
+
+    recorder = Recorder(Padded(), ())
+    x = torch.empty(4, 128, device="meta")
+    recorder.ignore([x])
+    with torch.no_grad(), recorder:
+        out = Padded()(x)
+    del out
+    recorder.close()
+    assert recorder.events == [(1, 2048), (1, 0)]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + self.embed(x)) * self.scale
+
+
+class Reaching(nn.Module):
+    """Its last lines reach into blocks that have passed, as DiT's do."""
+
+    def __init__(self, reach: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+        self.reach = reach
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if self.reach == "call":
+            x = self.blocks[0].embed(x)
+        if self.reach == "read":
+            x = x * self.blocks[1].scale
+        if self.reach == "weight":
+            x = x @ self.blocks[2].linear.weight
+        return x
+
+
+@pytest.mark.parametrize(
+    ("reach", "loose"), [("", set()), ("call", {"blocks.0.embed"}), ("read", {"blocks.1"}), ("weight", {"blocks.2.linear"})]
+)
+def test_what_is_needed_of_a_block_while_it_does_not_run_is_noted(reach: str, loose: set[str]) -> None:
+    net, x = Reaching(reach).to("meta"), torch.empty(2, 8, device="meta")
+    recorder = record(net, lambda: net(x), tuple(f"blocks.{n}" for n in range(3)), (x,))
+    assert recorder.loose == loose
+
+
+def test_a_call_into_a_block_is_noted_where_weights_lie_in_one_storage() -> None:
+    net, x = Reaching("call"), torch.zeros(2, 8)
+    recorder = Recorder(net, [f"blocks.{n}" for n in range(3)], torch.device("cpu"))
+    with torch.no_grad(), recorder:
+        net(x)
+    recorder.close()
+    assert recorder.loose == {"blocks.0.embed"}
+
+
+ROUNDS = 64  # so that an address that was free is taken again
+
+
+def test_what_is_made_where_an_input_lay_is_counted() -> None:
+    """A component may let go of what it was handed: a UNet takes an adapter's features out of their list one by one."""
+
+    class Taking(nn.Module):
+        def forward(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
+            made = []
+            while features:
+                features.pop()
+                made.append(torch.empty(128, device="meta"))
+            return made
+
+    features = [torch.empty(128, device="meta") for _ in range(ROUNDS)]
+    recorder = Recorder(Taking(), ())
+    recorder.ignore(features)
+    with torch.no_grad(), recorder:
+        out = Taking()(features)
+    del out
+    recorder.close()
+    assert sum(nbytes for _, nbytes in recorder.events) == ROUNDS * 512
+
+
+def test_what_is_made_where_a_buffer_lay_is_no_weight() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(ROUNDS):
+                self.register_buffer(f"of_{number}", torch.empty(128, device="meta"))
+
+        def forward(self) -> list[torch.Tensor]:
+            made = []
+            for number in range(ROUNDS):
+                setattr(self, f"of_{number}", None)
+                made.append(torch.empty(128, device="meta"))
+            return [tensor + 1 for tensor in made]
+
+    module = Counting()
+    recorder = record(module, module)
+    assert recorder.touched == set()
+    assert sum(nbytes for _, nbytes in recorder.events) == 2 * ROUNDS * 512

@@ -1,0 +1,143 @@
+"""Calls inside a component that repeat are run once, and their record is the same as if each had been run."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.repeats import Repeats
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = scale
+        self.runs = torch.zeros(1)  # no attribute that is compared
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+        self.runs += 1
+        if kept is not None:
+            kept.append(x.clone())
+        return x + self.linear(x * self.scale)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(8, 8)
+        self.blends = torch.zeros(1)
+
+    def blend_v(self, a: torch.Tensor, b: torch.Tensor, extent: int) -> torch.Tensor:
+        self.blends += 1
+        for row in range(extent):
+            b[row] = a[row] * 0.5 + b[row] * 0.5
+        return b
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, kept)
+        tiles = [self.head(tile) for tile in x.split(4)]
+        return torch.cat([self.blend_v(a, b, 2) for a, b in zip(tiles, tiles[1:], strict=False)])
+
+
+def record(net: Net, *, repeats: bool, kept: list[torch.Tensor] | None = None) -> Recorder:
+    recorder = Recorder(net, [f"blocks.{n}" for n in range(len(net.blocks))])
+    x = torch.empty(16, 8, device="meta")
+    recorder.ignore([x])
+    context: Any = Repeats(net, recorder) if repeats else contextlib.nullcontext()
+    with torch.no_grad(), context, FusedAttention(recorder), recorder:
+        out = net(x, kept)
+    del out
+    recorder.close()
+    return recorder
+
+
+def told(recorder: Recorder) -> Any:
+    flops: dict[str, float] = {}
+    for path, number in recorder.flops:
+        if number:  # else a place in the order
+            flops[path] = flops.get(path, 0.0) + number
+    layers = recorder.spans, recorder.outside, recorder.loose
+    return recorder.events, recorder.peak_bytes, recorder.entered, recorder.touched, flops, layers
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net([Block() for _ in range(6)]).to("meta")
+
+
+def test_the_record_is_the_one_of_running_everything(net: Net) -> None:
+    assert told(record(net, repeats=True)) == told(record(net, repeats=False))
+
+
+def runs(net: Net) -> list[int]:
+    return [int(block.runs) for block in net.blocks]
+
+
+def test_one_of_the_blocks_that_are_alike_is_run(net: Net) -> None:
+    record(net, repeats=True)
+    assert runs(net) == [1, 0, 0, 0, 0, 0]
+    assert int(net.blends) == 1
+
+
+def test_a_block_with_another_attribute_is_not_alike() -> None:
+    net = Net([Block(), Block(3.0), Block()]).to("meta")
+    record(net, repeats=True)
+    assert runs(net) == [1, 1, 0]
+
+
+def test_a_block_that_keeps_something_is_always_run(net: Net) -> None:
+    kept: list[torch.Tensor] = []
+    record(net, repeats=True, kept=kept)
+    assert runs(net) == [1] * 6
+    assert len(kept) == 6
+
+
+def test_a_block_that_somebody_listens_to_is_always_run(net: Net) -> None:
+    heard: list[int] = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda *_: heard.append(1))
+    record(net, repeats=True)
+    assert runs(net) == [1] * 6
+    assert len(heard) == 6
+
+
+def test_afterwards_every_class_is_its_own(net: Net) -> None:
+    record(net, repeats=True)
+    assert [type(module) for module in (net, net.blocks[0], net.head)] == [Net, Block, nn.Linear]
+
+
+class Swapping(nn.Module):
+    """Puts a view of its table in the place of what it was handed in a list, and where that lay in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = torch.zeros(1)
+        self.table = nn.Parameter(torch.empty(8, 8, device="meta"))
+
+    def forward(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        self.runs += 1
+        address = id(kept.pop())
+        views = [self.table.detach()]
+        while id(views[-1]) != address and len(views) < 1000:
+            views.append(self.table.detach())
+        kept.append(views[-1])
+        return torch.empty(8, 8, device="meta")
+
+
+def test_a_block_that_replaces_what_it_was_handed_in_a_list_is_always_run() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([Swapping() for _ in range(6)])
+    recorder = Recorder(net, [])
+    with torch.no_grad(), Repeats(net, recorder), recorder:
+        for block in net.blocks:
+            block([torch.empty(8, 8, device="meta")])
+    recorder.close()
+    assert [int(block.runs) for block in net.blocks] == [1] * 6

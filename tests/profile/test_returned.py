@@ -1,0 +1,125 @@
+"""What an entry returns shares memory in the dry run as it does in the run: views of one storage, and of what was handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun import sim
+from graphrun.profile.dry_run import Prober
+from graphrun.profile.recording import Mark
+from graphrun.profile.returned import returned
+
+KIB = 1024
+
+
+class Encoder(nn.Module):
+    """1 KiB in, and what ``picked`` makes of that and of 4 KiB computed from it."""
+
+    def __init__(self, picked: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.picked = picked
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.picked(x, x[:, None] * self.weight)
+
+
+CASES: dict[str, tuple[Callable[..., Any], int]] = {
+    "the first half of what was made": (lambda _, made: made[:128], 4 * KIB),
+    "two halves": (lambda _, made: made.chunk(2), 4 * KIB),
+    "a column, and all of it in other dtypes": (lambda _, made: (made[:, 0], made.view(torch.int32)), 4 * KIB),
+    "another order": (lambda _, made: made.T, 4 * KIB),
+    "one number many times": (lambda _, made: made[:1, :1].clone().expand(256, 4), 512),
+    "what it was handed": (lambda x, _: x, 0),
+    "a part of that, and a sum": (lambda x, made: {"part": x[128:], "sum": made.sum(1)}, KIB),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_takes_as_much_in_the_dry_run_as_on_the_device(name: str) -> None:
+    picked, expected_bytes = CASES[name]
+    with sim.Machine() as machine:
+        x = torch.ones(256, device="sim")
+        before = machine.allocated_bytes
+        real = Encoder(picked)
+        real.weight = nn.Parameter(torch.ones(4, device="sim"), requires_grad=False)
+        want = real(x)
+        del real
+        assert machine.allocated_bytes - before == expected_bytes
+    prober = Prober({"encoder": Encoder(picked).to("meta")})
+    with sim.Machine() as machine, prober.interceptor:
+        x = torch.ones(256, device="sim")
+        before = machine.allocated_bytes
+        for _ in range(2):  # traced, and known
+            got = prober.meta_modules["encoder"](x)
+            assert machine.allocated_bytes - before == expected_bytes
+        assert shapes(got) == shapes(want)
+
+
+def shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    return [shapes(item) for item in (value.values() if isinstance(value, dict) else value)]
+
+
+def test_what_is_handed_in_another_order_is_not_returned_as_a_view_of_it() -> None:
+    """One trace serves all strides."""
+    x = torch.ones(4, 4, device="meta")
+    found = returned(x[1:], (x,), set())
+    one = torch.ones(4, 4)
+    assert found.made((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
+    assert found.made((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
+    assert found.nbytes == 0
+
+
+class Brought(nn.Module):
+    """As Lumina's transformer: a table that the pipeline made on the host goes to the device in here, and another one back."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + table.to(x.device), table.cpu()
+
+
+def test_what_the_host_hands_in_takes_memory_when_it_is_brought_to_the_device_and_stays_there_otherwise() -> None:
+    module = Brought()
+    prober = Prober({"brought": module})
+    with sim.Machine() as machine, prober.interceptor:
+        x = torch.ones(256, device="sim")
+        before = machine.allocated_bytes
+        sums, table = prober.meta_modules["brought"](x, torch.ones(256))
+        assert machine.allocated_bytes - before == KIB
+        assert (sums.device.type, table.device.type) == ("sim", "cpu")
+        prober.meta_modules["brought"](x, torch.ones(256, device="sim"))
+    of_host, of_device = (item.call for item in prober.recording.items if isinstance(item, Mark))
+    assert of_host is not None
+    assert of_device is not None
+    assert (of_host.peak_bytes, of_host.input_bytes) == (2 * KIB, KIB)
+    assert (of_device.peak_bytes, of_device.input_bytes) == (KIB, 2 * KIB)
+
+
+class Renderer(nn.Module):
+    """As Shap-E's renderer: a method that is told where it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def render(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return x[:, None] * self.weight + torch.ones(4, device=device)
+
+
+def test_an_entry_that_is_told_its_device_is_told_where_it_is_traced() -> None:
+    prober = Prober({"renderer": Renderer().to("meta")})
+    with sim.Machine(), prober.interceptor:
+        made = prober.meta_modules["renderer"].render(torch.ones(8, device="sim"), torch.device("sim"))
+    assert (made.shape, made.device.type) == ((8, 4), "sim")
+
+
+def test_a_view_of_a_weight_is_a_tensor_of_its_own() -> None:
+    weight = torch.ones(64, 4, device="meta")
+    found = returned((weight[:2], weight[2:4]), (), {weight.untyped_storage()._cdata})
+    assert found.nbytes == 2 * 2 * 4 * 4

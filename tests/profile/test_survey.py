@@ -1,0 +1,74 @@
+"""What ``graphrun estimate`` shows: every number with its basis, and equal to what a plan is made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphrun.profile.hardware import hardware
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.survey import survey
+from graphrun.report.estimate import estimate_screen
+
+
+@pytest.fixture(scope="module")
+def flux(dry: Any) -> dict[str, Any]:
+    graph, probed, inputs = dry("flux-dev")
+    return survey(graph, probed, hardware("rtx4090"), inputs)
+
+
+def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(flux: dict[str, Any]) -> None:
+    transformer = next(row for row in flux["components"] if row["name"] == "transformer")
+    assert transformer["parameters"] == 11_901_408_320
+    assert transformer["weights"]["bfloat16"]["bytes"] == pytest.approx(2 * transformer["parameters"], rel=1e-4)
+    assert transformer["weights"]["nf4"]["bytes"] == pytest.approx(0.5625 * transformer["parameters"], rel=2e-3)
+    assert {p: w["basis"] for p, w in transformer["weights"].items()} == {
+        "float32": "declared",
+        "bfloat16": "declared",
+        "float16": "declared",
+        "fp8": "formula",
+        "int8": "formula",
+        "nf4": "formula",
+    }
+    assert [p for p, w in transformer["weights"].items() if w["allowed"]] == ["bfloat16", "int8", "nf4"]
+
+
+def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: dict[str, Any]) -> None:
+    for phase in flux["phases"]:
+        assert phase["allocated_bytes"] <= phase["reserved_bytes"]
+    denoise = next(phase for phase in flux["phases"] if phase["stage"] == "denoise")
+    assert denoise["reserved_native_bytes"] > 1.5 * denoise["reserved_bytes"]
+    assert denoise["reserved_bytes"] < 1.2 * denoise["allocated_bytes"]
+    assert (denoise["basis"], denoise["seconds_basis"]) == ("traced", "prior")
+    assert denoise["flops"] / 28 == pytest.approx(59.5e12 + 14.9e12, rel=0.01)
+
+
+def test_the_estimate_shows_the_numbers_a_plan_is_made_from(dry: Any, flux: dict[str, Any]) -> None:
+    graph, probed, inputs = dry("flux-dev")
+    problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
+    for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
+        beside = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
+        assert row["reserved_bytes"] == beside
+        assert row["phase"] == phase.name
+
+
+def test_without_meta_modules_as_from_the_cache_it_is_the_same(dry: Any, flux: dict[str, Any]) -> None:
+    graph, probed, inputs = dry("flux-dev")
+    assert survey(graph, replace(probed, meta_modules={}), hardware("rtx4090"), inputs) == flux
+
+
+def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:
+    lines = estimate_screen(flux).splitlines()
+    assert lines[0].startswith("estimate flux-dev  ")
+    assert any(line.startswith(" transformer ") and "22.17*" in line and "19 + 38" in line for line in lines)
+    assert sum("traced, prior" in line for line in lines) == 4
+
+
+def test_the_simulated_accelerator_takes_exactly_what_is_counted(dry: Any) -> None:
+    graph, probed, inputs = dry("sdxl-tiny")
+    found = survey(graph, probed, hardware("sim"), inputs)
+    assert found["corrections"] == []
+    for phase in found["phases"]:
+        assert phase["allocated_bytes"] == phase["reserved_bytes"] == phase["reserved_native_bytes"]

@@ -1,0 +1,138 @@
+"""How components fall into blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphrun.profile.block_groups import choices_among, group_blocks, unit_paths
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+
+class Net(nn.Module):
+    def __init__(self, first: int, second: int, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.double = nn.ModuleList(Block(2 * width) for _ in range(first))
+        self.single = nn.ModuleList(Block(width) for _ in range(second))
+
+
+class Unet(nn.Module):
+    """Lists of unlike elements that hold lists of like ones, as a UNet's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_blocks = nn.ModuleList([nn.Linear(4, 4), Net(0, 3), Net(0, 3)])
+
+
+def paths(name: str, count: int) -> list[str]:
+    return [f"{name}.{n}" for n in range(count)]
+
+
+def test_lists_of_like_modules_are_the_units() -> None:
+    assert unit_paths(Net(2, 3)) == [*paths("double", 2), *paths("single", 3)]
+
+
+def test_inner_lists_are_the_units_where_they_make_up_most_of_an_element() -> None:
+    assert unit_paths(Unet()) == [f"down_blocks.{n}.single.{m}" for n in (1, 2) for m in range(3)]
+
+
+def test_classes_follow_the_order_in_which_blocks_were_entered_not_that_of_creation() -> None:
+    entered = [*paths("single", 3), "double.1", "double.0"]
+    rest, first, second = group_blocks(Net(2, 3), entered, [])
+    assert (rest.blocks, rest.streamable) == (("",), False)
+    assert (first.name, first.blocks) == ("single", tuple(paths("single", 3)))
+    assert (second.name, second.blocks) == ("double", ("double.1", "double.0"))
+
+
+def test_blocks_that_no_call_entered_stay_with_the_rest() -> None:
+    assert [k.name for k in group_blocks(Net(2, 3), paths("double", 2), [])] == ["remainder", "double"]
+
+
+def test_blocks_of_almost_equal_bytes_are_one_class() -> None:
+    net = Net(0, 4, 256)
+    net.single[0].bias_table = nn.Parameter(torch.zeros(64))
+    assert [len(k.blocks) for k in group_blocks(net, paths("single", 4), [])] == [1, 4]
+
+
+def test_a_class_too_small_to_stream_stays_with_the_rest() -> None:
+    net = Net(2, 2, 64)
+    net.embed = nn.Linear(2048, 2048)
+    assert [k.name for k in group_blocks(net, [*paths("double", 2), *paths("single", 2)], [])] == ["remainder"]
+
+
+def test_a_part_that_other_calls_read_is_a_class_of_its_own() -> None:
+    net = nn.ModuleDict({"encoder": nn.Linear(16, 16), "decoder": nn.Linear(64, 64)})
+    groups = group_blocks(net, [], [{"decoder.weight", "decoder.bias"}])
+    assert [(k.name, k.blocks, k.streamable) for k in groups] == [("remainder", ("",), False), ("encoder", ("encoder",), False)]
+
+
+def test_a_class_ends_where_blocks_of_another_are_called_between() -> None:
+    entered = ["single.0", "single.1", "double.0", "double.1", "single.2"]
+    groups = group_blocks(Net(2, 3, 64), entered, [])
+    assert [(k.name, k.blocks) for k in groups[1:]] == [
+        ("single", ("single.0", "single.1")),
+        ("double", ("double.0", "double.1")),
+        ("single_2", ("single.2",)),
+    ]
+
+
+class Mixture(nn.Module):
+    """A block most of which is experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.Linear(4, 4))
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(4)])
+
+
+def test_experts_of_which_data_picks_some_pass_with_their_block() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([Mixture() for _ in range(3)])
+    units = unit_paths(net)
+    assert units[:4] == [f"blocks.0.experts.{n}" for n in range(4)]
+    picked = choices_among(units, {f"blocks.{block}.experts.{n}" for block in range(3) for n in (0, 1)})
+    assert picked == {f"blocks.{n}.experts" for n in range(3)}
+    assert unit_paths(net, picked) == paths("blocks", 3)
+
+
+def test_a_list_may_have_one_block_that_is_not_like_the_others() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)), nn.Sequential(nn.Linear(32, 16))])
+    assert [k.blocks for k in group_blocks(net, paths("blocks", 5), [])] == [("",), tuple(paths("blocks", 4))]
+    net.blocks.append(nn.Sequential(nn.Linear(32, 8)))
+    assert unit_paths(net) == []
+
+
+class Modulated(nn.Module):
+    """A block with an embedding of its own, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.ModuleDict({"time": nn.Linear(8, 8), "label": nn.Embedding(4, 8)})
+        self.linear = nn.Linear(64, 64)
+        self.table = nn.Parameter(torch.zeros(8))
+
+
+def modulated(loose: set[str]) -> list[tuple[str, tuple[str, ...], bool]]:
+    net = nn.Module()
+    net.blocks = nn.ModuleList(Modulated() for _ in range(3))
+    groups = group_blocks(net, paths("blocks", 3), [], (), {f"blocks.0{path}" for path in loose})
+    return [(k.name, k.blocks, k.streamable) for k in groups[1:]]
+
+
+def test_what_other_code_needs_of_a_block_is_a_class_of_its_own_and_stays() -> None:
+    blocks = ("blocks", tuple(paths("blocks", 3)), True)
+    assert modulated(set()) == [blocks]
+    assert modulated({".embed.time"}) == [("time", ("blocks.0.embed.time",), False), blocks]
+    assert modulated({".embed.time", ".embed.label"}) == [("embed", ("blocks.0.embed",), False), blocks]
+
+
+def test_a_block_whose_own_tensors_other_code_reads_stays_with_the_rest() -> None:
+    assert modulated({""}) == [("blocks", ("blocks.1", "blocks.2"), True)]
+    assert modulated({"", ".embed.time", ".embed.label", ".linear"}) == [("blocks", ("blocks.1", "blocks.2"), True)]

@@ -1,0 +1,176 @@
+"""Whatever fails: a typed error, an empty device while the error is still held, untouched modules, and the next run is fine."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from executor_small import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
+
+from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
+from graphrun.model.plan import Plan
+from graphrun.model.problem import Problem
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.host import Host
+
+CALLS = ["a"] * 4 + ["b"]
+
+
+class Case:
+    """Two components: the first streams while the second is prefetched."""
+
+    def __init__(self) -> None:
+        self.modules = {"a": Small(), "b": Small(1)}
+        self.problem: Problem = problem(self.modules, [[use("a", 4, ON)], [use("b", 1, ON)]])
+        self.plan: Plan = plan_of(self.problem, PREFETCH.format(ring=2 * WIDE))
+        self.device: SimulatedDevice = device_of(self.problem)
+        self.host = Host(self.modules, self.problem, self.device)
+        self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
+
+    def run(self) -> torch.Tensor:
+        out: torch.Tensor = run(self.problem, self.plan, self.host, self.device, CALLS).outputs["x"]
+        return out
+
+    def ends_clean(self) -> None:
+        assert self.device.allocated_bytes == 0, self.device.holders()
+        assert all(untouched(module) for module in self.modules.values())
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+def counted(case: Case) -> tuple[int, int]:
+    machine = case.device.machine
+    before = machine.allocations, machine.copies_in + machine.copies_out
+    assert torch.equal(case.run(), case.expected)
+    return machine.allocations - before[0], machine.copies_in + machine.copies_out - before[1]
+
+
+def test_every_copy_may_fail(case: Case) -> None:
+    _, copies = counted(case)
+    assert copies > 50
+    for n in range(1, copies + 1):
+        case.device.machine.fail_copy = n
+        with pytest.raises(TransferFailed, match="injected fault") as caught:
+            case.run()
+        case.ends_clean()
+        assert "stayed" not in "".join(getattr(caught.value, "__notes__", []))
+    assert torch.equal(case.run(), case.expected)
+
+
+def test_every_allocation_may_fail(case: Case) -> None:
+    allocations, _ = counted(case)
+    assert allocations > 50
+    for n in range(1, allocations + 1):
+        case.device.machine.fail_allocation = n
+        with pytest.raises(OutOfMemory, match="injected fault"):
+            case.run()
+        case.ends_clean()
+    assert torch.equal(case.run(), case.expected)
+
+
+def test_the_error_names_the_slot(case: Case) -> None:
+    case.device.machine.fail_copy = 30
+    with pytest.raises(TransferFailed, match="^slot s0/0:a steady x3: "):
+        case.run()
+
+
+def test_a_budget_that_is_too_small_in_reality_is_out_of_memory(case: Case) -> None:
+    case.device.machine.capacity_bytes = 3 * WIDE
+    try:
+        with pytest.raises(OutOfMemory, match="capacity"):
+            case.run()
+        case.ends_clean()
+        assert case.device.machine.capacity_bytes == 3 * WIDE
+    finally:
+        case.device.machine.capacity_bytes = None
+
+
+@pytest.mark.parametrize("error", [ValueError("bad shape"), KeyboardInterrupt(), RuntimeError("odd")], ids=repr)
+def test_an_error_of_the_components_own_code_is_raised_as_it_is(case: Case, error: BaseException) -> None:
+    def inside(x: torch.Tensor) -> None:
+        held = x + 1  # noqa: F841 (a local on the device, in a frame of the traceback)
+        raise error
+
+    case.modules["a"].inside = inside
+    try:
+        with pytest.raises(type(error)) as caught:
+            case.run()
+        assert caught.value is error
+        assert "in inside" in error.__notes__[0]
+        assert "slot s0/0:a first" in error.__notes__[0]
+        case.ends_clean()
+    finally:
+        case.modules["a"].inside = None
+    assert torch.equal(case.run(), case.expected)
+
+
+def test_an_error_that_came_from_the_devices_is_typed(case: Case) -> None:
+    def inside(x: torch.Tensor) -> None:
+        case.device.machine.fail_allocation = 1
+        try:
+            x + 1
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("attention failed") from error
+
+    case.modules["a"].inside = inside
+    try:
+        with pytest.raises(OutOfMemory, match="slot s0/0:a first: sim out of memory"):
+            case.run()
+        case.ends_clean()
+    finally:
+        case.modules["a"].inside = None
+
+
+def test_a_component_entered_out_of_turn_breaks_the_plan_before_it_computes(case: Case) -> None:
+    with pytest.raises(BrokenPlan, match="b was entered out of turn at the start"):
+        run(case.problem, case.plan, case.host, case.device, ["b"])
+    case.ends_clean()
+    with pytest.raises(BrokenPlan, match="before the plan did"):
+        run(case.problem, case.plan, case.host, case.device, ["a"])
+    case.ends_clean()
+
+
+def test_what_stays_on_the_device_after_a_run_is_named(case: Case) -> None:
+    kept: list[torch.Tensor] = []
+    case.modules["a"].inside = lambda x: kept.append(x.clone())
+    try:
+        with pytest.raises(BrokenPlan, match=r"16.00 KiB stayed on the device after the run: 4.00 KiB torch.float32 \(16, 64\)"):
+            case.run()
+    finally:
+        case.modules["a"].inside = None
+    assert case.device.allocated_bytes == 4 * 4096
+    kept.clear()
+    case.ends_clean()
+
+
+def test_reference_cycles_of_the_ops_code_do_not_keep_the_device(case: Case) -> None:
+    class Node:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x, self.me = x.clone(), self
+
+    nodes: list[weakref.ref[Node]] = []
+    case.modules["a"].inside = lambda x: nodes.append(weakref.ref(Node(x)))
+    try:
+        assert torch.equal(case.run(), case.expected)
+    finally:
+        case.modules["a"].inside = None
+    assert not [node for node in nodes if node() is not None]
+    case.ends_clean()
+
+
+def test_a_baseline_that_was_there_before_stays(case: Case) -> None:
+    with case.device.session(1 << 30):
+        mine = torch.ones(1000, device=case.device.torch_device)
+    trace = run(case.problem, case.plan, case.host, case.device, CALLS)
+    assert trace.baseline_bytes == 4096
+    assert trace.left_bytes == 0
+    case.device.machine.fail_copy = 20
+    with pytest.raises(GraphrunError):
+        case.run()
+    assert case.device.allocated_bytes == 4096
+    del mine
+    case.ends_clean()

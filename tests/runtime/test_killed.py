@@ -1,0 +1,152 @@
+"""Killed at any moment, on a disk that is full, in a group with little RAM: nothing half-written counts, and the next run works."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from executor_whole import Whole, pixels, planned
+
+from graphrun.errors import InputError, PlanError
+from graphrun.model.choices import apply_choices
+from graphrun.model.problem import Problem
+from graphrun.profile.machine import host_ram_bytes
+from graphrun.report.outputs import save_outputs
+from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.executor import follow, stages_for
+from graphrun.runtime.host import Host
+from graphrun.runtime.recovery import execute
+from graphrun.runtime.spool import PREFIX, Spool, remove_stale
+from graphrun.verify.simulate import simulate
+
+
+class OnDisk:
+    """FLUX in small, its random weights spooled to disk: a run that writes, reads, computes and saves a picture."""
+
+    def __init__(self) -> None:
+        self.whole = Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32})
+        least = self.whole.smallest()
+        components = []
+        for c in least.components:
+            v = c.variants[0]
+            read = tuple(b / least.hardware.disk_bytes_per_second for b in v.block_bytes)
+            held = replace(v, backing_store="disk", host_bytes=2 * max(v.block_bytes), disk_seconds=read, stored_bytes=v.host_bytes)
+            components.append(replace(c, variants=(held,)))
+        self.problem: Problem = replace(least, components=tuple(components))
+        self.plan = planned(self.problem)
+
+    def run(self, root: Path, picture: Path) -> None:
+        graph, device, spool = self.whole.graph, open_device(self.problem), Spool(root)
+        host = Host.of_graph(graph, apply_choices(self.problem, self.plan), device, spool=spool)
+        stages = stages_for(self.plan, graph, self.whole.inputs, device, host)
+        trace = follow(self.problem, self.plan, host, device, stages)
+        spool.close()
+        save_outputs(trace.outputs, picture)
+        self.image = pixels(trace.outputs["image"])
+
+
+@pytest.fixture(scope="module")
+def case() -> OnDisk:
+    return OnDisk()
+
+
+def forked(work: Callable[[], None]) -> int:
+    """The number of a child that does ``work`` and exits: 0, or 1 after an error."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def kill_at(case: OnDisk, folder: Path, moments: int) -> None:
+    root, picture = folder / "tmp", folder / "picture.png"
+    root.mkdir()
+    started = time.perf_counter()
+    assert os.waitpid(forked(lambda: case.run(root, picture)), 0)[1] == 0
+    whole_run = time.perf_counter() - started
+    expected = picture.read_bytes()
+    assert not list(root.iterdir())
+    left = killed = 0
+    for moment in random.Random(4).sample(range(1000), moments):
+        child = forked(lambda: case.run(root, picture))
+        time.sleep(whole_run * moment / 1000)
+        os.kill(child, signal.SIGKILL)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        left += bool(list(root.glob(f"{PREFIX}*")))
+        assert picture.read_bytes() == expected, "whole, or not there"
+        assert len(list(root.glob(f"{PREFIX}*"))) <= 1, "each run removes what the one before left"
+    assert killed > moments // 2
+    assert left > 0
+    case.run(root, picture)
+    assert not list(root.iterdir())
+    assert np.array_equal(case.image, case.whole.image)
+
+
+def test_a_run_that_is_killed_leaves_nothing_that_counts_and_the_next_one_works(case: OnDisk, tmp_path: Path) -> None:
+    kill_at(case, tmp_path, 6)
+
+
+@pytest.mark.faults
+def test_killed_at_fifty_moments(case: OnDisk, tmp_path: Path) -> None:
+    kill_at(case, tmp_path, 50)
+
+
+def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    folder = spool._made()
+    assert remove_stale(tmp_path) == []
+    assert folder.is_dir()
+    stale = tmp_path / f"{PREFIX}{2**22 + 1}-gone"
+    stale.mkdir()
+    assert remove_stale(tmp_path) == [stale]
+    spool.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(case: OnDisk, tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: writing fails in the middle of a block."""
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        try:
+            case.run(tmp_path, tmp_path / "picture.png")
+        except InputError as error:
+            text = str(error)
+            assert "cannot be written to" in text
+            assert "make room, or plan with less disk" in text
+            os._exit(7)
+
+    status = os.waitpid(forked(work), 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 7
+    written = [path.name for path in tmp_path.glob("**/*.safetensors")]
+    assert written == ["text_encoder.safetensors"], "what did not fit whole is not there"
+    assert len(remove_stale(tmp_path)) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anything_is_loaded(case: OnDisk, tmp_path: Path) -> None:
+    whole, problem = case.whole, case.whole.smallest()
+    plan = planned(problem)
+    (tmp_path / "memory.max").write_text(str(simulate(problem, plan).host_peak_bytes - 1))
+    has = host_ram_bytes(root=tmp_path, own=tmp_path / "none")
+    device = open_device(problem)
+    with pytest.raises(
+        PlanError, match=r"holds .* in RAM, and this machine, or this process's cgroup, has .*plan again with --ram"
+    ):
+        execute(problem, plan, whole.graph, whole.inputs, device, ram_bytes=has)
+    assert device.arenas.nbytes("arenas") == 0
+    assert device.machine.allocations == 0  # type: ignore[attr-defined]

@@ -1,0 +1,126 @@
+"""S2.2 and S4.4: a module that something else moves is found before a run, and a move during a run is an error that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, untouched, use
+from torch import nn
+
+from graphrun.errors import BrokenPlan, InputError
+from graphrun.modules.interceptor import CallInterceptor
+from graphrun.runtime.host import Host
+from graphrun.runtime.movers import refuse_movers
+
+
+def model_offloaded() -> Small:
+    module, _ = accelerate.cpu_offload_with_hook(Small(), "cpu")
+    return module
+
+
+def sequentially_offloaded() -> Small:
+    return accelerate.cpu_offload(Small(), "cpu")
+
+
+def dispatched() -> Small:
+    return accelerate.dispatch_model(Small(), {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def group_offloaded() -> Small:
+    module = Small()
+    apply_group_offloading(module, torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+    return module
+
+
+def cast_by_layer() -> Small:
+    module = Small()
+    apply_layerwise_casting(module, storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    return module
+
+
+def mapped() -> Small:
+    module = Small()
+    module.hf_device_map = {"embed": "cpu", "wide": 0, "thin": "disk"}
+    return module
+
+
+def with_lora() -> Small:
+    class LoraLinear(nn.Module):  # as peft lays its layers out
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A = base, nn.ModuleDict({"cozy": nn.Linear(64, 4, bias=False)})
+
+    module = Small()
+    module.wide[1].up = LoraLinear(module.wide[1].up)
+    return module
+
+
+def unread() -> Small:
+    return Small().to("meta")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (model_offloaded, "a carries accelerate's CpuOffload.*remove_all_hooks"),
+        (sequentially_offloaded, "carries accelerate's AlignDevicesHook.*remove_hook_from_module"),
+        (dispatched, "carries accelerate's AlignDevicesHook"),
+        (group_offloaded, "carries diffusers' group_offloading hook"),
+        (cast_by_layer, "carries diffusers' layerwise_casting hook"),
+        (mapped, "device_map that places parts of it on 0, disk"),
+        (with_lora, r"a\.wide\.1\.up carries the LoRA cozy.*unload_lora_weights"),
+        (unread, "is on meta.*hand a in on the CPU"),
+    ],
+)
+def test_s2_2_a_second_mover_is_found_before_anything_moves(made: Any, told: str) -> None:
+    of = problem({"a": Small(), "b": Small()}, [[use("a", 1, hardware())], [use("b", 1, hardware())]])
+    first = Small()
+    weight = first.embed.weight
+    with pytest.raises(InputError, match=told):
+        Host({"b": first, "a": made()}, of, device_of(of))
+    assert first.embed.weight is weight
+
+
+def test_hooks_that_move_nothing_and_a_map_to_the_cpu_may_stay() -> None:
+    module = add_hook_to_module(Small(), ModelHook())
+    module.hf_device_map = {"": "cpu"}
+    refuse_movers({"a": module})
+
+
+def test_taking_the_hooks_off_makes_the_module_good_again() -> None:
+    module = sequentially_offloaded()
+    accelerate.hooks.remove_hook_from_module(module, recurse=True)
+    refuse_movers({"a": module})
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.half(), lambda m: m.to(torch.float64)])
+def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(move: Any) -> None:
+    modules = {"a": Small(), "b": Small(1)}
+    of = problem(modules, [[use("a", 4, hardware())], [use("b", 1, hardware())]])
+    device, plan = device_of(of), plan_of(of, PREFETCH.format(ring=2 * WIDE))
+    host = Host(modules, of, device)
+    modules["a"].inside = lambda _: move(modules["a"])
+    with pytest.raises(BrokenPlan, match=r"moves or casts a\b.*take the call out"):
+        run(of, plan, host, device, ["a"] * 4 + ["b"])
+    assert device.allocated_bytes == 0
+    modules["a"].inside = None
+    assert all(untouched(module) for module in modules.values())
+    run(of, plan, host, device, ["a"] * 4 + ["b"])
+
+
+@pytest.mark.parametrize("place", ["meta", torch.device("meta", 0)])
+def test_to_the_device_of_the_plan_is_nothing(place: Any) -> None:
+    module = Small()
+    with CallInterceptor({"a": module}, torch.device("meta", 0), on_enter=lambda *_: None):
+        assert module.to(place) is module
+        assert module.to(device=place, non_blocking=True) is module
+        assert module.to("cpu") is module, "put away from outside"
+        assert module.embed.weight.device.type == "cpu"
+        with pytest.raises(BrokenPlan):
+            module.to("cuda")
+    assert module.to("cpu").embed.weight.device.type == "cpu"

@@ -1,0 +1,95 @@
+"""A module's tensors go to the device and come back as they were: values, ties, dtypes, identity; and there is one host copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from executor_small import CLASSES, Small, device_of, hardware, numbers, problem, tensors
+
+from graphrun.errors import InputError
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.residency import Residency, blocks_of
+
+PATHS = [path for k in CLASSES for path in k.blocks]
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return device_of(problem({"a": Small()}, [], hardware()))
+
+
+def made(device: SimulatedDevice) -> tuple[Small, Residency]:
+    module = Small()
+    return module, Residency(module, numbers("a", module, hardware()), device)
+
+
+def test_building_the_arena_keeps_every_value_dtype_shape_and_tie(device: SimulatedDevice) -> None:
+    module, _ = made(device)
+    expected = Small().state_dict()
+    assert module.state_dict().keys() == expected.keys()
+    for name, tensor in module.state_dict().items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name])
+    assert torch.equal(module.order, Small().order), "a buffer that is not persistent counts too"
+    assert module.head.weight is module.embed.weight
+    assert not any(p.requires_grad for p in module.parameters())
+
+
+def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
+    module, residency = made(device)
+    begin, end = residency.arena.data_ptr(), residency.arena.data_ptr() + residency.arena.numel()
+    assert all(begin <= t.data_ptr() < end for t in tensors(module))
+    assert residency.arena.numel() == sum(residency.nbytes(path) for path in PATHS)
+
+
+def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: SimulatedDevice) -> None:
+    module, residency = made(device)
+    with device.session(1 << 30):
+        for path in PATHS:
+            residency.allocate(path, device)
+            residency.load(path, device)
+        assert all(t.device.type == "sim" for t in tensors(module))
+        assert module.head.weight is module.embed.weight
+        for name, tensor in Small().state_dict().items():
+            assert torch.equal(module.state_dict()[name].cpu(), tensor)
+        assert device.machine.copies_in == len(PATHS), "one copy per block"
+        residency.release()
+    assert device.allocated_bytes == 0
+
+
+def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(device: SimulatedDevice) -> None:
+    module, residency = made(device)
+    host = [id(t) for t in tensors(module)]
+    with device.session(1 << 30):
+        for path in ("", "wide.1"):
+            residency.allocate(path, device)
+            residency.load(path, device)
+        both = device.allocated_bytes
+        residency.evict("wide.1")
+        assert both - device.allocated_bytes == -(-residency.nbytes("wide.1") // 512) * 512
+        assert module.wide[1].up.weight.device.type == "cpu"
+        assert module.embed.weight.device.type == "sim"
+        residency.evict("")
+        assert device.allocated_bytes == 0
+    assert [id(t) for t in tensors(module)] == host
+
+
+def test_a_module_that_was_not_planned_for_is_refused(device: SimulatedDevice) -> None:
+    module = Small()
+    planned = numbers("a", module, hardware())
+    module.wide[2].up = torch.nn.Linear(64, 500)
+    with pytest.raises(InputError, match=r"a: block 'wide.2' has \d+ bytes"):
+        Residency(module, planned, device)
+
+
+def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> None:
+    module = Small().to("meta")
+    with pytest.raises(InputError, match="on meta; hand it in on the CPU"):
+        Residency(module, numbers("a", module, hardware()), device)
+
+
+def test_blocks_are_named_in_call_order() -> None:
+    planned = numbers("a", Small(), hardware())
+    assert blocks_of(planned, None) == PATHS
+    assert blocks_of(planned, (("thin", (0, 5)), ("remainder", (0,)))) == ["", "thin.0", "thin.5"]
+    assert blocks_of(planned, ()) == []

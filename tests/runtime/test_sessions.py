@@ -1,0 +1,98 @@
+"""Runs of one plan, one after another: what is kept stays, further runs follow their own slots, closing returns everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from executor_drafts import at_home, hosted, machine_of, saved
+from executor_small import WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+
+from graphrun.errors import PlanError, TransferFailed
+from graphrun.runtime.executor import Session
+from graphrun.verify.simulate import simulate
+
+ON = replace(hardware(), disk_bytes_per_second=4e8)
+CALLS = ["a", "b"]
+TEXT = f"""
+    slot s0/0:a load
+      read a
+      load a remainder[0] wide[0,2] from pinned
+    slot s0/0:a first
+      read b
+      stream a keep remainder[0] wide[0,2] ring {2 * WIDE} B
+      run
+    slot s1/0:b load
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+    again
+    slot s0/0:a load
+    slot s0/0:a first
+      stream a keep remainder[0] wide[0,2] ring {2 * WIDE} B
+      run
+    slot s1/0:b load
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+class Case:
+    def __init__(self, folder: Path) -> None:
+        of = problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
+        self.problem = replace(of, runs=3, components=tuple(at_home("pinned", name, ON) for name in ("a", "b")))
+        self.plan = plan_of(self.problem, TEXT)
+        self.device = machine_of(self.problem)
+        self.host = hosted(self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device)
+        self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
+
+    def work(self) -> dict[str, torch.Tensor]:
+        return calls_to(self.host.modules, CALLS, self.device.torch_device)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(case: Case) -> None:
+    with Session(case.problem, case.plan, case.host, case.device) as session:
+        traces = [session.run(case.work) for _ in range(3)]
+        assert case.device.allocated_bytes > 0
+        assert case.device.arenas.nbytes("pinned") == 2 * case.problem.components[0].variants[0].host_bytes
+    planned = simulate(case.problem, case.plan)
+    assert [trace.moved_bytes for trace in traces] == [planned.moved_bytes, *[planned.again_moved_bytes] * 2]
+    assert planned.again_moved_bytes < planned.moved_bytes
+    assert [trace.seconds for trace in traces] == pytest.approx([planned.seconds, *[planned.again_seconds] * 2], rel=0.02)
+    assert all(torch.equal(trace.outputs["x"], case.expected) for trace in traces)
+    assert {trace.plan_digest for trace in traces} == {case.plan.digest}
+    assert [len([e for e in trace.events if e.kind == "read"]) for trace in traces] == [22, 0, 0]
+    assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
+
+
+def test_a_run_that_fails_ends_the_session_and_the_next_is_a_first_one(case: Case) -> None:
+    with Session(case.problem, case.plan, case.host, case.device) as session:
+        first = session.run(case.work)
+        case.device.machine.fail_copy = 3
+        with pytest.raises(TransferFailed):
+            session.run(case.work)
+        assert case.device.allocated_bytes == case.device.arenas.nbytes("arenas") == 0
+        again = session.run(case.work)
+    assert again.moved_bytes == first.moved_bytes
+    assert torch.equal(again.outputs["x"], case.expected)
+
+
+def test_a_plan_for_one_run_is_not_run_twice_in_a_session(case: Case) -> None:
+    single = replace(case.problem, runs=1)
+    text = TEXT.split("again")[0].replace("evict b all", "evict a remainder[0] wide[0,2]\n      evict b all")
+    with Session(single, plan_of(single, text), case.host, case.device) as session:
+        session.run(case.work)
+        with pytest.raises(PlanError, match="the plan is for one run"):
+            session.run(case.work)

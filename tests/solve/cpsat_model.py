@@ -1,0 +1,395 @@
+"""The same program a second time, for OR-tools' CP-SAT: integers throughout, from what plans mean; run as a process of its own.
+
+    python cpsat_model.py SECONDS FILE ...     a line of JSON per problem: {"seconds": least or null, "bound": ..., "proven": ...}
+
+Problems are JSON as `Problem.to_json` has it. Orders and options are tried one after the other; variants, backing stores, spills, blocks of
+every slot and both runs of a session are one model. Bytes are counted in allocations of 512, times in 1e-9 of all that might be
+copied and computed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+UNIT = 512
+
+
+def up(nbytes: int) -> int:
+    return (nbytes + UNIT - 1) // UNIT
+
+
+class Run:
+    """One run's variables."""
+
+    def __init__(self, model: Model, name: str, first: Run | None) -> None:
+        self.of, self.name, self.first = model, name, first
+        self.slots = model.slots
+        self.held: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}  # c, m, k, t -> K, d
+        self.backing_stores: dict[tuple[int, int, int], Any] = {}
+        self.fills: dict[tuple[int, int, int], Any] = {}
+        self.spills = {gap: self.yes(f"spill {gap}") for gap in model.gaps}
+        self.blocks()
+        self.hosts()
+        self.seconds = [self.slot(t) for t in range(len(self.slots))]
+
+    def yes(self, name: str) -> Any:
+        return self.of.sat.new_bool_var(f"{self.name} {name}")
+
+    def number(self, most: int, name: str) -> Any:
+        return self.of.sat.new_int_var(0, most, f"{self.name} {name}")
+
+    def blocks(self) -> None:
+        """K and d of every class, how they follow from slot to slot, and what directives demand."""
+        sat, last = self.of.sat, len(self.slots) - 1
+        for c, m, k, nb in self.of.groups():
+            variant, y = self.of.variant(c, m), self.of.chosen[c, m]
+            for t in range(len(self.slots)):
+                present, loaded = self.number(nb, f"K {c} {m} {k} {t}"), self.number(nb, f"d {c} {m} {k} {t}")
+                self.held[c, m, k, t] = present, loaded
+                sat.add(present + loaded <= nb * y)
+                if t:
+                    before = sum(self.held[c, m, k, t - 1])
+                    sat.add(present <= before) if variant["movable"] else sat.add(present == before)
+                self.demands(c, m, k, t, nb)
+            begin, end = self.held[c, m, k, 0][0], sum(self.held[c, m, k, last])
+            if self.first is None:
+                sat.add(begin == 0)
+            else:
+                for left in (sum(self.first.held[c, m, k, last]), end):
+                    sat.add(begin <= left) if variant["movable"] else sat.add(begin == left)
+
+    def demands(self, c: int, m: int, k: int, t: int, nb: int) -> None:
+        sat, y, demanded = self.of.sat, self.of.chosen[c, m], self.of.demanded(c)
+        present, loaded = self.held[c, m, k, t]
+        used = self.of.calls(t, c, k)
+        number, part = self.slots[t]
+        if "keep" in demanded and any(self.of.calls(earlier, c, k) for earlier in range(t)):
+            sat.add(present == nb * y)
+        if demanded & {"keep", "whole"} and used:
+            sat.add(present + loaded == nb * y)
+        if "exclude" in demanded and self.of.components[c]["groups"][k]["streamable"]:
+            sat.add(present + loaded == 0)
+        if "drop" in demanded:
+            own = self.of.use(number, c) is not None
+            if not own:
+                sat.add(present + loaded == 0)
+            elif part == "load":
+                sat.add(present == 0)
+
+    def hosts(self) -> None:
+        """Which backing stores are held, filled and freed; copies and the CPU need them."""
+        sat = self.of.sat
+        for c, m in self.of.chosen:
+            if c not in self.of.used:
+                continue
+            variant, y = self.of.variant(c, m), self.of.chosen[c, m]
+            early = variant["backing_store"] == "disk" or not variant["read_seconds"]
+            before = (y if early else 0) if self.first is None else self.first.backing_stores[c, m, len(self.slots) - 1]
+            for t in range(len(self.slots)):
+                backing_store, fill = self.yes(f"backing store {c} {m} {t}"), self.yes(f"fill {c} {m} {t}")
+                self.backing_stores[c, m, t], self.fills[c, m, t] = backing_store, fill
+                if early or self.first is not None:
+                    sat.add(fill == 0)
+                sat.add(backing_store <= before + fill)
+                sat.add(backing_store >= fill)
+                sat.add(backing_store <= y)
+                if self.of.problem["runs"] > 1:
+                    sat.add(backing_store >= before)
+                before = backing_store
+                if variant["device"] == "cpu" and self.slots[t][1] != "load" and self.of.use(self.slots[t][0], c):
+                    sat.add(backing_store >= y)
+            sat.add(sum(self.fills[c, m, t] for t in range(len(self.slots))) <= 1)
+
+    def slot(self, t: int) -> Any:
+        """The slot's seconds: what takes longest."""
+        of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
+        most = of.horizon
+        busy = {c for c, m, k, nb in of.groups() if of.calls(t, c, k)}
+        copies, reads, moved, turns, bytes_held, rings = [], [], {}, {}, [], {}
+        for c, m, k, nb in of.groups():
+            variant, y, n = of.variant(c, m), of.chosen[c, m], of.calls(t, c, k)
+            present, loaded = self.held[c, m, k, t]
+            streamable = of.components[c]["groups"][k]["streamable"] and variant["streamable"] and variant["movable"]
+            x = loaded
+            if part == "steady" and c in busy:
+                sat.add(loaded == 0)
+            if n and not streamable:
+                sat.add(present == nb * y)
+                x = 0
+            elif n:
+                passes = self.yes(f"passes {c} {m} {k} {t}")
+                sat.add(nb * y - present - loaded <= nb * passes)
+                alone = self.yes(f"alone {c} {m} {k} {t}")
+                rings.setdefault((c, m), []).append((variant["block_bytes"][k], passes, alone))
+                turns[c, m, k] = alone
+                x = (n if part == "steady" else 1) * (nb * y - present)
+            if c in of.used:
+                sat.add(x <= max(1, n) * nb * self.backing_stores[c, m, t])
+            moved[c, m, k] = x
+            copies.append(of.units(variant["load_seconds"][k]) * x)
+            if variant["backing_store"] == "disk":
+                reads.append(of.units(variant["disk_seconds"][k]) * x)
+            bytes_held.append(up(variant["block_bytes"][k]) * (present + loaded))
+        bytes_held += [self.ring(t, c, m, passing) for (c, m), passing in rings.items()]
+        self.room(t, bytes_held)
+        own = [self.own(t, c, k, moved, turns, most) for c in sorted(busy) for k in range(len(of.components[c]["groups"]))]
+        for c, m in of.chosen:
+            if of.variant(c, m)["device"] == "cpu":
+                for k, blocks in enumerate(of.components[c]["groups"]):
+                    own.append(of.units(of.calls(t, c, k) * len(blocks["blocks"]) * of.seconds(t, c, m, k)) * of.chosen[c, m])
+        hardware = of.problem["hardware"]
+        for (v, begin, end), gone in self.spills.items():
+            nbytes = of.problem["values"][v]["nbytes"]
+            if part == "load" and number == begin:
+                copies.append(of.units(nbytes / hardware["d2h_bytes_per_second"]) * gone)
+            if part == "load" and number == end:
+                copies.append(of.units(nbytes / hardware["h2d_bytes_per_second"]) * gone)
+        for (c, m, at), fill in self.fills.items():
+            if at == t and of.variant(c, m)["read_seconds"]:
+                counts = [len(blocks["blocks"]) for blocks in of.components[c]["groups"]]
+                each = of.variant(c, m)["read_seconds"]
+                reads.append(of.units(sum(n * s for n, s in zip(counts, each, strict=True))) * fill)
+        seconds = self.number(most, f"D {t}")
+        for channel in (own, copies, reads):
+            sat.add(seconds >= sum(channel))
+        return seconds
+
+    def own(self, t: int, c: int, k: int, moved: dict[tuple[int, int, int], Any], turns: dict[Any, Any], most: int) -> Any:
+        """E: the longest of computing a class, copying it (with computing what passes one by one), and reading it."""
+        of, n = self.of, self.of.calls(t, c, k)
+        ways = [(m, of.variant(c, m)) for at, m in of.chosen if at == c and of.variant(c, m)["device"] != "cpu"]
+        if not n or not ways:
+            return 0
+        nb = len(of.components[c]["groups"][k]["blocks"])
+        longest = self.number(most, f"E {t} {c} {k}")
+        of.sat.add(longest >= sum(of.units(n * nb * of.seconds(t, c, m, k)) * of.chosen[c, m] for m, _ in ways))
+        of.sat.add(longest >= sum(of.units(variant["load_seconds"][k]) * moved[c, m, k] for m, variant in ways))
+        for m, variant in ways:
+            if (c, m, k) in turns:
+                each = of.units(n * nb * of.seconds(t, c, m, k))
+                of.sat.add(longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * turns[c, m, k])
+        reads = [(m, variant["disk_seconds"][k]) for m, variant in ways if variant["backing_store"] == "disk"]
+        of.sat.add(longest >= sum(of.units(seconds) * moved[c, m, k] for m, seconds in reads))
+        return longest
+
+    def ring(self, t: int, c: int, m: int, passing: list[tuple[int, Any, Any]]) -> Any:
+        """Room for the largest block that passes, and beside it for one of each class whose blocks need not wait for each other."""
+        most = max(up(nbytes) for nbytes, _, _ in passing)
+        largest, beside = self.number(most, f"largest {t} {c} {m}"), self.number(most, f"beside {t} {c} {m}")
+        for nbytes, passes, alone in passing:
+            self.of.sat.add(largest >= up(nbytes) * passes)
+            self.of.sat.add(beside >= up(nbytes) * passes - up(nbytes) * alone)
+        return largest + beside
+
+    def room(self, t: int, bytes_held: list[Any]) -> None:
+        """Budgets of the device, of RAM and of page-locked RAM."""
+        of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
+        phase, values = of.phases[number], of.problem["values"]
+        activation = {"load": 0, "first": phase["first_bytes"], "steady": phase["steady_bytes"]}[part]
+        ways = [
+            (m, of.variant(c, m), of.chosen[c, m]) for use in phase["uses"] for c, m in of.chosen if of.name(c) == use["component"]
+        ]
+        on_cpu, handed = self.yes(f"cpu {t}"), min(activation, phase["glue_bytes"])
+        off = [y for _, variant, y in ways if variant["device"] != "cpu"]
+        for y in off:
+            sat.add(on_cpu + y <= 1)
+        sat.add(sum(off) >= 1 - on_cpu) if ways else sat.add(on_cpu == 0)
+        scratches = [variant["scratch_bytes"] * y for _, variant, y in ways] if part != "load" else []
+        away, host = [], []
+        for (v, begin, end), gone in self.spills.items():
+            if begin <= number <= end:
+                leaves, comes = (number, part) == (begin, "load"), (number, part) == (end, "load")
+                away += [values[v]["nbytes"] * gone] if number < end and not leaves else []
+                host += [values[v]["nbytes"] * gone] if number < end or comes else []
+        fixed = phase["live_in_bytes"] + sum(value["nbytes"] for v, value in enumerate(values) if number in of.lives[v])
+        for scratch in scratches or [0]:
+            every = activation * (1 - on_cpu) + handed * on_cpu + scratch + fixed - sum(away)
+            ceiling = sum(variant["scratch_bytes"] for _, variant, _ in ways)
+            sat.add(UNIT * sum(bytes_held) + every <= of.effective + ceiling * on_cpu)
+        sat.add(UNIT * sum(bytes_held) + activation * (1 - on_cpu) + handed * on_cpu + fixed - sum(away) <= of.effective)
+        locked = []
+        for (c, m, at), backing_store in self.backing_stores.items():
+            if at == t:
+                variant = of.variant(c, m)
+                host.append(variant["host_bytes"] * backing_store + variant["transient_bytes"] * self.fills[c, m, t])
+                locked += [variant["host_bytes"] * backing_store] if variant["backing_store"] != "pageable" else []
+        sat.add(sum(host) + activation * on_cpu <= of.problem["ram_bytes"])
+        if of.problem["pinned_bytes"] is not None:
+            sat.add(sum(locked) <= of.problem["pinned_bytes"])
+
+
+class Model:
+    """One order and one option to a stage."""
+
+    def __init__(self, problem: dict[str, Any], order: list[str], phases: list[dict[str, Any]], horizon: float) -> None:
+        self.problem, self.order, self.phases = problem, order, phases
+        self.components = problem["components"]
+        self.sat = cp_model.CpModel()
+        self.unit = horizon / 1e9
+        self.horizon = 2 * 10**9
+        self.effective = effective_bytes(problem)
+        self.slots = [(number, part) for number, phase in enumerate(phases) for part in parts(phase)]
+        self.used = {c for c in range(len(self.components)) if any(self.use(n, c) for n in range(len(phases)))}
+        self.lives = [self.living(value) for value in problem["values"]]
+        self.gaps = [(v, *gap) for v in range(len(self.lives)) for gap in self.spill_gaps_of(v)]
+        self.chosen: dict[tuple[int, int], Any] = {}
+        for c, component in enumerate(self.components):
+            usable = [m for m, variant in enumerate(component["variants"]) if self.usable(c, variant)]
+            self.chosen |= {(c, m): self.sat.new_bool_var(f"y {c} {m}") for m in usable}
+            self.sat.add_exactly_one([self.chosen[c, m] for m in usable])
+        if problem["disk_bytes"] is not None:
+            stored = (self.variant(c, m)["stored_bytes"] * y for (c, m), y in self.chosen.items() if c in self.used)
+            self.sat.add(sum(stored) <= problem["disk_bytes"])
+        first = Run(self, "first", None)
+        seconds = sum(first.seconds)
+        if problem["runs"] > 1:
+            seconds += (problem["runs"] - 1) * sum(Run(self, "again", first).seconds)
+        self.sat.minimize(seconds)
+        self.total = seconds
+
+    def units(self, seconds: float) -> int:
+        return round(seconds / self.unit)
+
+    def name(self, c: int) -> str:
+        return str(self.components[c]["name"])
+
+    def variant(self, c: int, m: int) -> dict[str, Any]:
+        return dict(self.components[c]["variants"][m])
+
+    def demanded(self, c: int) -> set[str]:
+        return {of["placement"] for of in self.problem["directives"] if of["component"] == self.name(c)}
+
+    def usable(self, c: int, variant: dict[str, Any]) -> bool:
+        demanded = self.demanded(c)
+        return (
+            (not variant["needs"] or variant["needs"] in self.problem["allow"])
+            and not ("pin" in demanded and variant["backing_store"] != "pinned")
+            and not (demanded & {"keep", "whole"} and variant["device"] == "cpu" and c in self.used)
+        )
+
+    def groups(self) -> list[tuple[int, int, int, int]]:
+        """Component, variant, class and its blocks, of the variants that compute on the device."""
+        return [
+            (c, m, k, len(blocks["blocks"]))
+            for c, m in self.chosen
+            if self.variant(c, m)["device"] != "cpu"
+            for k, blocks in enumerate(self.components[c]["groups"])
+        ]
+
+    def use(self, number: int, c: int) -> dict[str, Any] | None:
+        return next((use for use in self.phases[number]["uses"] if use["component"] == self.name(c)), None)
+
+    def calls(self, t: int, c: int, k: int) -> int:
+        number, part = self.slots[t]
+        use = self.use(number, c)
+        total = use["group_calls"][k] if use else 0
+        return int({"load": 0, "first": min(total, 1), "steady": max(total - 1, 0)}[part])
+
+    def seconds(self, t: int, c: int, m: int, k: int) -> float:
+        use, variant = self.use(self.slots[t][0], c), self.variant(c, m)
+        if use is None:
+            return 0.0
+        return float(variant["slowdown"] * use["seconds"][k] + (variant["block_seconds"][k] if variant["block_seconds"] else 0.0))
+
+    def living(self, value: dict[str, Any]) -> list[int]:
+        place = {stage: number for number, stage in enumerate(self.order)}
+        last = max((place[stage] for stage in value["consumers"] if stage in place), default=-1)
+        return [n for n, phase in enumerate(self.phases) if place.get(value["producer"], -1) < place[phase["stage"]] <= last]
+
+    def spill_gaps_of(self, v: int) -> list[tuple[int, int]]:
+        lives, consumers = self.lives[v], self.problem["values"][v]["consumers"]
+        found = []
+        for n in lives:
+            if self.phases[n]["stage"] in consumers:
+                continue
+            if n == lives[0] or self.phases[n - 1]["stage"] in consumers:
+                end = next(after for after in lives if after > n and self.phases[after]["stage"] in consumers)
+                if self.phases[n]["uses"] and self.phases[end]["uses"]:
+                    found.append((n, end))
+        return found
+
+
+def parts(phase: dict[str, Any]) -> list[str]:
+    calls = max((use["calls"] for use in phase["uses"]), default=0)
+    return ["load"] * bool(phase["uses"]) + ["first"] + ["steady"] * (calls > 1)
+
+
+def effective_bytes(problem: dict[str, Any]) -> int:
+    hardware = problem["hardware"]
+    budget = min(problem["budget_bytes"], hardware["capacity_bytes"])
+    return int(budget - hardware["context_bytes"] - hardware["workspace_bytes"] - problem["reserve_bytes"])
+
+
+def models(problem: dict[str, Any]) -> list[tuple[list[str], list[dict[str, Any]]]]:
+    """Every order that precedence allows, with every option."""
+    stages = list(dict.fromkeys(phase["stage"] for phase in problem["phases"]))
+    orders = [stages] if problem["precedence"] is None else [list(order) for order in permutations(stages)]
+    orders = [o for o in orders if all(o.index(a) < o.index(b) for a, b in problem["precedence"] or ())]
+    plain = {stage: [phase for phase in problem["phases"] if phase["stage"] == stage] for stage in stages}
+    allowed = [option for option in problem["options"] if not option["needs"] or option["needs"] in problem["allow"]]
+    ways = [[plain[stage], *(list(o["phases"]) for o in allowed if o["stage"] == stage)] for stage in stages]
+    found = []
+    for order in orders:
+        for picked in product(*ways):
+            run = dict(zip(stages, picked, strict=True))
+            found.append((order, [phase for stage in order for phase in run[stage]]))
+    return found
+
+
+def horizon(problem: dict[str, Any]) -> float:
+    """Seconds that no sensible run exceeds: everything is copied, read and computed in every call, one after the other."""
+    total, components = 1e-3, {component["name"]: component for component in problem["components"]}
+    for component in components.values():
+        total += max(sum(map(sum, _copies(component, variant))) for variant in component["variants"])
+    for phase in (*problem["phases"], *(phase for option in problem["options"] for phase in option["phases"])):
+        for use in phase["uses"]:
+            component = components[use["component"]]
+            for k, (calls, seconds) in enumerate(zip(use["group_calls"], use["seconds"], strict=True)):
+                nb = len(component["groups"][k]["blocks"])
+                total += calls * max(
+                    sum(_copies(component, v)[k]) + nb * (v["slowdown"] * seconds + (v["block_seconds"] or [0.0] * (k + 1))[k])
+                    for v in component["variants"]
+                )
+    for value in problem["values"]:
+        total += 2 * value["nbytes"] / min(problem["hardware"][road] for road in ("h2d_bytes_per_second", "d2h_bytes_per_second"))
+    return float(total)
+
+
+def _copies(component: dict[str, Any], variant: dict[str, Any]) -> list[list[float]]:
+    """Per class: seconds to copy, to read and to fill all of its blocks."""
+    none = [0.0] * len(component["groups"])
+    ways = [variant["load_seconds"], variant["disk_seconds"] or none, variant["read_seconds"] or none]
+    return [[len(of["blocks"]) * way[k] for way in ways] for k, of in enumerate(component["groups"])]
+
+
+def least(problem: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
+    """The least seconds over all orders and options."""
+    best, bound, proven = None, None, True
+    for order, phases in models(problem):
+        model = Model(problem, order, phases, horizon(problem))
+        if best is not None:
+            model.sat.add(model.total <= int(best / model.unit))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 2
+        solver.parameters.max_time_in_seconds = limit_seconds
+        solver.parameters.relative_gap_limit = 1e-4
+        status = solver.solve(model.sat)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            best = min(best if best is not None else float("inf"), solver.objective_value * model.unit)
+        proven = proven and status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+        if status != cp_model.INFEASIBLE:
+            found = solver.best_objective_bound * model.unit
+            bound = found if bound is None else min(bound, found)
+    return {"seconds": best, "bound": bound, "proven": proven}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        sys.stdout.write(json.dumps(least(json.loads(Path(name).read_text()), float(sys.argv[1]))) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,103 @@
+"""Why a component is where it is: every alternative is a plan, solved for and simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, flux
+
+from graphrun.errors import InputError
+from graphrun.model.directives import directed
+from graphrun.model.problem import Directive, Problem
+from graphrun.report.alternatives import alternatives_json, alternatives_screen
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.alternatives import PLACEMENTS, alternatives
+from graphrun.verify.simulate import simulate
+
+
+def test_each_alternative_costs_what_its_own_plan_costs() -> None:
+    solution = solve(flux(8 * GIB, steps=4))
+    planned, *others = alternatives(solution, "transformer")
+    found = simulate(solution.problem, solution.plan)
+    assert (planned.seconds, planned.moved_bytes, planned.peak_bytes) == (found.seconds, found.moved_bytes, found.peak_bytes)
+    assert [of.placement for of in others] == list(PLACEMENTS)
+    by = {of.placement: of for of in others}
+    problem = directed(solution.problem, [Directive("exclude", "transformer")])
+    alone = simulate(problem, solve(problem).plan)
+    assert (by["exclude"].seconds, by["exclude"].moved_bytes) == (alone.seconds, alone.moved_bytes)
+    assert by["exclude"].seconds > planned.seconds
+    assert not by["exclude"].same
+    again = alternatives(solve(problem), "transformer")
+    assert next(of for of in again if of.placement == "exclude").same
+    assert not by["whole"].fits
+
+
+def test_an_infeasible_alternative_says_where_and_what_it_would_take() -> None:
+    of = flux(8 * GIB, steps=4)
+    whole = next(a for a in alternatives(solve(of), "transformer") if a.placement == "whole")
+    assert [need.phase for need in whole.needs] == ["denoise/0:transformer"]
+    assert whole.needs[0].weights_bytes > of.effective_bytes
+    screen = alternatives_screen(solve(of), "transformer", alternatives(solve(of), "transformer"))
+    assert f"it takes --vram {whole.smallest_budget_bytes}" in screen
+    assert "does not fit" in screen
+
+
+def test_an_alternative_that_cannot_be_tried_says_why() -> None:
+    solution = solve(flux(8 * GIB, steps=4))
+    found = alternatives(solution, "vae")
+    exclude = next(of for of in found if of.placement == "exclude")
+    assert "no blocks that can be streamed" in exclude.refusal
+    rows = alternatives_json(solution, "vae", found)["alternatives"]
+    assert [row["feasible"] for row in rows] == [True, True, False, True, True]
+    assert rows[0]["extra_seconds"] == 0
+
+
+def test_others_keep_their_directives_and_its_own_give_way() -> None:
+    kept = directed(flux(24 * GIB, steps=4), [Directive("keep", "text_encoder"), Directive("exclude", "transformer")])
+    planned, whole, *_ = alternatives(solve(kept), "transformer")
+    assert whole.fits, "or else exclude and whole would be in conflict"
+    both = directed(kept, [Directive("keep", "text_encoder"), Directive("whole", "transformer")])
+    assert whole.seconds == simulate(both, solve(both).plan).seconds
+    assert whole.seconds < planned.seconds
+
+
+def with_nf4(budget_bytes: int) -> Problem:
+    """FLUX with its transformer also in nf4, and from pageable RAM."""
+    of = flux(budget_bytes, steps=4)
+    transformer = of.component("transformer")
+    (plain,) = transformer.variants
+    small = replace(
+        plain,
+        precision="nf4",
+        block_bytes=tuple(nbytes * 9 // 32 for nbytes in plain.block_bytes),
+        load_seconds=tuple(seconds * 9 / 32 for seconds in plain.load_seconds),
+        host_bytes=plain.host_bytes * 9 // 32,
+        needs="nf4",
+    )
+    slow = replace(plain, backing_store="pageable", load_seconds=tuple(2 * seconds for seconds in plain.load_seconds))
+    varied = replace(transformer, variants=(plain, slow, small))
+    return replace(of, components=tuple(varied if c.name == "transformer" else c for c in of.components))
+
+
+def test_every_other_variant_is_an_alternative_and_what_is_not_allowed_is_marked() -> None:
+    of = with_nf4(8 * GIB)
+    solution = solve(of)
+    assert solution.plan.variants == (("transformer", "bfloat16 pinned device"),)
+    planned, *others = alternatives(solution, "transformer")
+    slow, small = (next(a for a in others if a.variant == name) for name in ("bfloat16 pageable device", "nf4 pinned device"))
+    assert (slow.permission, small.permission) == ("", "nf4")
+    assert small.seconds < planned.seconds < slow.seconds
+    allowed = replace(of, allow=("nf4",))
+    free = simulate(allowed, solve(allowed).plan)
+    assert (small.seconds, small.moved_bytes) == (free.seconds, free.moved_bytes), "nothing else has a choice here"
+    screen = alternatives_screen(solution, "transformer", (planned, *others))
+    assert "as nf4 from pinned" in screen
+    assert "needs --allow nf4" in screen
+    rows = alternatives_json(solution, "transformer", (planned, *others))["alternatives"]
+    assert [row.get("needs_permission") for row in rows if row["placement"] == "variant"] == [None, "nf4"]
+
+
+def test_an_unknown_component_is_refused() -> None:
+    with pytest.raises(InputError, match="no component 'vea'; it has text_encoder"):
+        alternatives(solve(flux(8 * GIB, steps=4)), "vea")

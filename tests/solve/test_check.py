@@ -1,0 +1,134 @@
+"""Every rule, by a plan in its text form that breaks it and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import component, problem
+
+from graphrun.model.plan import parse
+from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
+from graphrun.verify.check import check
+
+K = 1024
+GOOD = """plan {digest}
+slot encode/0:te load
+  load te all from pinned
+slot encode/0:te first
+  load dit remainder[0] from pinned
+  run
+slot denoise/0:dit load
+  evict te all
+  load dit big[1] from pinned
+slot denoise/0:dit first
+  stream dit keep big[0,1] remainder[0] ring 4 KiB
+  load dit big[0] from pinned
+  run
+slot denoise/0:dit steady x3
+  evict dit big[0]
+  stream dit keep big[1] remainder[0] ring 4 KiB
+  load vae mid[0] from pinned
+  run
+slot decode/0:vae load
+  evict dit big[1] remainder[0]
+  load vae mid[1] from pinned
+slot decode/0:vae first
+  run
+slot end
+  evict vae mid[0,1]
+"""
+
+
+def given(budget_bytes: int = 12 * K, **changes: object) -> Problem:
+    te = component("te", ("remainder", 1, 2 * K))
+    dit = component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
+    vae = component("vae", ("mid", 2, K, False), ("unused", 1, K))
+    phases = (
+        PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 100, 500, 0),
+        PhaseNumbers("denoise", 0, (Use("dit", 4, (4, 4), (0.1, 0.1)),), 100, 900, 1000),
+        PhaseNumbers("decode", 0, (Use("vae", 1, (1, 0), (0.1, 0.1)),), 100, 3000, 0),
+    )
+    values = (ValueNumbers("embeds", 412, "encode", ("denoise",), 1, 1),)
+    return replace(problem(budget_bytes, (te, dit, vae), phases, values), **changes)
+
+
+def rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
+    of = of or given()
+    return [(v.rule, v.slot, v.action) for v in check(of, parse(text.format(digest=of.digest)))]
+
+
+def test_the_plan_itself_is_good() -> None:
+    assert rules(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "broken"),
+    [
+        ("plan {digest}", "plan 0123456789abcdef", [("digest", -1, -1)]),
+        ("dit rest x3", "dit rest x4", [("structure", 4, -1)]),
+        ("slot end\n  evict vae mid[0,1]\n", "", [("structure", 7, -1)]),
+        ("  run\nslot denoise/0:dit rest", "slot denoise/0:dit steady", [("order", 3, -1)]),
+        ("  evict te all\n", "  evict te all\n  run\n", [("order", 2, -1)]),
+        ("  load dit remainder[0] from pinned\n  run", "  run\n  load dit remainder[0] from pinned", [("order", 1, 0)]),
+        ("  evict te all\n  load dit big[1] from pinned", "  load dit big[1] from pinned\n  evict te all", [("order", 2, 1)]),
+        ("load te all", "load te all from pinned\n  load tee all", [("unknown", 0, 1)]),
+        ("load vae mid[0]", "load vae mid[0,2]", [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)]),
+        ("  load vae mid[0] from pinned\n", "  load vae mid[0] from pinned\n  drop vie\n", [("unknown", 4, 3), ("order", 4, 3)]),
+        ("load dit big[1] from", "load dit big[1] remainder[0] from", [("load-present", 2, 1)]),
+        ("load te all from pinned", "load te all from disk", [("backing_store", 0, 0)]),
+        ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
+        ("  stream dit keep big[0,1] remainder[0] ring 4 KiB\n", "", [("missing", 3, -1)]),
+        (
+            "  load dit remainder[0] from pinned\n",
+            "",
+            [("not-streamable", 3, -1), ("not-streamable", 4, -1), ("stream", 3, 0), ("evict-absent", 5, 0)],
+        ),
+        ("  load vae mid[0]", "  load dit big[0] from pinned\n  load vae mid[0]", [("steady-load", 4, -1), ("stream", 4, 1)]),
+        ("keep big[0,1]", "keep big[1]", [("stream", 3, 0)]),
+        ("  evict te all\n", "  evict te all\n  stream dit keep remainder[0] ring 4 KiB\n", [("stream", 2, 1)]),
+        ("big[0,1] remainder[0] ring 4 KiB", "big[0,1] remainder[0] ring 2047 B", [("ring", 3, 0)]),
+        ("  evict vae mid[0,1]", "  evict vae mid[0]", [("baseline", 7, -1)]),
+    ],
+)
+def test_a_broken_rule_is_named_with_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
+    assert old in GOOD
+    assert set(broken) <= set(rules(GOOD.replace(old, new)))
+    assert {rule for rule, _, _ in rules(GOOD.replace(old, new))} <= {rule for rule, _, _ in broken} | {"baseline"}
+
+
+def test_a_ring_needs_room_for_the_largest_block_that_passes() -> None:
+    assert rules(GOOD.replace("ring 4 KiB", "ring 2 KiB")) == []
+    assert rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [("ring", 3, 0), ("ring", 4, 1)]
+
+
+def test_budgets_hold_to_the_byte() -> None:
+    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; rest: 3 KiB + 1 KiB prefetch + 4 KiB ring + 1000 + 412 + 100
+    first = 5 * K + 4 * K + 900 + 512
+    assert rules(GOOD, given(first)) == []
+    (found,) = check(given(first - 1), parse(GOOD.format(digest=given(first - 1).digest)))
+    assert (found.rule, found.slot) == ("vram", 3)
+    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and carry = {first} > {first - 1} bytes"
+    host = 2 * K + 9 * K + 3 * K
+    assert rules(GOOD, given(ram_bytes=host)) == []
+    assert rules(GOOD, given(ram_bytes=host - 1)) == [("ram", 0, -1)]
+
+
+def test_the_device_rounds_up_what_it_holds() -> None:
+    odd = component("te", ("remainder", 1, 1025))
+    phases = (PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 0, 0, 0),)
+    text = "plan {digest}\nslot encode/0:te load\nload te all from pinned\nslot encode/0:te first\nrun\nslot end\nevict te all"
+    assert rules(text, problem(1536, (odd,), phases)) == []
+    assert rules(text, problem(1535, (odd,), phases)) == [("vram", 0, -1), ("vram", 1, -1)]
+
+
+def test_an_immovable_component_stays_and_is_not_streamed() -> None:
+    whole = given()
+    dit = replace(whole.components[1], variants=(replace(whole.components[1].variants[0], movable=False),))
+    fixed = replace(whole, components=(whole.components[0], dit, whole.components[2]))
+    assert {rule for rule, _, _ in rules(GOOD, fixed)} == {"immovable", "not-streamable"}
+
+
+def test_a_phase_without_components_has_one_slot() -> None:
+    glue = problem(K, (), (PhaseNumbers("glue", 0, (), 0, 10, 0),))
+    assert rules("plan {digest}\nslot glue/0: first\nrun\nslot end", glue) == []

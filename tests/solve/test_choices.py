@@ -1,0 +1,162 @@
+"""What may be chosen beside blocks: properties that hold whatever the numbers are, and rules that must not lose a solution."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planner_problems import GIB, MIB, component, flux, hardware, problem
+from planner_random import random_problem
+
+from graphrun.model.plan import Drop, Read, Restore, Spill
+from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
+from graphrun.solve.actions import plan_of
+from graphrun.solve.baselines import BASELINES, fitting
+from graphrun.solve.orders import stage_choices, topological_orders
+from graphrun.solve.program import program_of
+from graphrun.solve.search import Answer, choose
+from graphrun.solve.solve import solve, solved
+from graphrun.solve.variants import worthwhile
+from graphrun.solve.whatif.least import chosen_from
+from graphrun.verify.simulate import simulate
+
+SEEDS = st.integers(0, 10**6)
+QUICK = settings(max_examples=25, deadline=None)
+
+
+def best(of: Problem, *, all_variants: bool = False) -> Answer | None:
+    if not chosen_from(of):
+        return None
+    return choose([program_of(each.problem, None if all_variants else worthwhile(each.problem)) for each in stage_choices(of)[0]])
+
+
+def seconds(of: Problem) -> float:
+    found = best(of)
+    return float("inf") if found is None else found.program.seconds(found.choice)
+
+
+@QUICK
+@given(SEEDS)
+def test_leaving_out_dominated_variants_loses_nothing(seed: int) -> None:
+    of = random_problem(seed)
+    one, other = best(of), best(of, all_variants=True)
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert one.program.seconds(one.choice) == pytest.approx(other.program.seconds(other.choice), abs=1e-6)
+        assert one.program.moved_bytes(one.choice) == other.program.moved_bytes(other.choice)
+
+
+@QUICK
+@given(SEEDS, st.sampled_from(["vram", "ram", "pinned", "allow", "spill"]))
+def test_more_of_anything_never_costs_time(seed: int, what: str) -> None:
+    of = random_problem(seed)
+    more = {
+        "vram": replace(of, budget_bytes=of.budget_bytes + 1000),
+        "ram": replace(of, ram_bytes=of.ram_bytes + 700),
+        "pinned": replace(of, pinned_bytes=None),
+        "allow": replace(of, allow=("nf4", "tiling")),
+        "spill": replace(of, hardware=replace(of.hardware, d2h_bytes_per_second=4096.0, h2d_bytes_per_second=4096.0)),
+    }[what]
+    assert seconds(more) <= seconds(of) + 1e-6
+
+
+@QUICK
+@given(SEEDS, st.integers(0, 2))
+def test_one_variant_less_never_helps(seed: int, which: int) -> None:
+    of = random_problem(seed)
+    numbers = of.components[which % len(of.components)]
+    assume(len(numbers.variants) > 1)
+    fewer = replace(numbers, variants=numbers.variants[:-1])
+    less = replace(of, components=tuple(fewer if c.name == numbers.name else c for c in of.components))
+    assert seconds(of) <= seconds(less) + 1e-6
+
+
+@QUICK
+@given(SEEDS)
+def test_the_same_problem_has_the_same_plan_byte_for_byte(seed: int) -> None:
+    of = random_problem(seed)
+    one, other = solved(of), solved(replace(of))
+    assert (one is None and other is None) or (one is not None and other is not None and str(one.plan) == str(other.plan))
+
+
+def encoders() -> Problem:
+    """Two independent encoders, then a stage that needs both. What the first hands on is in the way of the second's activation."""
+    made = tuple(component(name, ("remainder", 1, 2 * MIB), seconds_per_byte=1 / MIB) for name in "abc")
+    uses = [Use(name, 1, (1,), (1.0,)) for name in "abc"]
+    stages = zip(("sa", "sb", "sc"), uses, (0, 4 * MIB, 0), strict=True)
+    phases = tuple(PhaseNumbers(stage, 0, (use,), 0, activation, 0) for stage, use, activation in stages)
+    values = (ValueNumbers("va", 4 * MIB, "sa", ("sc",), 1, 2), ValueNumbers("vb", 0, "sb", ("sc",), 2, 2))
+    slow = replace(hardware(), h2d_bytes_per_second=MIB, d2h_bytes_per_second=MIB)
+    return replace(problem(9 * MIB, made, phases, values, on=slow), precedence=(("sa", "sc"), ("sb", "sc")))
+
+
+def test_every_order_is_tried_and_the_one_that_fits_best_is_named() -> None:
+    of = encoders()
+    assert list(topological_orders(of)) == [("sa", "sb", "sc"), ("sb", "sa", "sc")]
+    solution = solve(of)
+    assert solution.plan.order == ("sb", "sa", "sc"), "4 + 2 + 4 MiB do not fit, unless the value is spilled"
+    fixed = solve(replace(of, precedence=None))
+    assert [type(a) for slot in fixed.plan.slots for a in slot.actions if isinstance(a, Spill | Restore)] == [Spill, Restore]
+    assert fixed.objective_seconds > solution.objective_seconds
+
+
+def test_backing_stores_are_freed_only_where_ram_binds() -> None:
+    of = flux(24 * GIB)
+    filled = replace(
+        of,
+        components=tuple(
+            replace(c, variants=(replace(c.variants[0], read_seconds=tuple(b / 1e9 for b in c.variants[0].block_bytes)),))
+            for c in of.components
+        ),
+    )
+    actions = [a for slot in solve(filled).plan.slots for a in slot.actions]
+    assert len([a for a in actions if isinstance(a, Read)]) == 4
+    assert not [a for a in actions if isinstance(a, Drop)]
+    tight = solve(replace(filled, ram_bytes=16 * GIB))
+    freed = [a.component for slot in tight.plan.slots for a in slot.actions if isinstance(a, Drop)]
+    assert "text_encoder_2" in freed, "9.3 GiB that nothing needs once it has run, where the transformer takes 11.3"
+    assert simulate(tight.problem, tight.plan).host_peak_bytes <= 16 * GIB
+
+
+def test_a_session_keeps_on_the_device_what_the_next_run_begins_with() -> None:
+    of = replace(flux(24 * GIB, steps=4), runs=10)
+    roomy = replace(of, budget_bytes=40 * GIB, hardware=replace(of.hardware, capacity_bytes=2**40))
+    solution = solve(roomy)
+    found = simulate(roomy, solution.plan)
+    assert found.again_moved_bytes == 0, "all of it fits"
+    assert solution.again_seconds == pytest.approx(found.again_seconds)
+    assert solution.objective_seconds == pytest.approx(found.seconds + 9 * found.again_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("gib", [6, 12, 16, 24])
+def test_no_plain_way_is_faster(gib: int) -> None:
+    of = flux(gib * GIB)
+    ours = simulate(of, solve(of).plan)
+    program = program_of(of)
+    for baseline in BASELINES:
+        for choice in fitting(program, baseline):
+            assert simulate(of, plan_of(program, choice)).seconds >= ours.seconds * (1 - 1e-9), baseline
+
+
+def test_with_all_the_memory_there_is_it_takes_its_compute_and_the_first_copies() -> None:
+    of = flux(24 * GIB)
+    free = replace(
+        of,
+        hardware=replace(of.hardware, capacity_bytes=2**50),
+        budget_bytes=2**50,
+        components=tuple(
+            replace(c, variants=(replace(c.variants[0], load_seconds=(0.0,) * len(c.groups)),)) for c in of.components
+        ),
+    )
+    solution = solve(free)
+    assert solution.objective_seconds == pytest.approx(simulate(free, solution.plan).compute_seconds)
+
+
+def test_flux_in_24_gib_computes_all_the_time_once_it_is_warm(make_problem: Any) -> None:
+    problem = replace(make_problem("flux-dev", 24 * 2**30, hardware="rtx4090"), runs=10)
+    found = simulate(problem, solve(problem).plan)
+    compute_seconds = sum(slot.compute_seconds for slot in found.again)
+    assert compute_seconds <= found.again_seconds <= 1.01 * compute_seconds

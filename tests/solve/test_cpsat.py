@@ -1,0 +1,78 @@
+"""A second formulation agrees: OR-tools' CP-SAT, in a process of its own (it and HiGHS cannot be imported into one)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner_random import random_problem
+from planner_real import real, with_backing_stores
+
+from graphrun.model.problem import Problem
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible
+
+MODEL = Path(__file__).parent / "cpsat_model.py"
+LIMIT_SECONDS = 60  # per order and option; none comes near it
+
+
+def least(problems: dict[str, Problem], folder: Path) -> dict[str, dict[str, float | None]]:
+    """What CP-SAT finds for each: seconds (None: infeasible), its bound, whether it is proven."""
+    files = []
+    for name, of in problems.items():
+        files.append(folder / f"{name}.json")
+        files[-1].write_text(json.dumps(of.to_json()))
+    command = [sys.executable, str(MODEL), str(LIMIT_SECONDS), *map(str, files)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, f"ortools is among the test dependencies (pip install -e .[test]): {run.stderr[-500:]}"
+    return dict(zip(problems, map(json.loads, run.stdout.splitlines()), strict=True))
+
+
+def agrees(of: Problem, found: dict[str, float | None]) -> None:
+    try:
+        solution = solve(of)
+    except Infeasible:
+        assert found["seconds"] is None
+        return
+    assert found["proven"]
+    assert found["seconds"] == pytest.approx(solution.bound_seconds, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow"])
+def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
+    budgets = (2, 8, 48) if name == "hidream" else (2, 4, 6, 8, 12, 16, 24)  # CP-SAT takes long over four encoders
+    problems = {str(gib): real(name, gib) for gib in budgets}
+    found = least(problems, tmp_path)
+    for gib, of in problems.items():
+        agrees(of, found[gib])
+
+
+def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
+    problems = {
+        f"{gib} {ram} {len(allow)}": replace(with_backing_stores(real("flux-dev", gib), ram), allow=allow)
+        for gib, ram, allow in ((8, 16, ()), (8, 32, ()), (16, 16, ()), (8, 16, ("fp8",)))
+    }
+    found = least(problems, tmp_path)
+    assert len({of["seconds"] for of in found.values()}) == 4, "each of them makes a difference"
+    for name, of in problems.items():
+        agrees(of, found[name])
+
+
+def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
+    problems = {str(gib): replace(real("sdxl", gib), runs=4) for gib in (12, 24)}
+    found = least(problems, tmp_path)
+    for name, of in problems.items():
+        agrees(of, found[name])
+
+
+def test_small_problems_with_everything_to_choose(tmp_path: Path) -> None:
+    problems = {str(seed): random_problem(seed) for seed in range(2000, 2060)}
+    found = least(problems, tmp_path)
+    feasible = [name for name in problems if found[name]["seconds"] is not None]
+    assert 20 <= len(feasible) <= 50
+    for name in feasible[::2]:
+        agrees(problems[name], found[name])

@@ -1,0 +1,143 @@
+"""Directives: what each demands, that the judge sees it disobeyed, and which cannot be obeyed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, MIB, component, flux, problem
+
+from graphrun.errors import InputError
+from graphrun.model.directives import directed
+from graphrun.model.plan import Load, Plan, Stream
+from graphrun.model.problem import Directive, PhaseNumbers, Placement, Problem, Use
+from graphrun.report.plan_files import problem_from
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+
+def twice() -> Problem:
+    """A component used in the first and in the last of three phases, and another between: there is room for both."""
+    te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
+    other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
+    uses = [(name, Use(name, 2, (2, 2), (1e-3, 1e-3))) for name in ("te", "other", "te")]
+    phases = tuple(PhaseNumbers(f"s{i}", 0, (use,), 0, 0, 0) for i, (_, use) in enumerate(uses))
+    return problem(11 * MIB, (te, other), phases)
+
+
+def told(of: Problem, *directives: tuple[Placement, str]) -> Problem:
+    return directed(of, [Directive(*directive) for directive in directives])
+
+
+def rules(of: Problem, plan: Plan) -> set[str]:
+    return {violation.rule for violation in check(of, replace(plan, problem=of.digest))}
+
+
+def loads(plan: Plan, name: str) -> list[str]:
+    return [slot.phase for slot in plan.slots for a in slot.actions if isinstance(a, Load) and a.component == name]
+
+
+@pytest.mark.parametrize(
+    ("of", "placement", "name"),
+    [
+        (twice(), "exclude", "te"),
+        (twice(), "drop", "te"),
+        (replace(twice(), budget_bytes=8 * MIB), "keep", "te"),
+        (flux(8 * GIB, steps=4), "exclude", "transformer"),
+    ],
+)
+def test_a_plan_that_disobeys_is_refused_by_the_rules_name_and_one_that_obeys_is_made(
+    of: Problem, placement: Placement, name: str
+) -> None:
+    free, bound = solve(of), told(of, (placement, name))
+    assert placement in rules(bound, free.plan)
+    obeying = solve(bound)
+    assert check(bound, obeying.plan) == ()
+    assert obeying.objective_seconds >= free.objective_seconds - 1e-6, "a directive never saves time"
+
+
+def test_whole_forbids_streaming() -> None:
+    of = replace(flux(3 * GIB, steps=4))
+    roomy = replace(of, budget_bytes=24 * GIB)
+    streaming = solve(of).plan
+    assert "whole" in rules(told(of, ("whole", "text_encoder_2")), streaming)
+    plan = solve(told(roomy, ("whole", "text_encoder_2"))).plan
+    assert not [a for slot in plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "text_encoder_2"]
+
+
+def test_what_each_directive_means_where_there_is_room() -> None:
+    of = twice()
+    assert set(loads(solve(of).plan, "te")) == {"s0/0:te"}, "it stays, though nobody asked"
+    dropped = solve(told(of, ("drop", "te"))).plan
+    assert set(loads(dropped, "te")) == {"s0/0:te", "s2/0:te"}
+    excluded = solve(told(of, ("exclude", "te")))
+    layers = [a.blocks for slot in excluded.plan.slots for a in slot.actions if isinstance(a, Load) and a.component == "te"]
+    assert set(layers) == {(("remainder", (0,)),)}, "only what cannot be streamed is ever loaded"
+    assert simulate(excluded.problem, excluded.plan).moved_bytes > simulate(of, solve(of).plan).moved_bytes
+    kept = solve(told(of, ("keep", "other"))).plan
+    assert "keep" not in rules(told(of, ("keep", "other")), kept)
+
+
+def test_a_directive_is_part_of_the_problem_and_the_order_of_several_is_not() -> None:
+    of = twice()
+    one, other = told(of, ("keep", "te"), ("drop", "other")), told(of, ("drop", "other"), ("keep", "te"), ("keep", "te"))
+    assert one == other
+    assert one.digest != of.digest
+    assert problem_from(one.to_json()) == one
+    assert told(one).digest == of.digest, "no directive, no difference"
+
+
+@pytest.mark.parametrize(
+    ("directives", "words"),
+    [
+        ((("keep", "vea"),), "no such component"),
+        ((("exclude", "vae"),), "no blocks that can be streamed"),
+        ((("keep", "transformer"), ("exclude", "transformer")), "do without one of them"),
+        ((("keep", "transformer"), ("drop", "transformer")), "do without one of them"),
+        ((("whole", "transformer"), ("exclude", "transformer")), "do without one of them"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused(directives: tuple[tuple[Placement, str], ...], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        told(flux(8 * GIB), *directives)
+
+
+def test_what_cannot_move_is_neither_excluded_nor_dropped() -> None:
+    stuck = component("te", ("layers", 4, MIB), movable=False)
+    of = problem(GIB, (stuck,), (PhaseNumbers("s", 0, (Use("te", 1, (1,), (1.0,)),), 0, 0, 0),))
+    for placement in ("exclude", "drop"):
+        with pytest.raises(InputError, match=placement):
+            told(of, (placement, "te"))
+
+
+def test_a_directive_that_makes_it_infeasible_is_named_as_a_repair_that_works() -> None:
+    of = told(flux(8 * GIB), ("keep", "text_encoder_2"))
+    with pytest.raises(Infeasible) as caught:
+        solve(of)
+    assert "do without the directive keep text_encoder_2" in [repair.text for repair in caught.value.repairs]
+    solve(told(of))
+    least = smallest_budget(of)
+    enough = replace(of, budget_bytes=least)
+    assert check(enough, solve(enough).plan) == ()
+    with pytest.raises(Infeasible):
+        solve(replace(of, budget_bytes=least - 1))
+
+
+def test_a_reserve_takes_from_what_tensors_may_use_to_the_byte() -> None:
+    of = flux(24 * GIB, steps=4)
+    least = smallest_budget(of)
+    reserved = replace(of, reserve_bytes=GIB)
+    assert reserved.effective_bytes == of.effective_bytes - GIB
+    assert smallest_budget(reserved) == least + GIB
+    assert reserved.digest != of.digest
+    enough, short = replace(reserved, budget_bytes=least + GIB), replace(reserved, budget_bytes=least + GIB - 1)
+    assert check(enough, solve(enough).plan) == ()
+    assert str(solve(enough).plan).splitlines()[1:] == str(solve(replace(of, budget_bytes=least)).plan).splitlines()[1:]
+    assert "vram" in rules(short, solve(enough).plan)
+    with pytest.raises(Infeasible) as caught:
+        solve(short)
+    lower = next(repair for repair in caught.value.repairs if "reserve" in repair.text)
+    assert lower.text == f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)"
+    solve(replace(short, reserve_bytes=GIB - 1))

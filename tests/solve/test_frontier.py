@@ -1,0 +1,60 @@
+"""One problem at several budgets: what each point says is what planning for that budget alone says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, MIB, flux
+
+from graphrun.errors import InputError
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.frontier import frontier, sizes_between, values_between
+from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.verify.simulate import simulate
+
+
+def test_every_point_is_the_plan_for_its_budget_alone() -> None:
+    of = flux(8 * GIB, steps=4)
+    for point in frontier(of, (4 * GIB, 8 * GIB, 24 * GIB)):
+        alone = solve(replace(of, budget_bytes=point.budget_bytes))
+        found = simulate(alone.problem, alone.plan)
+        assert point.solution is not None
+        assert str(point.solution.plan) == str(alone.plan)
+        assert (point.seconds, point.peak_bytes, point.moved_bytes) == (found.seconds, found.peak_bytes, found.moved_bytes)
+
+
+def test_the_curve_falls() -> None:
+    points = frontier(flux(GIB), [gib * GIB for gib in (4, 6, 8, 12, 16, 24)])
+    bounds = [point.solution.bound_seconds for point in points if point.solution]
+    assert len(bounds) == 6
+    assert all(later <= earlier + 1e-4 for earlier, later in zip(bounds, bounds[1:], strict=False))
+
+
+def test_where_nothing_fits_the_least_that_would_is_said_to_the_byte() -> None:
+    of = flux(GIB)
+    least = smallest_budget(of)
+    below, at = frontier(of, (least - 1, least))
+    assert (below.fits, at.fits) == (False, True)
+    assert below.smallest_budget_bytes == at.smallest_budget_bytes == least
+
+
+def test_a_range_of_budgets() -> None:
+    assert sizes_between("8G") == (8 * GIB,)
+    assert [size // GIB for size in sizes_between("4G:48G")] == [4, 6, 8, 12, 16, 24, 32, 48]
+    assert [size // GIB for size in sizes_between("5G:20G")] == [5, 6, 8, 12, 16, 20]
+    assert [size // MIB for size in sizes_between("2M:5M:1M")] == [2, 3, 4, 5]
+    assert sizes_between("50%:100%", whole_bytes=2 * GIB) == (GIB, 3 * GIB // 2, 2 * GIB)
+
+
+@pytest.mark.parametrize("text", ["8G:4G", "4G:8G:1G:1G", "4G:", "4G:eight", "1:1G:1"])
+def test_what_is_no_range_of_budgets_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="vram"):
+        sizes_between(text)
+
+
+def test_a_range_of_an_input() -> None:
+    assert values_between("height=512:1100:256") == ("height", (512, 768, 1024))
+    for text in ("height", "height=512", "height=9:8:1", "height=8:9:0", "=8:9:1", "height=a:9:1", "height=1:99999:1"):
+        with pytest.raises(InputError, match="sweep"):
+            values_between(text)

@@ -1,0 +1,111 @@
+"""Why nothing fits: terms that add up, the smallest budget, and repairs that work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, MIB, component, flux, hardware, problem
+
+from graphrun.model.least_memory import least_memory
+from graphrun.model.plan import Stream
+from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget, smallest_ram
+from graphrun.units import show_size
+from graphrun.verify.check import check
+
+
+def refused(of: Problem) -> Infeasible:
+    with pytest.raises(Infeasible) as caught:
+        solve(of)
+    return caught.value
+
+
+def test_each_phase_that_cannot_fit_is_named_with_its_terms() -> None:
+    error = refused(flux(2 * GIB))
+    assert error.exit_code == 3
+    assert [(need.phase, need.part) for need in error.needs] == [("decode/0:vae", "first")]
+    (need,) = error.needs
+    assert (need.weights_bytes, need.ring_bytes, need.activation_bytes, need.values_bytes) == (160 * MIB, 0, 1536 * MIB, 2 * MIB)
+    assert need.total_bytes == 1698 * MIB
+    assert need.available_bytes == 2 * GIB - 650 * MIB
+    assert "decode/0:vae first needs 1.66 GiB = 160.00 MiB fixed weights + 0.00" in str(error).replace("0 B", "0.00")
+    assert error.smallest_budget_bytes == 650 * MIB + 1698 * MIB
+
+
+def test_streamed_components_need_their_fixed_weights_and_a_ring() -> None:
+    needs = {need.phase: need for need in least_memory(flux(8 * GIB))}
+    need = needs["denoise/0:transformer"]
+    assert need.weights_bytes == 180 * MIB
+    assert need.ring_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger class"
+
+
+def test_the_smallest_budget_is_exact() -> None:
+    smallest = smallest_budget(flux(8 * GIB))
+    solution = solve(flux(smallest))
+    assert check(solution.problem, solution.plan) == ()
+    assert refused(flux(smallest - 1)).smallest_budget_bytes == smallest
+
+
+def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_less_none() -> None:
+    one = component("one", ("large", 3, 10 * 1024), ("small", 9, 4 * 1024), ("remainder", 1, 1024))
+    of = problem(11 * 1024 + 512, (one,), (PhaseNumbers("s", 0, (Use("one", 2, (2, 2, 2), (1.0, 1.0, 0.0)),), 0, 512, 0),))
+    assert smallest_budget(of) == 11 * 1024 + 512
+    solution = solve(of)
+    assert check(of, solution.plan) == ()
+    rings = {action.ring_bytes for slot in solution.plan.slots for action in slot.actions if isinstance(action, Stream)}
+    assert rings == {10 * 1024}
+    refused(replace(of, budget_bytes=11 * 1024 + 511))
+
+
+def test_first_and_rest_are_weighed_apart() -> None:
+    # first streams wide blocks through 30 KiB; rest does not, and has 51 KiB of activation: 51 + 10 of its own ring
+    one = component("one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024))
+    phase = PhaseNumbers("s", 0, (Use("one", 3, (3, 3, 1), (1.0, 1.0, 1.0)),), 0, 0, 51 * 1024)
+    of = problem(61 * 1024, (one,), (phase,))
+    assert smallest_budget(of) == 61 * 1024
+    assert check(of, solve(of).plan) == ()
+    refused(replace(of, budget_bytes=61 * 1024 - 1))
+
+
+def test_ram_holds_every_backing_store() -> None:
+    of = flux(8 * GIB)
+    total = sum(component.variants[0].host_bytes for component in of.components)
+    assert smallest_ram(of) == total
+    solve(replace(of, ram_bytes=total))
+    error = refused(replace(of, ram_bytes=total - 1))
+    assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
+    apart = [repair for repair in error.repairs if "apart" in repair.text]
+    (ram,) = [repair for repair in error.repairs if repair not in apart]
+    assert ram.text == f"raise the RAM budget from {show_size(total - 1)} to {total} bytes ({show_size(total)})"
+    assert ram.seconds == pytest.approx(solve(of).objective_seconds), "each is verified by a solve"
+    assert [repair.change for repair in apart] == [(("--until", "encode"),), (("--until", "denoise"),)]
+    assert not any(repair.changes_output for repair in error.repairs)
+
+
+def test_a_card_that_is_too_small_cannot_be_budgeted_larger() -> None:
+    error = refused(replace(flux(8 * GIB), hardware=hardware(2 * GIB, 650 * MIB)))
+    assert error.repairs[0].text.startswith("use a device with ")
+    assert error.effective_bytes == 2 * GIB - 650 * MIB
+
+
+def test_repairs_work() -> None:
+    of = flux(2 * GIB)
+    error = refused(of)
+    vram, smaller = error.repairs
+    assert "raise the VRAM budget" in vram.text
+    assert "shrink the activation of decode/0:vae from 1.50 GiB" in smaller.text
+    assert (vram.changes_output, smaller.changes_output) == (False, True), "which is why it comes last"
+    short = error.needs[0].short_bytes
+    decode = replace(of.phases[3], first_bytes=of.phases[3].first_bytes - short)
+    solve(replace(of, phases=(*of.phases[:3], decode)))
+    solve(replace(of, budget_bytes=error.smallest_budget_bytes))
+    weights_alone = refused(flux(800 * MIB))
+    assert not any("shrink" in repair.text for repair in weights_alone.repairs)
+
+
+def test_a_budget_below_the_context_names_every_phase() -> None:
+    error = refused(flux(100 * MIB))
+    assert len(error.needs) == 4
+    assert all(need.available_bytes < 0 for need in error.needs)

@@ -1,0 +1,96 @@
+"""The solver against brute force on problems in which everything may be to be chosen: the same verdict, seconds and bytes moved.
+
+What the solver chooses is judged before copy times are raised: as a plan it passes `check`, and `simulate` finds the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from planner_oracle import Oracle
+from planner_random import random_problem
+
+from graphrun.model.plan import parse
+from graphrun.solve.actions import plan_of
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.program import program_of
+from graphrun.solve.search import choose
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+SEEDS = 1000
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, SEEDS, 50)], ids=str)
+def test_solver_agrees_with_brute_force(seeds: range) -> None:
+    for seed in seeds:
+        of = random_problem(seed)
+        best = Oracle(of).best(of.effective_bytes)
+        found, every = stage_choices(of)
+        answer = choose([program_of(reordered.problem) for reordered in found])
+        assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
+        if answer is None or best is None:
+            continue
+        program, choice, chosen = answer.program, answer.choice, found[answer.number]
+        assert every, seed
+        assert answer.proven, seed
+        assert program.seconds(choice) == pytest.approx(best[0], rel=1e-6, abs=1e-6), seed
+        assert answer.bound == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
+        assert program.moved_bytes(choice) == best[1], seed
+        plan = plan_of(program, choice, of, chosen.options, chosen.order)
+        assert check(of, plan) == (), seed
+        assert parse(str(plan)) == plan, seed
+        run = simulate(of, plan)
+        assert run.total_moved_bytes == best[1], seed
+        assert run.peak_bytes <= of.effective_bytes, seed
+        assert run.host_peak_bytes <= of.ram_bytes, seed
+        assert of.pinned_bytes is None or run.pinned_peak_bytes <= of.pinned_bytes, seed
+        assert all(slot.seconds >= slot.compute_seconds - 1e-9 for slot in (*run.slots, *run.again)), seed
+
+
+@pytest.mark.parametrize("seeds", [range(start, SEEDS, 20) for start in (0, 10)], ids=str)
+def test_the_whole_of_solve_stands_by_it(seeds: range) -> None:
+    for seed in seeds:
+        of = random_problem(seed)
+        best = Oracle(of).best(of.effective_bytes)
+        if best is None:
+            continue  # what is said then is told elsewhere, and takes solves of its own
+        solution = solve(of)
+        assert solution.bound_seconds == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
+        assert solution.objective_seconds >= best[0] - 1e-6, seed
+        assert check(of, solution.plan) == (), seed
+
+
+def test_what_brute_force_finds_infeasible_is_refused() -> None:
+    for seed in range(0, 120, 5):
+        of = random_problem(seed)
+        if Oracle(of).best(of.effective_bytes) is None:
+            with pytest.raises(Infeasible):
+                solve(of)
+
+
+def test_the_random_problems_have_everything_in_them() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        of = random_problem(seed)
+        variants = [variant for component in of.components for variant in component.variants]
+        counts["session"] += of.runs > 1
+        counts["orders"] += of.precedence is not None
+        counts["option"] += bool(of.options)
+        counts["directive"] += bool(of.directives)
+        counts["two phases in a stage"] += any(phase.index for phase in of.phases)
+        counts["a value waits"] += any(
+            any(phase.stage not in value.consumers for phase in of.phases[value.first_phase : value.last_phase]) and value.nbytes
+            for value in of.values
+        )
+        for backing_store in ("pageable", "disk"):
+            counts[backing_store] += any(variant.backing_store == backing_store for variant in variants)
+        counts["cpu"] += any(variant.device == "cpu" for variant in variants)
+        counts["needs"] += any(variant.needs for variant in variants)
+        counts["read"] += any(variant.read_seconds for variant in variants)
+        counts["transient"] += any(variant.transient_bytes for variant in variants)
+        counts["immovable"] += any(not variant.movable for variant in variants)
+    assert min(counts.values()) >= SEEDS // 20, counts

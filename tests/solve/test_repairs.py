@@ -1,0 +1,148 @@
+"""What helps where nothing fits: each repair is a problem that has a plan, and they are ranked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, MIB, component, hardware, problem
+
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, StageOption, Use, ValueNumbers
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget, smallest_ram
+from graphrun.verify.check import check
+
+DISK = 1.2e9  # bytes per second
+
+
+def gib(size: float) -> int:
+    return int(size * GIB)
+
+
+def backing_stores(of: ComponentNumbers, nf4_share: float, *, nf4_alone: bool = False, needs: str = "nf4") -> ComponentNumbers:
+    """``of`` in pinned and in pageable RAM, filled from disk, as bf16 and nf4 (which alone is what the graph allows, if said)."""
+    variants = []
+    for precision, share in (("bfloat16", 1.0), ("nf4", nf4_share)):
+        plain = of.variants[0]
+        sizes = tuple(int(share * nbytes) for nbytes in plain.block_bytes)
+        fill = tuple(nbytes / DISK for nbytes in plain.block_bytes)  # nf4 is made from bf16
+        for backing_store, slower in (("pinned", 1.0), ("pageable", 2.5)):
+            made = replace(
+                plain,
+                precision=precision,
+                backing_store=backing_store,
+                block_bytes=sizes,
+                load_seconds=tuple(slower * share * seconds for seconds in plain.load_seconds),
+                host_bytes=int(share * plain.host_bytes),
+                read_seconds=fill,
+                needs=needs if precision == "nf4" and not nf4_alone else "",
+            )
+            if precision == "nf4" or not nf4_alone:
+                variants.append(made)
+    return replace(of, variants=tuple(variants))
+
+
+def flux_with_bf16_t5(vram_bytes: int = 8 * GIB, ram_bytes: int = 8 * GIB) -> Problem:
+    """FLUX at 1072x1920, its transformer in nf4 and its T5 in bf16 (8.87 GiB): users saw 30 minutes of swapping in 8 + 8 GiB."""
+    components = (
+        backing_stores(component("text_encoder", ("remainder", 1, gib(0.23))), 0.6),
+        backing_stores(
+            component("text_encoder_2", ("blocks", 24, gib(8.87 - 0.25) // 24), ("remainder", 1, gib(0.25))), 0.28, needs="t5-nf4"
+        ),
+        backing_stores(component("transformer", ("double", 19, 340 * 10**6), ("single", 38, 142 * 10**6)), 0.28, nf4_alone=True),
+        backing_stores(component("vae", ("remainder", 1, 160 * MIB)), 1.0, nf4_alone=True),
+    )
+    phases = (
+        PhaseNumbers("encode", 0, (Use("text_encoder", 1, (1,), (0.003,)),), 0, 10 * MIB, 0),
+        PhaseNumbers("encode", 1, (Use("text_encoder_2", 1, (1, 1), (0.005, 0.001)),), MIB, 98 * MIB, 0),
+        PhaseNumbers("denoise", 0, (Use("transformer", 28, (28, 28), (0.025, 0.021)),), 2 * MIB, 940 * MIB, 940 * MIB),
+        PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (0.6,)),), MIB, 3100 * MIB, 0),
+    )
+    values = (
+        ValueNumbers("embeds", 4 * MIB, "encode", ("denoise",), 2, 2),
+        ValueNumbers("latents", MIB, "denoise", ("decode",), 3, 3),
+    )
+    return problem(vram_bytes, components, phases, values, ram_bytes, hardware(24 * GIB, 650 * MIB))
+
+
+def refused(of: Problem) -> Infeasible:
+    with pytest.raises(Infeasible) as caught:
+        solve(of)
+    return caught.value
+
+
+def test_s3_1_a_bf16_t5_in_8_gib_of_ram_is_refused_and_what_helps_is_said() -> None:
+    of = flux_with_bf16_t5()
+    error = refused(of)
+    assert (error.binding, error.needs) == ("RAM", ()), "VRAM would do: T5 streams"
+    t5 = of.component("text_encoder_2").variants[0].host_bytes
+    # T5 alone is more than there is; backing stores are filled and freed one after another, so that nothing else adds to it
+    assert error.smallest_ram_bytes == t5
+    by = {repair.change: repair for repair in error.repairs}
+    assert [change for change in by if change[0][0] == "--ram"] == [(("--ram", str(t5)),)]
+    nf4 = by[(("--allow", "t5-nf4"),)]
+    assert nf4.changes_output
+    assert "text_encoder_2" in nf4.text
+    assert by[(("--until", "encode"),)].text.startswith("run encode where there is room")
+    assert not by[(("--until", "encode"),)].changes_output
+    assert [repair.changes_output for repair in error.repairs] == sorted(repair.changes_output for repair in error.repairs)
+    allowed = replace(of, allow=("t5-nf4",))
+    solution = solve(allowed)
+    assert check(allowed, solution.plan) == ()
+    assert nf4.seconds == pytest.approx(solution.objective_seconds)
+    assert dict(solution.plan.variants)["text_encoder_2"].startswith("nf4")
+
+
+def test_with_the_least_ram_a_plan_exists_and_with_a_byte_less_none() -> None:
+    least = smallest_ram(flux_with_bf16_t5())
+    enough = flux_with_bf16_t5(ram_bytes=least)
+    assert check(enough, solve(enough).plan) == ()
+    assert refused(flux_with_bf16_t5(ram_bytes=least - 1)).smallest_ram_bytes == least
+
+
+def test_the_least_vram_of_variants_is_exact_too() -> None:
+    of = flux_with_bf16_t5(ram_bytes=64 * GIB)
+    least = smallest_budget(of)
+    # decoding takes the VAE whole, its activation, carry and the latents
+    assert least == 650 * MIB + 160 * MIB + 3100 * MIB + MIB + MIB
+    enough = replace(of, budget_bytes=least)
+    assert check(enough, solve(enough).plan) == ()
+    error = refused(replace(of, budget_bytes=least - 1))
+    assert (error.binding, error.smallest_budget_bytes) == ("VRAM", least)
+    assert [(need.phase, need.short_bytes) for need in error.needs] == [("decode/0:vae", 1)]
+
+
+def test_pinned_and_disk_budgets_bind_to_the_byte() -> None:
+    one = component("one", ("blocks", 4, MIB))
+    only_pinned = problem(GIB, (one,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),))
+    short = refused(replace(only_pinned, pinned_bytes=4 * MIB - 1))
+    assert (short.binding, [str(repair) for repair in short.repairs]) == (
+        "pinned RAM",
+        [f"raise the page-locked RAM budget from 4.00 MiB to {4 * MIB} bytes (4.00 MiB)"],
+    )
+    stored = replace(one, variants=(replace(one.variants[0], stored_bytes=MIB),))
+    of = replace(only_pinned, components=(stored,), disk_bytes=MIB)
+    assert check(of, solve(of).plan) == ()
+    assert refused(replace(of, disk_bytes=MIB - 1)).binding == "disk"
+
+
+def test_an_option_that_changes_the_output_is_offered_and_not_taken() -> None:
+    vae = component("vae", ("remainder", 1, MIB))
+    plain = PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (1.0,)),), 0, 10 * MIB, 0)
+    tiled = StageOption("decode", "tiling", (replace(plain, first_bytes=2 * MIB),), "tiling")
+    of = replace(problem(4 * MIB, (vae,), (plain,)), options=(tiled,))
+    error = refused(of)
+    assert [(repair.change, repair.changes_output) for repair in error.repairs] == [
+        ((("--vram", str(11 * MIB)),), False),
+        ((("--allow", "tiling"),), True),
+        ((), True),
+    ]
+    assert solve(replace(of, allow=("tiling",))).plan.options == (("decode", "tiling"),)
+
+
+def test_nothing_that_may_be_chosen_is_named_as_such() -> None:
+    one = component("one", ("remainder", 1, MIB))
+    nf4 = replace(one, variants=(replace(one.variants[0], needs="nf4"),))
+    error = refused(problem(GIB, (nf4,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),)))
+    assert error.binding == "what is allowed"
+    assert [repair.change for repair in error.repairs] == [(("--allow", "nf4"),)]

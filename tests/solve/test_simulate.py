@@ -1,0 +1,150 @@
+"""Time and bytes of plans small enough to count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, component, flux, problem
+
+from graphrun.errors import PlanError
+from graphrun.model.plan import parse
+from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.solve.solve import solve
+from graphrun.verify.simulate import Simulation, simulate
+
+K = 1024
+
+
+def given(calls: int, copy_seconds: float, compute_seconds: float) -> Problem:
+    dit = component("dit", ("big", 4, K), seconds_per_byte=copy_seconds / K)
+    vae = component("vae", ("mid", 2, K), seconds_per_byte=copy_seconds / K)
+    phases = (PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute_seconds,)),), 10, 20, 30),)
+    return problem(2**20, (dit, vae), phases)
+
+
+def run(of: Problem, text: str) -> Simulation:
+    return simulate(of, parse(f"plan x\n{text}"))
+
+
+STREAMED = """slot denoise/0:dit load
+slot denoise/0:dit first
+  stream dit keep none ring 2 KiB
+  run
+slot denoise/0:dit steady x2
+  stream dit keep none ring 2 KiB
+  run
+slot end"""
+
+
+def test_streaming_bound_by_copies() -> None:
+    # copy     0..3|3..6|6..9|9..12           then 8 copies of 3 s
+    # compute      3..4 |6..7|9..10|12..13
+    slots = run(given(3, 3.0, 1.0), STREAMED).slots
+    assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
+    assert [slot.stall_seconds for slot in slots] == [0, 9, 17, 0]
+
+
+def test_streaming_bound_by_compute_runs_ahead_across_calls() -> None:
+    # copy     0..1|1..2|    4..5|   7..8 ...  a place is free once its block was computed with
+    # compute      1..4 |4..7   |7..10 ...
+    slots = run(given(3, 1.0, 3.0), STREAMED).slots
+    assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
+
+
+def test_a_block_that_is_loaded_and_kept_waits_for_its_own_copy_only() -> None:
+    text = """slot denoise/0:dit load
+      load dit big[0] from pinned
+    slot denoise/0:dit first
+      load dit big[1-3] from pinned
+      load vae all from pinned
+      run
+    slot end
+      evict dit all
+      evict vae all"""
+    found = run(given(1, 2.0, 3.0), text)
+    # copy     |d1 2|d2 4|d3 6|f 8|f 10
+    # compute  |d0  3|d1 6|d2  9|d3 12
+    assert [slot.seconds for slot in found.slots] == [2, 12, 0]
+    assert [(e.component, e.detail, e.end_seconds) for e in found.events if e.kind == "load" and e.slot == 1] == [
+        ("dit", "big.1", 4),
+        ("dit", "big.2", 6),
+        ("dit", "big.3", 8),
+        ("vae", "mid.0", 10),
+        ("vae", "mid.1", 12),
+    ]
+
+
+def test_prefetch_goes_in_evenly_behind_streamed_blocks() -> None:
+    text = STREAMED.replace("2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end")
+    found = run(given(3, 1.0, 3.0), text)
+    kinds = "".join(e.component[0] for e in found.events if e.slot == 2 and e.kind != "run")
+    assert kinds == "ddvddvdddd", "one of two when the ring is full, the other once half of the streamed bytes have passed"
+    assert found.slots[2].seconds == 25, "hidden: compute takes 24 s after the first copy"
+
+
+def test_the_slot_waits_for_its_prefetch() -> None:
+    text = """slot denoise/0:dit load
+      load dit all from pinned
+    slot denoise/0:dit first
+      load vae all from pinned
+      run
+    slot end
+      evict dit all
+      evict vae all"""
+    assert [slot.seconds for slot in run(given(1, 10.0, 1.0), text).slots] == [40, 20, 0]
+
+
+def test_bytes_of_a_slot_are_the_sum_of_its_terms() -> None:
+    text = STREAMED.replace("2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end\n  evict vae all")
+    found = run(given(3, 1.0, 3.0), text)
+    assert [slot.peak_bytes for slot in found.slots] == [10, 2 * K + 30, 2 * K + 2 * K + 40, 0]
+    assert [(m.slot, m.action, m.device_bytes) for m in found.moments] == [
+        (1, 0, 2 * K + 10),
+        (1, 1, 2 * K + 30),
+        (2, 0, 2 * K + 10),
+        (2, 1, 4 * K + 10),
+        (2, 2, 4 * K + 40),
+        (3, 0, 0),
+    ]
+    assert (found.slots[2].streamed_bytes, found.slots[2].loaded_bytes, found.moved_bytes) == (8 * K, 2 * K, 14 * K)
+
+
+def test_a_class_takes_part_in_its_first_calls_only() -> None:
+    of = given(3, 1.0, 3.0)
+    few = replace(of, phases=(replace(of.phases[0], uses=(Use("dit", 3, (2,), (3.0,)),)),))
+    assert run(few, STREAMED).slots[2].compute_seconds == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slot denoise/0:dit first\n  run\nslot end", "big.0 of dit is needed, and neither present, loaded nor streamed"),
+        ("slot denoise/0:dit first\n  stream dit keep none ring 1 KiB\n  run\nslot other/0:dit load", "no phase 'other/0:dit'"),
+        ("slot denoise/0:dit first\n  stream dit keep none ring 1023 B\n  run", "does not fit a ring of 1023 bytes"),
+        ("slot denoise/0:dit load\n  load dot all from pinned", "no component 'dot'"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(given(3, 1.0, 1.0), text)
+
+
+@pytest.mark.parametrize("budget", [24, 12, 8, 5, 3])
+def test_a_run_takes_at_least_its_copies_and_its_compute(budget: int) -> None:
+    of = flux(budget * GIB)
+    solution = solve(of)
+    found = simulate(of, solution.plan)
+    for index, slot in enumerate(found.slots):
+        copies = [e for e in found.events if e.slot == index and e.kind in ("load", "stream")]
+        assert slot.seconds >= sum(e.end_seconds - e.start_seconds for e in copies) * (1 - 1e-9)
+        assert slot.seconds >= slot.compute_seconds * (1 - 1e-9)
+        assert sum(e.nbytes for e in copies) == slot.streamed_bytes + slot.loaded_bytes
+        assert slot.peak_bytes == slot.resident_bytes + slot.ring_bytes + slot.activation_bytes + slot.values_bytes
+    copying = sorted((e.start_seconds, e.end_seconds) for e in found.events if e.kind in ("load", "stream"))
+    assert all(end <= start + 1e-9 for (_, end), (start, _) in zip(copying, copying[1:], strict=False)), "one copy at a time"
+    stages = found.stages(of)
+    assert [stage.stage for stage in stages] == ["encode", "denoise", "decode"]
+    assert sum(stage.load_seconds + stage.run_seconds for stage in stages) == pytest.approx(found.seconds)
+    assert max(stage.peak_bytes for stage in stages) == found.peak_bytes
+    assert found.seconds <= 1.03 * solution.objective_seconds

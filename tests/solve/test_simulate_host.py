@@ -1,0 +1,209 @@
+"""Time and bytes of fills, backing stores on disk, spills, the CPU and sessions, in plans small enough to count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_problems import component, problem
+from planner_session import COLD, SESSION, K, given, plan_for
+
+from graphrun.errors import PlanError
+from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.verify.simulate import Simulation, simulate
+
+
+def run(of: Problem, text: str) -> Simulation:
+    return simulate(of, plan_for(of, text))
+
+
+def spans(found: Simulation, slot: int, kind: str) -> list[tuple[str, float, float]]:
+    start = sum(report.seconds for report in (*found.slots, *found.again)[:slot])
+    return [(e.detail, e.start_seconds - start, e.end_seconds - start) for e in found.events if (e.slot, e.kind) == (slot, kind)]
+
+
+def test_a_cold_run_slot_by_slot() -> None:
+    found = run(given(), COLD)
+    # te fill 2 | on the CPU 8 | spill 2, up 2 | up 8 beside dit fill 4*4 + 2, rest 1 behind it | restore 1, d0 2 | ...
+    assert [slot.seconds for slot in found.slots[:5]] == [2, 8, 4, 19, 3]
+    assert spans(found, 2, "spill") == [("embeds", 0, 2)]
+    assert spans(found, 2, "load") == [("mid.0", 2, 3), ("mid.1", 3, 4)]
+    assert spans(found, 3, "read") == [*((f"big.{i}", 4 * i, 4 * i + 4) for i in range(4)), ("remainder.0", 16, 18)]
+    assert spans(found, 3, "load") == [("remainder.0", 18, 19)]
+    assert spans(found, 4, "restore") == [("embeds", 0, 1)]
+    assert [slot.seconds for slot in found.slots[7:]] == [3, 2, 0], "tiling takes 2"
+    assert (found.total_seconds, found.again, found.again_seconds, found.runs) == (found.seconds, (), 0, 1)
+    assert found.slots[4].restored_bytes == 512
+    up, rest, passing, vae = 2 * K, K, 3 * 2 * K, 3 * K
+    assert found.moved_bytes == up + rest + 2 * K + 4 * passing + vae + 512, "the restored value too"
+    assert [moment.end_seconds for moment in found.moments if moment.slot == 2] == [10, 12, 14], "free, spill, load"
+
+
+def test_bytes_of_a_cold_run_on_the_host() -> None:
+    slots = run(given(), COLD).slots
+    te, up, dit, vae = 2 * K, 2 * K, 9 * K, 3 * K
+    assert [slot.host_bytes for slot in slots] == [
+        te + up + vae,
+        te + up + vae + 500,
+        up + vae + 512,
+        up + dit + 100 + vae + 512,
+        dit + vae + 512,
+        dit + vae,
+        dit + vae,
+        vae,
+        vae,
+        vae,
+    ]
+    assert [slot.pinned_bytes for slot in slots] == [
+        up + vae, up + vae, up + vae, up + dit + vae, dit + vae, dit + vae, dit + vae, vae, vae, vae
+    ]  # fmt: skip
+    assert [slot.values_bytes for slot in slots[:5]] == [0, 0, 512, 0, 612]
+    assert [slot.activation_bytes for slot in slots] == [0, 0, 0, 600, 0, 900, 1000, 0, K, 0]
+    assert [slot.disk_bytes_read for slot in slots[:4]] == [te, 0, 0, dit]
+    assert slots[1].resident_bytes == 0
+
+
+def test_a_session_is_its_first_run_and_the_others() -> None:
+    found = run(given(runs=3), SESSION)
+    assert len(found.again) == len(found.slots) == 10
+    assert found.again_seconds == sum(slot.seconds for slot in found.again)
+    assert found.total_seconds == found.seconds + 2 * found.again_seconds
+    assert found.total_moved_bytes == found.moved_bytes + 2 * found.again_moved_bytes
+    # first: up and dit's rest are loaded once, te is filled once
+    assert found.moved_bytes - found.again_moved_bytes == 2 * K + K
+    assert [(a.seconds, b.seconds) for a, b in zip(found.slots, found.again, strict=True) if a.seconds != b.seconds] == [(2, 0)]
+    assert found.moments[-1].slot == 19
+    assert found.host_peak_bytes == max(slot.host_bytes for slot in found.again)
+    assert found.pinned_peak_bytes == found.again[-1].pinned_bytes
+
+
+def disk_store(bounce: int, read: float, copy: float, compute: float, calls: int = 1) -> Problem:
+    dit, vae = component("dit", ("big", 4, K)), component("vae", ("mid", 2, K))
+    variant = replace(dit.variants[0], backing_store="disk", host_bytes=bounce, load_seconds=(copy,), disk_seconds=(read,))
+    filled = replace(vae.variants[0], load_seconds=(1.0,), read_seconds=(4.0,))
+    phases = (PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute,)),), 0, 0, 0),)
+    return problem(2**20, (replace(dit, variants=(variant,)), replace(vae, variants=(filled,))), phases)
+
+
+STREAMED = """plan {digest}
+slot denoise/0:dit load
+slot denoise/0:dit first
+  stream dit keep none ring 2 KiB
+  run
+slot end"""
+
+
+def test_what_lies_on_disk_is_read_before_every_copy_through_a_buffer_for_two() -> None:
+    found = run(disk_store(2 * K, 3.0, 2.0, 1.0), STREAMED)
+    # disk    0..3|3..6|6..9|9..12        two in the buffer: the third read waits for the first copy, which ends at 5
+    # copy        3..5|6..8|9..11|12..14
+    # compute         5..6|8..9 ...|14..15
+    assert spans(found, 1, "fetch") == [(f"big.{i}", 3 * i, 3 * i + 3) for i in range(4)]
+    assert spans(found, 1, "stream") == [(f"big.{i}", 3 * i + 3, 3 * i + 5) for i in range(4)]
+    assert found.slots[1].seconds == 15
+    assert found.slots[1].disk_bytes_read == 4 * K
+
+
+def test_a_read_waits_for_its_place_in_the_buffer() -> None:
+    found = run(disk_store(K, 3.0, 2.0, 1.0), STREAMED)
+    assert spans(found, 1, "fetch") == [(f"big.{i}", 5 * i, 5 * i + 3) for i in range(4)], "one place: read, copy, read, ..."
+    slow = run(disk_store(2 * K, 1.0, 4.0, 1.0), STREAMED)
+    assert spans(slow, 1, "fetch") == [("big.0", 0, 1), ("big.1", 1, 2), ("big.2", 5, 6), ("big.3", 9, 10)]
+    with pytest.raises(PlanError, match="the bounce buffer of dit: a block of 1024 bytes does not fit a ring of 1023 bytes"):
+        run(disk_store(K - 1, 3.0, 2.0, 1.0), STREAMED)
+
+
+def test_fills_go_in_step_with_reads_once_the_buffer_is_full() -> None:
+    text = STREAMED.replace("  stream", "  read vae\n  stream").replace("  run", "  load vae all from pinned\n  run")
+    found = run(disk_store(2 * K, 3.0, 2.0, 1.0), text)
+    kinds = [(e.kind, e.detail) for e in sorted(found.events, key=lambda e: e.start_seconds) if e.kind in ("fetch", "read")]
+    reads = [("fetch", f"big.{i}") for i in range(4)]
+    assert kinds == [*reads[:2], ("read", "mid.0"), ("read", "mid.1"), *reads[2:]], "half is read, and as much is filled"
+    # disk 0..3|3..6|f 6..10|f 10..14|14..17|17..20      copies 3..5|6..8|17..19|f 19..20|f 20..21|21..23, and 1 of compute
+    assert found.slots[1].seconds == 24
+    assert found.slots[1].disk_bytes_read == 6 * K
+
+
+def test_loads_wait_block_by_block_for_their_own_fill_and_let_others_pass() -> None:
+    of = disk_store(2 * K, 3.0, 1.0, 1.0)
+    other = component("up", ("mid", 2, K))
+    other = replace(other, variants=(replace(other.variants[0], load_seconds=(1.0,)),))
+    text = """plan {digest}
+slot denoise/0:dit load
+  read vae
+  load vae all from pinned
+  load up all from pinned
+slot denoise/0:dit first
+  stream dit keep none ring 2 KiB
+  run
+slot end
+  evict up all
+  evict vae all"""
+    found = run(replace(of, components=(*of.components, other)), text)
+    loads = [(e.component, e.start_seconds, e.end_seconds) for e in found.events if (e.slot, e.kind) == (0, "load")]
+    assert loads == [("up", 0, 1), ("up", 1, 2), ("vae", 4, 5), ("vae", 8, 9)]
+    assert found.slots[0].seconds == 9
+    by_action = [(m.start_seconds, m.end_seconds) for m in found.moments if m.slot == 0]
+    assert by_action == [(0, 8), (4, 9), (0, 2)]
+
+
+def test_a_prefetch_whose_fill_is_late_does_not_hold_up_what_is_streamed() -> None:
+    of = disk_store(0, 0.0, 1.0, 3.0, calls=3)
+    pinned = replace(of.components[0].variants[0], backing_store="pinned", disk_seconds=(), host_bytes=4 * K)
+    of = replace(of, components=(replace(of.components[0], variants=(pinned,)), of.components[1]))
+    text = STREAMED.replace("slot end", "slot denoise/0:dit steady x2\n  stream dit keep none ring 2 KiB\n  run\nslot end")
+    beside = text.replace("first\n", "first\n  read vae\n").replace("2 KiB\n  run", "2 KiB\n  load vae all from pinned\n  run", 1)
+    alone, found = run(of, text), run(of, beside)
+    assert spans(found, 1, "read") == [("mid.0", 0, 4), ("mid.1", 4, 8)]
+    assert alone.slots[1].seconds == found.slots[1].seconds == 13
+    assert [start for _, start, _ in spans(found, 1, "load")] == [4, 8]
+
+
+def test_a_prefetch_that_is_still_being_read_does_not_hold_up_what_is_streamed() -> None:
+    of = disk_store(0, 0.0, 1.0, 3.0, calls=3)
+    pinned = replace(of.components[0].variants[0], backing_store="pinned", disk_seconds=(), host_bytes=4 * K)
+    late = component("late", ("b", 2, K))
+    late = replace(
+        late,
+        variants=(replace(late.variants[0], backing_store="disk", host_bytes=2 * K, disk_seconds=(9.0,), load_seconds=(2.0,)),),
+    )
+    of = replace(of, components=(replace(of.components[0], variants=(pinned,)), late))
+    found = run(of, STREAMED.replace("  run\n", "  load late b[0-1] from disk\n  run\n"))
+    # read     0..9|9..18        copies  s0 0..1|s1 1..2|s2 4..5|s3 7..8|l0 10..12|l1 18..20: s2 and s3 wait for compute alone
+    assert [span[1:] for span in spans(found, 1, "fetch")] == [(0, 9), (9, 18)]
+    assert [span[1:] for span in spans(found, 1, "stream")] == [(0, 1), (1, 2), (4, 5), (7, 8)]
+    assert [span[1:] for span in spans(found, 1, "load")] == [(9, 11), (18, 20)]
+
+
+def test_on_the_cpu_a_block_waits_for_its_own_fill_and_copies_go_on_beside_it() -> None:
+    text = COLD.replace("  read te\nslot encode/0:te first\n", "slot encode/0:te first\n  read te\n  load up all from pinned\n")
+    text = text.replace("  drop te\n  spill embeds\n  load up all from pinned\n", "  drop te\n  spill embeds\n")
+    found = run(given(), text)
+    assert spans(found, 1, "run") == [("call 0", 2, 10)], "8 times slower, once it is filled"
+    assert spans(found, 1, "load") == [("mid.0", 0, 1), ("mid.1", 1, 2)]
+    assert found.slots[1].compute_seconds == 8
+    assert (found.slots[0].seconds, found.slots[1].seconds) == (0, 10)
+
+
+def test_stages_sum_what_is_read_and_take_the_most_of_the_host() -> None:
+    of = given()
+    found = run(of, COLD)
+    stages = {stage.stage: stage for stage in found.stages(of)}
+    assert list(stages) == ["encode", "refine", "denoise", "decode"]
+    assert stages["refine"].disk_bytes_read == 9 * K
+    assert stages["refine"].host_bytes == found.host_peak_bytes
+    assert stages["decode"].pinned_bytes == 3 * K
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("spill embeds", "spill embodies", "no value 'embodies'"),
+        ("read te", "read tee", "no component 'tee'"),
+        ("variant dit bfloat16 pinned device\n", "", "variant: dit has none"),
+        ("option decode tiling", "option decode slicing", "slicing is not allowed"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(old: str, new: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(given(), COLD.replace(old, new))

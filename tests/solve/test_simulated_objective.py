@@ -1,0 +1,91 @@
+"""What the simulator says a plan takes, against what the program promised: within 1 % and one block per slot.
+
+A block goes from disk to its backing store, from there to the device, and is computed with, one after the other: that long a slot may take
+beyond what the program promises, which sees only sums. On problems of one or two blocks that is all there is to see.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from planner_problems import GIB, MIB, component, problem
+from planner_random import random_problem
+from planner_real import real, with_backing_stores
+
+from graphrun.model.choices import apply_choices
+from graphrun.model.plan import Plan
+from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.verify.simulate import simulate
+
+
+def block_seconds(of: Problem, plan: Plan) -> float:
+    """The longest that a block of the chosen variants takes from disk through its computation."""
+    applied = apply_choices(of, plan)
+    longest = 0.0
+    for numbers in applied.components:
+        (variant,) = numbers.variants
+        none = (0.0,) * len(numbers.groups)
+        uses = [use for phase in applied.phases for use in phase.uses if use.component == numbers.name]
+        for k in range(len(numbers.groups)):
+            roads = (variant.load_seconds, variant.disk_seconds or none, variant.read_seconds or none)
+            computed = max((use.seconds[k] for use in uses), default=0.0)
+            longest = max(longest, sum(road[k] for road in roads) + computed)
+    return longest
+
+
+def excess(of: Problem) -> float:
+    """Seconds by which the plan that `solve` settles on takes longer than promised, 1 % and a block per slot; negative: less."""
+    solution = solve(of)
+    run = simulate(of, solution.plan)
+    slots = len(run.slots) + (of.runs - 1) * len(run.again)
+    return run.total_seconds - 1.01 * solution.objective_seconds - slots * block_seconds(of, solution.plan)
+
+
+@pytest.mark.parametrize("name", ["flux-dev", "sdxl"])
+def test_real_graphs(name: str) -> None:
+    for gib in (6, 8, 12, 16, 24):
+        assert excess(real(name, gib)) <= 0, gib
+
+
+def test_real_graphs_with_backing_stores_and_precisions() -> None:
+    for gib, ram, allow in ((8, 16, ()), (8, 32, ()), (16, 16, ()), (16, 32, ("fp8",))):
+        assert excess(replace(with_backing_stores(real("flux-dev", gib), ram), allow=allow)) <= 0, (gib, ram)
+
+
+def unet(seed: int) -> Problem:
+    """A UNet: classes of one to three blocks, each of a size and a compute of its own, that do not all fit."""
+    rng = random.Random(seed)
+    groups = [(f"b{i}", rng.choice((1, 1, 2, 3)), rng.randint(20, 600) * MIB, True) for i in range(rng.randint(3, 8))]
+    encoder, net = component("encoder", ("layers", 12, 40 * MIB)), component("unet", *groups, ("remainder", 1, 30 * MIB, False))
+    calls = rng.choice((10, 30, 50))
+    seconds = tuple(rng.uniform(1e-3, 3e-2) for _ in net.groups)
+    phases = (
+        PhaseNumbers("encode", 0, (Use("encoder", 1, (1,), (2e-3,)),), 0, 10 * MIB, 0),
+        PhaseNumbers("denoise", 0, (Use("unet", calls, (calls,) * len(seconds), seconds),), MIB, 300 * MIB, 300 * MIB),
+    )
+    of = problem(8 * GIB, (encoder, net), phases)
+    return replace(of, budget_bytes=int((0.4 + 0.6 * rng.random()) * net.weight_bytes()) + 300 * MIB)
+
+
+def test_unets_with_few_large_blocks() -> None:
+    late, feasible = set(), 0
+    for seed in (*range(40), 40, 61, 65, 67, 80, 102, 117, 190):  # of 200 those in which a ring of two stalls, or stalled
+        try:
+            late |= {seed} if excess(unet(seed)) > 0 else set()
+        except Infeasible:
+            continue
+        feasible += 1
+    assert feasible >= 40
+    assert late == set()
+
+
+def test_random_problems() -> None:
+    for seed in range(3000, 3120):
+        try:
+            assert excess(random_problem(seed)) <= 0, seed
+        except Infeasible:
+            continue

@@ -1,0 +1,177 @@
+"""What the solver promises: plans that pass the judge, and properties that hold whatever the numbers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_problems import GIB, MIB, component, flux, problem
+from test_solve_oracle import random_problem
+
+from graphrun.model.plan import Load, Plan, Stream, parse
+from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.report.plan_files import problem_from
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+SEEDS = st.integers(0, 10**6)
+QUICK = settings(max_examples=25, deadline=None)
+
+
+def affordable(seed: int, spare: int) -> Problem:
+    of = random_problem(seed)
+    return replace(of, budget_bytes=smallest_budget(of) + spare)
+
+
+def blocks(plan: Plan) -> list[object]:
+    """Everything but digest and bytes of rings."""
+    return [
+        (slot.phase, slot.part, slot.calls, [replace(a, ring_bytes=0) if isinstance(a, Stream) else a for a in slot.actions])
+        for slot in plan.slots
+    ]
+
+
+@pytest.mark.parametrize("budget", [24, 16, 10, 8, 6, 4, 3])
+def test_flux_on_one_card_after_another(budget: int) -> None:
+    solution = solve(flux(budget * GIB))
+    found = simulate(solution.problem, solution.plan)
+    assert check(solution.problem, solution.plan) == ()
+    assert solution.gap < 1e-3
+    assert solution.bound_seconds <= solution.objective_seconds
+    assert found.seconds == pytest.approx(solution.objective_seconds, rel=0.03)
+
+
+def test_what_flux_at_8_gib_says() -> None:
+    plan = solve(flux(8 * GIB)).plan
+    rest = next(slot for slot in plan.slots if slot.part == "steady")
+    (stream,) = (action for action in rest.actions if isinstance(action, Stream))
+    assert stream.component == "transformer"
+    assert ("remainder", (0,)) in (stream.keep or ())
+    assert [action for action in rest.actions if isinstance(action, Load)] == [Load("vae", None)], "beside 27 calls, for nothing"
+
+
+def rings(plan: Plan) -> list[int]:
+    return [action.ring_bytes for slot in plan.slots for action in slot.actions if isinstance(action, Stream)]
+
+
+@pytest.mark.parametrize(("compute", "depth"), [(0.0625, 1), (1.0, 2)])
+def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(compute: float, depth: int) -> None:
+    # room for four of ten blocks: three stay and seven pass one by one, or two stay and eight pass while others compute
+    one = component("one", ("layers", 10, MIB), seconds_per_byte=2 / MIB)
+    of = problem(4 * MIB, (one,), (PhaseNumbers("s", 0, (Use("one", 9, (9,), (compute,)),), 0, 0, 0),))
+    solution = solve(of)
+    assert check(of, solution.plan) == ()
+    assert rings(solution.plan)[-1] == depth * MIB
+    rest = simulate(of, solution.plan).slots[-2]
+    passing = {1: 7 * (2.0 + compute), 2: max(8 * 2.0, 10 * compute)}[depth]  # what stays computes while the next is copied
+    assert rest.seconds == pytest.approx(8 * passing, rel=0.01)
+
+
+def test_a_component_may_come_back() -> None:
+    te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
+    other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
+    phases = tuple(
+        PhaseNumbers("encode", i, (Use(name, 1, (1, 1), (1e-4, 1e-4)),), 0, 0, 0)
+        for i, name in enumerate(("te", "other", "te", "other"))
+    )
+    roomy = solve(problem(10 * MIB, (te, other), phases))
+    assert simulate(roomy.problem, roomy.plan).moved_bytes == 10 * MIB, "each is loaded once"
+    tight = solve(problem(8 * MIB, (te, other), phases))
+    assert check(tight.problem, tight.plan) == ()
+    assert simulate(tight.problem, tight.plan).moved_bytes == 14 * MIB, "two of four blocks of each find no room to stay"
+
+
+def test_nothing_is_loaded_twice_where_all_fits() -> None:
+    of = flux(24 * GIB)
+    of = replace(of, hardware=replace(of.hardware, capacity_bytes=2**40), budget_bytes=2**40)
+    found = simulate(of, solve(of).plan)
+    assert found.moved_bytes == sum(c.weight_bytes() for c in of.components)
+
+
+def test_one_component_alone_takes_its_copy_and_its_compute() -> None:
+    one = component("one", ("remainder", 1, MIB), seconds_per_byte=2 / MIB)
+    of = problem(2**40, (one,), (PhaseNumbers("s", 0, (Use("one", 3, (3,), (5.0,)),), 0, 0, 0),))
+    solution = solve(of)
+    assert (solution.objective_seconds, simulate(of, solution.plan).seconds) == (17.0, 17.0)
+    assert solution.proven_optimal
+
+
+def test_a_phase_without_components_runs_once() -> None:
+    glue = problem(MIB, (), (PhaseNumbers("glue", 0, (), 0, 10, 0),))
+    assert str(solve(glue).plan).splitlines()[1:] == ["slot glue/0: first", "  run", "slot end"]
+
+
+@QUICK
+@given(SEEDS, st.integers(0, 6000))
+def test_plans_pass_the_judge_and_are_the_same_every_time(seed: int, spare: int) -> None:
+    of = affordable(seed, spare)
+    solution = solve(of)
+    assert check(of, solution.plan) == ()
+    assert parse(str(solution.plan)) == solution.plan
+    assert str(solve(problem_from(of.to_json())).plan) == str(solution.plan)
+
+
+@QUICK
+@given(SEEDS, st.integers(0, 6000), st.integers(1, 4000))
+def test_more_budget_never_costs_time(seed: int, spare: int, more: int) -> None:
+    assert solve(affordable(seed, spare + more)).bound_seconds <= solve(affordable(seed, spare)).bound_seconds + 1e-4
+
+
+@QUICK
+@given(SEEDS, st.integers(0, 6000))
+def test_names_do_not_matter(seed: int, spare: int) -> None:
+    of = affordable(seed, spare)
+    renamed = replace(
+        of,
+        components=tuple(replace(c, name=c.name.upper()) for c in of.components),
+        phases=tuple(replace(p, uses=tuple(replace(u, component=u.component.upper()) for u in p.uses)) for p in of.phases),
+    )
+    phases = {new.name: old.name for new, old in zip(renamed.phases, of.phases, strict=True)} | {"": ""}
+    back = tuple(
+        replace(
+            slot,
+            phase=phases[slot.phase],
+            actions=tuple(replace(a, component=a.component.lower()) if hasattr(a, "component") else a for a in slot.actions),
+        )
+        for slot in solve(renamed).plan.slots
+    )
+    assert back == solve(of).plan.slots
+
+
+@QUICK
+@given(SEEDS, st.integers(0, 6000), st.sampled_from([2, 8, 1024]))
+def test_bytes_and_budget_scale_together(seed: int, spare: int, by: int) -> None:
+    of = whole(affordable(seed, 512 * (spare // 512)))
+    scaled = replace(
+        of,
+        hardware=replace(of.hardware, context_bytes=by * of.hardware.context_bytes, workspace_bytes=0),
+        budget_bytes=by * of.budget_bytes,
+        components=tuple(
+            replace(
+                c, variants=tuple(replace(v, block_bytes=tuple(by * b for b in v.block_bytes), host_bytes=0) for v in c.variants)
+            )
+            for c in of.components
+        ),
+        phases=tuple(
+            replace(p, live_in_bytes=by * p.live_in_bytes, first_bytes=by * p.first_bytes, steady_bytes=by * p.steady_bytes)
+            for p in of.phases
+        ),
+        values=tuple(replace(v, nbytes=by * v.nbytes) for v in of.values),
+    )
+    small, large = solve(of), solve(scaled)
+    assert large.objective_seconds == pytest.approx(small.objective_seconds)
+    assert blocks(large.plan) == blocks(small.plan)
+
+
+def whole(of: Problem) -> Problem:
+    """The problem with blocks of whole allocations, so that rounding scales too."""
+    components = tuple(
+        replace(c, variants=tuple(replace(v, block_bytes=tuple(512 * -(-b // 512) for b in v.block_bytes)) for v in c.variants))
+        for c in of.components
+    )
+    of = replace(of, components=components, hardware=replace(of.hardware, workspace_bytes=0))
+    return replace(of, budget_bytes=max(of.budget_bytes, smallest_budget(of)))

@@ -1,0 +1,118 @@
+"""The solver against brute force: same seconds, same bytes moved, same smallest budget, on small random problems."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from planner_oracle import Oracle
+from planner_problems import component, hardware, problem
+
+from graphrun.errors import InputError
+from graphrun.model.directives import directed
+from graphrun.model.plan import Plan, parse
+from graphrun.model.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
+from graphrun.solve.actions import plan_of
+from graphrun.solve.program import program_of
+from graphrun.solve.search import Answer, choose
+from graphrun.solve.solve import solve
+from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+
+def random_problem(seed: int) -> Problem:
+    """Two or three components of one or two classes, one to three phases, integer seconds (so that ties are exact)."""
+    rng = random.Random(seed)
+    size = lambda: rng.choice((512, 1024, 1536, 2048, 1000, 700, 256, 0))  # noqa: E731
+    components = []
+    for name in "abc"[: rng.choice((2, 2, 3))]:
+        groups = [
+            (f"k{i}", rng.choice((1, 2, 3)), size(), rng.random() < 0.8) for i in range(rng.choice((1, 2)) if name != "c" else 1)
+        ]
+        made = component(name, *groups, movable=rng.random() < 0.85, streamable=rng.random() < 0.9)
+        loads = tuple(float(rng.randint(0, 4)) for _ in groups)
+        components.append(replace(made, variants=(replace(made.variants[0], load_seconds=loads),)))
+    phases = []
+    for index in range(rng.choice((1, 2, 2, 3))):
+        uses = []
+        for used in rng.sample(components, rng.choice((0, 1, 1, 1, 2))):
+            calls = rng.choice((1, 1, 2, 5))
+            group_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.groups)
+            uses.append(Use(used.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in used.groups)))
+        activation = rng.choice((0, 512, 1000, 2048))
+        phases.append(
+            PhaseNumbers(f"s{index}", 0, tuple(uses), rng.choice((0, 100)), activation, rng.choice((activation, 0, 3000)))
+        )
+    values = tuple(ValueNumbers(f"v{i}", rng.choice((0, 300)), "s0", ("s1",), 1, 1) for i in range(rng.choice((0, 1, 2))))
+    on = hardware(context_bytes=rng.choice((0, 4096)), workspace_bytes=rng.choice((0, 100)))
+    return problem(2**20, tuple(components), tuple(phases), values, on=on)
+
+
+def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
+    """``given`` with a budget that fits, and what the solver chose for it: the least seconds and bytes that the oracle finds."""
+    overhead = given.budget_bytes - given.effective_bytes
+    least = oracle.smallest_effective()
+    assert smallest_budget(given) == least + overhead, seed
+    spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
+    fits = replace(given, budget_bytes=least + overhead + spare)
+    best, program = oracle.best(least + spare), program_of(fits)
+    assert best is not None
+    answer = choose(program)
+    assert answer is not None
+    assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
+    assert program.moved_bytes(answer.choice) == best[1], seed
+    return fits, plan_of(program, answer.choice), answer, best
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str)
+def test_solver_agrees_with_brute_force(seeds: range) -> None:
+    for seed in seeds:
+        given = random_problem(seed)
+        oracle = Oracle(given)
+        fits, plan, answer, best = judged(seed, given, oracle)
+        assert answer.proven, seed
+        assert answer.bound == pytest.approx(best[0], abs=1e-4), seed
+        assert check(fits, plan) == (), seed
+        assert parse(str(plan)) == plan, seed
+        run = simulate(fits, plan)
+        assert run.moved_bytes == best[1], seed
+        assert run.peak_bytes <= fits.effective_bytes, seed
+        assert oracle.best(run.peak_bytes - 1) != best, f"{seed}: the peak could be lower for nothing"
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
+def test_a_byte_below_the_smallest_budget_is_infeasible(seeds: range) -> None:
+    for seed in seeds:
+        given = random_problem(seed)
+        smallest = smallest_budget(given)
+        solution = solve(replace(given, budget_bytes=smallest))
+        assert check(solution.problem, solution.plan) == (), seed
+        with pytest.raises(Infeasible) as caught:
+            solve(replace(given, budget_bytes=smallest - 1))
+        assert caught.value.smallest_budget_bytes == smallest, seed
+        assert caught.value.binding == "VRAM", seed
+        assert max(need.short_bytes for need in caught.value.needs) == 1, seed
+
+
+def directed_problem(seed: int) -> Problem | None:
+    """A random problem with one to three random directives; None where they cannot be obeyed."""
+    of, rng = random_problem(seed), random.Random(-seed)
+    names = [component.name for component in of.components]
+    kinds: tuple[Placement, ...] = ("keep", "exclude", "whole", "drop")
+    try:
+        return directed(of, [Directive(rng.choice(kinds), rng.choice(names)) for _ in range(rng.choice((1, 2, 2, 3)))])
+    except InputError:
+        return None
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
+def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
+    for seed in seeds:
+        given = directed_problem(seed)
+        if given is None:
+            continue
+        fits, plan, _, best = judged(seed, given, Oracle(given))
+        assert check(fits, plan) == (), seed
+        assert simulate(fits, plan).moved_bytes == best[1], seed
