@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUNS = 5
-COMMAND = [sys.executable, "-c", "from graphrun.cli import main; main()", "plan", "graphs/flux-dev.yaml", "--ram", "64G"]
+COMMAND = [sys.executable, "-c", "from graphrun.cli.main import main; main()", "plan", "graphs/flux-dev.yaml", "--ram", "64G"]
 
 
 def measure(cache: str, vram: str) -> dict[str, float]:

@@ -1,12 +1,4 @@
-"""graphrun: plans where every component of a diffusion pipeline lives, before anything is loaded, then does exactly that.
-
-    graph    = graphrun.load("graphs/flux-dev.yaml")
-    problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
-    solution = graphrun.plan(problem)                        # raises Infeasible, which explains itself
-    trace    = graphrun.run(solution, graph, inputs={"prompt": "a lighthouse"})
-
-Importing this package imports no torch; each function imports what it needs.
-"""
+"""The functions that `graphrun` exports. Each imports what it needs when it is called, so that importing this stays fast."""
 
 from __future__ import annotations
 
@@ -15,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, OutOfMemory, PlanError, TransferFailed
+from graphrun.errors import InputError, PlanError
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
     from graphrun.batch.cache.reuse import Reuse, What
     from graphrun.batch.queue import Batch, Sink
     from graphrun.batch.requests import Request
-    from graphrun.batch.session import Session
     from graphrun.batch.watch import Watcher
     from graphrun.diffusers_.attach import Attachment
     from graphrun.diffusers_.description import LivePipeline
@@ -31,27 +22,6 @@ if TYPE_CHECKING:
     from graphrun.model.solution import Solution
     from graphrun.runtime.devices.device import Device
     from graphrun.trace import Trace
-
-__version__ = "0.1.0"
-__all__ = [
-    "Session",
-    "BrokenPlan",
-    "GraphError",
-    "GraphrunError",
-    "InputError",
-    "OutOfMemory",
-    "PlanError",
-    "TransferFailed",
-    "attach",
-    "estimate",
-    "from_pipeline",
-    "kept",
-    "load",
-    "plan",
-    "run",
-    "run_many",
-    "survey",
-]
 
 
 def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
@@ -94,7 +64,7 @@ def estimate(
     that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which
     nothing stays that can be streamed; ``pin``: components whose backing store is page-locked; ``reserve``: a part of the budget left to
     other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a run ends behind
-    it, with these outputs. ``precomputed``: names of values (or of their stages) that a run is handed, such as those that `kept` finds:
+    it, with these outputs. ``precomputed``: names of values (or of their stages) that a run is handed, such as those that `precomputed` finds:
     these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept:
     with one found there, no torch is imported. Of a pipeline (`from_pipeline`) ``inputs`` are a call's arguments.
     """
@@ -134,7 +104,7 @@ def _host_limits(ram_bytes: int, pinned: str | int | None, disk: str | int | Non
     return pinned_bytes, None if disk is None else parse_size(disk, name="disk")
 
 
-def kept(
+def precomputed(
     graph: Graph,
     inputs: Mapping[str, Any] | None = None,
     *,
@@ -150,8 +120,10 @@ def kept(
     the outputs of `encode_prompt`; ``all``, latents too. A value counts where everything that made it is the same: weights,
     precision, code, versions, device, inputs.
     """
+    from graphrun.batch.cache.reuse import reuse_for
+
     graph = graph if until is None else graph.until(until)
-    return _reuse(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
+    return reuse_for(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
 
 
 def survey(
@@ -206,13 +178,14 @@ def run(
 
     ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
     times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
-    for the next `estimate` with it, and so are outputs of stages, for `kept`: those that ``reuse`` names (``encoded``, ``all``,
+    for the next `estimate` with it, and so are outputs of stages, for `precomputed`: those that ``reuse`` names (``encoded``, ``all``,
     ``none``). ``precomputed``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not
     do. Where the device has less memory than planned, or a stage takes more, the rest is planned again and the run goes on;
     ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
     rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named; TransferFailed or BrokenPlan
     when reality differs otherwise. The device is back at its baseline then.
     """
+    from graphrun.batch.cache.reuse import reuse_for
     from graphrun.profile.machine import host_ram_bytes, taken_bytes
     from graphrun.runtime.devices.open import open_device
     from graphrun.runtime.executor import refuse_unfit
@@ -227,7 +200,7 @@ def run(
     if cache is not None and not modules and reuse != "none":
         from graphrun.batch.cache.keys import way_of
 
-        way, keeper = way_of(problem, solution.plan), _reuse(graph, values, problem.hardware, cache, reuse, (), note)
+        way, keeper = way_of(problem, solution.plan), reuse_for(graph, values, problem.hardware, cache, reuse, (), note)
         stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
     stages["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, tell=tell, **stages)
@@ -309,6 +282,7 @@ def run_many(
     An item whose run fails is in the result's ``errors``; with ``strict`` it is raised at once. Others are as for `run`.
     """
     from graphrun.batch import queue as many
+    from graphrun.batch.cache.reuse import reuse_for
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import listed, refuse_broken, resolved
     from graphrun.batch.watch import Watcher as Watching
@@ -328,7 +302,7 @@ def run_many(
 
     def keeper(values: Mapping[str, Any]) -> Reuse:
         assert cache is not None
-        return _reuse(graph, values, hardware, cache, reuse, allow, note)
+        return reuse_for(graph, values, hardware, cache, reuse, allow, note)
 
     means = many.Means(
         estimate=estimated,
@@ -362,22 +336,6 @@ def _handed_in(problem: Problem, graph: Graph, precomputed: tuple[str, ...]) -> 
     return without(problem, [stage.name for stage in left.stages], precomputed, left.digest)
 
 
-def _reuse(
-    graph: Graph,
-    values: Mapping[str, Any],
-    hardware: Hardware,
-    cache: Path,
-    what: What,
-    allow: Iterable[str],
-    note: Callable[[str], None] | None = None,
-) -> Reuse:
-    from graphrun.batch.cache.index import Index
-    from graphrun.batch.cache.reuse import Reuse
-
-    device = f"{hardware.device} {hardware.name}"
-    return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)
-
-
 def _handed(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
     """The values of ``precomputed`` that ``graph`` counts on. Raises PlanError naming one that is not there."""
     wanted = [str(reference).removeprefix("$") for reference in graph.precomputed]
@@ -391,12 +349,3 @@ def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
     from graphrun.profile.hardware_profiles import chosen
 
     return chosen(asked, cache)
-
-
-def __getattr__(name: str) -> Any:
-    """``Session``, imported when it is asked for: it needs torch."""
-    if name == "Session":
-        from graphrun.batch.session import Session
-
-        return Session
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,7 +97,7 @@ def graphrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs ``graphrun ...`` in an empty folder; returns exit code, stdout, stderr."""
-    from graphrun.cli import app as cli
+    from graphrun.cli import main as cli
 
     monkeypatch.chdir(tmp_path)
 

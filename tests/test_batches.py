@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.cli.batches import stopping
+from graphrun.cli.run import stopping
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")

@@ -14,8 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import graphrun
-from graphrun.cli import batches  # noqa: F401  (joins the app)
-from graphrun.cli.app import app, main
+from graphrun.cli.main import app, main
 from graphrun.modules.build import build, build_part, resolve_class
 
 GRAPHS = Path(__file__).parent.parent / "graphs"

@@ -246,7 +246,7 @@ def test_importing_graphrun_imports_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, graphrun, graphrun.cli; sys.exit('torch' in sys.modules or 'highspy' in sys.modules)"
+    code = "import sys, graphrun, graphrun.cli.main; sys.exit('torch' in sys.modules or 'highspy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,5 +1,1 @@
-"""The command line."""
-
-from graphrun.cli.app import main
-
-__all__ = ["main"]
+"""The command line. The only package that prints, and the only one that knows a terminal."""

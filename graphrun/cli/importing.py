@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphrun.cli import app as cli
+from graphrun.cli.common import app, stdout_kept_clean
+from graphrun.cli.options import Names
 from graphrun.errors import InputError
-from graphrun.options import Names
 
 if TYPE_CHECKING:
     from graphrun.diffusers_.importing.imported import Imported
 
 
-@cli.app.command("import")
+@app.command("import")
 def import_(
     source: Annotated[
         str,
@@ -62,7 +62,7 @@ def import_(
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
     sets = {name: _value(name, value) for name, value in (_pair("--set", text) for text in set_ or [])}
     asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole)
-    with cli._stdout_kept_clean():
+    with stdout_kept_clean():
         found = import_source(source, asked)
         found.write(out, force=force)
     typer.echo(imported_screen(found, out))

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-import graphrun
-from graphrun.cli import app as cli
+from graphrun import api
+from graphrun.cli.common import AsJson, app
+from graphrun.cli.options import Trust
 from graphrun.errors import InputError, PlanError
-from graphrun.options import Trust
 from graphrun.report import plan_files as planfile
 
 
-@cli.app.command()
+@app.command()
 def export(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
     kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
@@ -25,7 +25,7 @@ def export(
     """Write what comes nearest to a plan in another program's words, with what is lost said in comments."""
     problem, candidate, saved = planfile.read(plan)
     planfile.refuse_violations(plan, problem, candidate)
-    graph = graphrun.load(planfile.graph_path(plan, saved), trust=trust_package or ())
+    graph = api.load(planfile.graph_path(plan, saved), trust=trust_package or ())
     graph = graph.until(problem.until) if problem.until else graph
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for another state of {planfile.graph_path(plan, saved)}: plan again", str(plan))
@@ -46,14 +46,14 @@ def export(
         typer.echo(f"wrote {out}")
 
 
-@cli.app.command("map")
+@app.command("map")
 def map_(
     plan: Annotated[
         Path, typer.Argument(help="A plan saved with -o, for whose graph and budgets the maps are.", show_default=False)
     ],
     maps: Annotated[Path, typer.Argument(help="Device maps by component, JSON, as export --as accelerate writes them.")],
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
-    as_json: cli.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the plan that does what accelerate's device maps say: what it takes, and how long. Refused where it does not fit."""
     from graphrun.diffusers_.device_map import plan_for

@@ -226,8 +226,7 @@ def test_a_map_that_leaves_out_something_is_refused(maps: dict[str, dict[str, in
 def test_the_commands_write_both_and_plan_a_map(saved: Callable[[str], Path], tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    import graphrun.cli.machine  # noqa: F401
-    from graphrun.cli import app as cli
+    from graphrun.cli import main as cli
 
     run, plan = CliRunner().invoke, tmp_path / "plan.json"
     arguments = ["plan", str(saved("flux-tiny")), "--vram", "5M", "--ram", "1G", "--hardware", "sim", "--no-cache", "-o", str(plan)]

@@ -25,8 +25,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Pages of a run of the tiny FLUX and of its plan alone."""
     from typer.testing import CliRunner
 
-    from graphrun.cli import machine as commands  # noqa: F401  (joins the app)
-    from graphrun.cli.app import app
+    from graphrun.cli.main import app
 
     folder = tmp_path_factory.mktemp("pages")
     plan, trace, run, planned = (folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html"))

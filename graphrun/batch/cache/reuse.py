@@ -5,7 +5,8 @@ Decides what is looked for and what is kept; a folder that will not do stops no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from graphrun.batch.cache.index import Index
@@ -13,6 +14,7 @@ from graphrun.batch.cache.keys import Keys, Way, kept_kinds
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Stage
+from graphrun.model.problem import Hardware
 
 What = Literal["encoded", "all", "none"]
 
@@ -92,3 +94,17 @@ class Reuse:
         if self._note is not None:
             self._note(str(error))
             self._note = None
+
+
+def reuse_for(
+    graph: Graph,
+    values: Mapping[str, Any],
+    hardware: Hardware,
+    cache: Path,
+    what: What,
+    allow: Iterable[str],
+    note: Callable[[str], None] | None = None,
+) -> Reuse:
+    """The outputs that the folder ``cache`` holds for runs of ``graph`` on ``hardware`` with the input ``values``."""
+    device = f"{hardware.device} {hardware.name}"
+    return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)

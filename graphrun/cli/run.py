@@ -1,6 +1,6 @@
-"""More of the command line: lists of inputs, runs that go on, kept outputs. Joins `cli`'s app and prints as it does.
+"""The command ``run``: one run of a graph or a saved plan, or one for every line of a file; planned beside measured.
 
-The first interrupt ends a run at the step's end, a second one at once.
+The first interrupt ends a run at the end of its step, a second one at once.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import graphrun
+from graphrun import api
 from graphrun.batch.watch import Watcher
-from graphrun.cli import app as cli
-from graphrun.cli.app import AsJson
+from graphrun.cli.common import (
+    AsJson,
+    GraphFile,
+    Planned,
+    app,
+    cache_folder,
+    hardware_for,
+    load,
+    plan_screen_of,
+    planned,
+    reused,
+    show,
+    summary_of,
+)
+from graphrun.cli.options import Asked, Outputs, Reuse, shared
 from graphrun.errors import InputError
-from graphrun.options import Asked
 from graphrun.report import plan_files as planfile
 from graphrun.report.outputs import FILMS, FPS, OutputFile, output_file_of, save_outputs
 from graphrun.units import show_seconds, show_size
@@ -32,10 +43,6 @@ if TYPE_CHECKING:
     from graphrun.batch.requests import Request
     from graphrun.batch.schedule import Schedule, Segment
     from graphrun.graph.graph import Graph
-
-caches = typer.Typer(no_args_is_help=True, help="Look after the outputs of stages that runs keep for later ones.")
-cli.app.add_typer(caches, name="cache")
-Keys = Annotated[list[str] | None, typer.Argument(help="Entries, by the first digits of their keys.", show_default=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,86 @@ class RunOptions:
     reuse: str
     output: Sequence[str] | None
     as_json: bool
+
+
+@app.command()
+@shared
+def run(
+    graph: GraphFile,
+    asked: Asked,
+    prompt: Annotated[str | None, typer.Option(help="Short for --set prompt=...", show_default=False)] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Random weights instead of the graph's source.")] = False,
+    output: Outputs = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Save the trace here; for a viewer: *.perfetto.json.", show_default=False)
+    ] = None,
+    inputs: Annotated[
+        Path | None, typer.Option(help="Run for every line of this file: JSON lines or CSV.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the run's state beside its output; the same command again goes on from there.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A broken line of --inputs stops everything.")] = False,
+    reuse: Reuse = "encoded",
+    as_json: AsJson = False,
+) -> None:
+    """Run a graph, or a saved plan, and show what was planned beside what was measured; or run it for every line of a file."""
+    if prompt is not None:
+        asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
+    if inputs is not None or resume:
+        if plan_file is not None or trace_file is not None:
+            raise InputError("--plan and --trace are of one run; leave them out with --inputs and --resume")
+        run_with(RunOptions(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
+        return
+    planfile.require_writable(plan_file, trace_file)
+    place = place_for(graph, asked, output)
+    made = planned(graph, asked, to_run=True, reuse=reuse, random_weights=random_weights)
+    _run_once(made, asked, random_weights, reuse, (place, plan_file, trace_file), as_json)
+
+
+def _run_once(
+    made: Planned,
+    asked: Asked,
+    random_weights: bool,
+    reuse: str,
+    files: tuple[Any, Path | None, Path | None],
+    as_json: bool,
+) -> None:
+    from graphrun.report.perfetto import trace_json
+    from graphrun.report.progress import Progress
+    from graphrun.report.screen import measured_screen
+    from graphrun.report.summary import broken_caps
+    from graphrun.verify.simulate import simulate
+
+    place, plan_file, trace_file = files
+    if not as_json:
+        typer.echo(plan_screen_of(made))
+    solution, say = made.solution, None if as_json else functools.partial(typer.echo, err=True)
+    simulation = simulate(solution.problem, solution.plan)
+    with Progress(solution.plan, simulation, say) as progress, stopping(say) as stop:
+        trace = api.run(
+            solution,
+            made.graph,
+            made.inputs,
+            random_weights=random_weights,
+            progress=stop.watched(progress),
+            tell=say,
+            cache=cache_folder(asked.no_cache),
+            precomputed=made.precomputed,
+            reuse=reused(reuse),
+            note=say,
+        )
+    summary = summary_of(made, trace)
+    if plan_file is not None:
+        planfile.save(plan_file, made.source, made.solution, summary)
+    if trace_file is not None:
+        whole = planfile.content(trace_file, made.source, made.solution, summary)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, whole))
+    written = saved(trace.outputs, place, made.graph, made.inputs)
+    show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
+    if broken_caps(made.solution, trace):
+        raise typer.Exit(4)
 
 
 class Stop:
@@ -93,35 +180,12 @@ def stopping(say: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def reused(reuse: str) -> Any:
-    """``--reuse`` as it is meant. Raises InputError for anything else."""
-    if reuse not in ("encoded", "all", "none"):
-        raise InputError(f"--reuse {reuse!r} is not known; it is encoded, all or none")
-    return reuse
-
-
-def kept_for(
-    graph: Graph, inputs: Mapping[str, Any], place: Any, cache: Path | None, reuse: str, random: bool, allow: Sequence[str]
-) -> dict[str, Any]:
-    """Outputs of stages that earlier runs kept for these inputs. ``random``: those of random weights."""
-    if reused(reuse) == "none" or cache is None:
-        return {}
-    graph = graph.without_sources() if random else graph
-    return graphrun.kept(graph, inputs, hardware=place, cache=cache, what=reused(reuse), allow=allow)
-
-
-def kind_of(graph: Graph, given: Sequence[str]) -> str:
-    """The ``--reuse`` that finds outputs of the stages ``given``."""
-    encoded = all(graph.stage(name).op == "encode_prompt" for name in given)
-    return "none" if not given else "encoded" if encoded else "all"
-
-
 def place_for(source: Path, asked: Asked, output: Sequence[str] | None) -> OutputFile:
     """Where the outputs of the graph, or of the plan, at ``source`` go. Raises InputError where that cannot be."""
     if source.suffix == ".json":
         problem, _, saved_plan = planfile.read(source)
         source, asked = planfile.graph_path(source, saved_plan), replace(asked, until=problem.until or None)
-    graph = cli.load(source, asked)
+    graph = load(source, asked)
     return output_file_of(output or (), graph.kinds(), Path("out") / graph.name)
 
 
@@ -143,9 +207,9 @@ def run_with(order: RunOptions, asked: Asked) -> None:
         raise InputError(f"{order.source} is a plan for one run; --inputs and --resume plan for themselves: give the graph")
     if asked.vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    graph, what = graphrun.load(order.source, trust=asked.trust_package or ()), reused(order.reuse)
-    cache = cli._cache(asked.no_cache)
-    place = cli._hardware(asked.hardware, asked.device, True, cache)
+    graph, what = api.load(order.source, trust=asked.trust_package or ()), reused(order.reuse)
+    cache = cache_folder(asked.no_cache)
+    place = hardware_for(asked.hardware, asked.device, True, cache)
     where = place_for(order.source, asked, order.output)
     many = order.inputs is not None
     requests = read_requests(order.inputs) if order.inputs is not None else [OneRequest(1, {}, where="the inputs")]
@@ -159,7 +223,7 @@ def run_with(order: RunOptions, asked: Asked) -> None:
             files[request.number] = [str(each) for each in written]
             return written
 
-        batch = graphrun.run_many(
+        batch = api.run_many(
             graph,
             requests,
             vram=asked.vram,
@@ -175,7 +239,7 @@ def run_with(order: RunOptions, asked: Asked) -> None:
             note=functools.partial(typer.echo, err=True),
             **asked.demands,
         )
-    cli._show(_batch_json(batch, len(requests), files), order.as_json, _batch_screen(batch, len(requests)))
+    show(_batch_json(batch, len(requests), files), order.as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
 
@@ -249,59 +313,3 @@ def _batch_screen(batch: Batch, requests: int) -> str:
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs not needed, since their outputs were there: {shared}")
     return "\n".join(lines)
-
-
-@caches.command("ls")
-def list_kept(as_json: AsJson = False) -> None:
-    """Show what is kept: key, stage, size, age, and the inputs it is for."""
-    from graphrun.report.table import table
-
-    index = _index()
-    entries = index.entries()
-    data = [
-        {"key": e.key, "graph": e.graph, "stage": e.stage, "about": e.about, "nbytes": e.nbytes, "made": e.made, "used": e.used}
-        for e in entries
-    ]
-    now = time.time()
-    rows = [["key", "stage", "size", "used", "for"]]
-    rows += [
-        [e.key[:12], f"{e.graph}/{e.stage}", show_size(e.nbytes), f"{show_seconds(max(0.0, now - e.used))} ago", e.about]
-        for e in entries
-    ]
-    total = (
-        f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
-    )
-    screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"nothing is kept in {index.folder}"
-    cli._show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": data}, as_json, screen)
-
-
-@caches.command("rm")
-def remove_kept(keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="Everything that is kept.")] = False) -> None:
-    """Remove entries, by the first digits of their keys, or all of them."""
-    index = _index()
-    if bool(keys) == every:
-        raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
-    chosen = None
-    if keys:
-        known = [entry.key for entry in index.entries()]
-        found = {start: [key for key in known if key.startswith(start)] for start in keys}
-        if missing := [start for start, matching in found.items() if not matching]:
-            raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows what is kept")
-        chosen = sorted({key for matching in found.values() for key in matching})
-    typer.echo(f"removed {index.remove(chosen)} entries")
-
-
-@caches.command("verify")
-def verify_kept() -> None:
-    """Read every entry, and take out those that are damaged: they are computed again when they are needed."""
-    index = _index()
-    broken = index.verify()
-    for entry in broken:
-        typer.echo(f"damaged, and taken out: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
-    typer.echo(f"{len(index.entries())} entries are whole, {len(broken)} were not")
-
-
-def _index() -> Any:
-    from graphrun.batch.cache.index import Index
-
-    return Index((cli._cache(False) or Path()) / "outputs")

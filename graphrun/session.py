@@ -22,9 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import graphrun
+from graphrun import api
 from graphrun.batch.cache.keys import way_of
-from graphrun.batch.cache.reuse import Reuse, What
+from graphrun.batch.cache.reuse import Reuse, What, reuse_for
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
@@ -90,7 +90,7 @@ class Session:
         graph = graph if until is None else graph.until(until)
         self.graph = graph.without_sources() if random_weights else graph
         self._ways: dict[Any, Way] = {}
-        problem = graphrun.estimate(self._whole, inputs=self._inputs, **self._budgets)
+        problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)
         self.solution: Solution = self._way(self.graph.for_planning(self._inputs), (), problem).solution
         self.device = device or open_device(self.solution.problem)
         self._before = _tiers(self.device)
@@ -190,8 +190,8 @@ class Session:
         key = settings, precomputed
         if key not in self._ways:
             sizes = {name: values[name] for name, _ in settings}
-            problem = problem or graphrun.estimate(self._whole, inputs=sizes, precomputed=precomputed, **self._budgets)
-            solution = graphrun.plan(problem, cache=self._budgets["cache"])
+            problem = problem or api.estimate(self._whole, inputs=sizes, precomputed=precomputed, **self._budgets)
+            solution = api.plan(problem, cache=self._budgets["cache"])
             graph = self.graph.with_precomputed(problem.precomputed)
             refuse_unfit(solution.problem, solution.plan, graph)
             self._ways[key] = Way(graph, solution, simulate(solution.problem, solution.plan))
@@ -202,7 +202,7 @@ class Session:
             return None
         cache, what, note = self._keeps
         allow = self.graph.allowed(self._budgets.get("allow", ()))
-        return graphrun._reuse(self.graph, values, self.solution.problem.hardware, cache, what, allow, note)
+        return reuse_for(self.graph, values, self.solution.problem.hardware, cache, what, allow, note)
 
     def _at(self, way: Way) -> tuple[Host, Runs]:
         """What runs by this plan; another's leaves the device, and the host too unless its components are held alike."""
