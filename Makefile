@@ -25,9 +25,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 faults: $(STAMP)
-	$(BIN)/python -m pytest -m faults --override-ini="addopts=-q --import-mode=importlib" tests/executor
+	$(BIN)/python -m pytest -m faults --override-ini="addopts=-q --import-mode=importlib" tests/runtime
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py

@@ -26,7 +26,8 @@ from vae_report import reserved_bytes, vae, vae_bytes
 from videos import rows as video_rows
 
 import graphrun
-from graphrun.graph.graph import Component, Graph, Input, Reference
+from graphrun.graph.graph import Component, Graph, Reference
+from graphrun.graph.values import Input
 from graphrun.model.allocator import Allocator, Caching, Counting
 from graphrun.modules.build import meta_module
 from graphrun.profile.dry_run import probe

@@ -201,7 +201,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
     from graphrun.runtime.host import Host
     from graphrun.runtime.recovery import execute
     from graphrun.sim import Machine
-    from graphrun.solve.whatif.infeasible import smallest_budget
+    from graphrun.solve.infeasible import smallest_budget
     from graphrun.verify.simulate import simulate
 
     prepared, found = Prepared(name), []

@@ -292,7 +292,7 @@ class Bench:
 
 def graph(log: Log, lab: Lab, name: str, budgets: list[str], steps: int, runs: int, *, full_size: bool) -> None:
     """Every measurement of graph ``name``. ``budgets``: sizes; ``smallest`` is the least that can be planned."""
-    from graphrun.solve.whatif.infeasible import smallest_budget
+    from graphrun.solve.infeasible import smallest_budget
 
     bench = Bench(name, lab, steps, full_size=full_size)
     with log.part(f"{name} build") as out:

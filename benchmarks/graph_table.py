@@ -88,7 +88,7 @@ def plan_line(name: str) -> str:
     from graphrun.profile.dry_run import probe
     from graphrun.profile.hardware import hardware
     from graphrun.profile.problems import Limits, problem_of
-    from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
+    from graphrun.solve.infeasible import Infeasible, smallest_budget
     from graphrun.units import parse_size
     from graphrun.verify.simulate import simulate
 

@@ -147,7 +147,7 @@ class Bench:
 
     def model(self, name: str) -> None:
         """All cells of one model: without a cap, the grid, encoding alone, tight RAM."""
-        from graphrun.solve.whatif.infeasible import smallest_budget
+        from graphrun.solve.infeasible import smallest_budget
 
         path = graph_file(name, self.asked.device)
         if not path.exists():

@@ -314,7 +314,7 @@ def cell(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _status(error: Exception) -> str:
     from graphrun.errors import GraphrunError, OutOfMemory
-    from graphrun.solve.whatif.infeasible import Infeasible
+    from graphrun.solve.infeasible import Infeasible
 
     if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
         return "oom"

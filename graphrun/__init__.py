@@ -18,7 +18,7 @@ from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, O
 
 if TYPE_CHECKING:
     from graphrun.session import Session
-    from graphrun.solve.whatif.infeasible import Infeasible
+    from graphrun.solve.infeasible import Infeasible
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "survey",
 ]
 
-_IMPORTED_WHEN_USED = {"Session": "graphrun.session", "Infeasible": "graphrun.solve.whatif.infeasible"}
+_IMPORTED_WHEN_USED = {"Session": "graphrun.session", "Infeasible": "graphrun.solve.infeasible"}
 
 
 def __getattr__(name: str) -> Any:

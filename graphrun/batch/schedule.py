@@ -17,7 +17,7 @@ from graphrun.graph.graph import Graph
 from graphrun.model.precomputed import without
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import Simulation, simulate
 
 Solve = Callable[[Problem], Solution]

@@ -163,7 +163,7 @@ def show(summary: dict[str, Any], as_json: bool, screen: str) -> None:
 
 
 def _remedies(graph: Any, inputs: Mapping[str, Any], asked: Asked, estimate: Any) -> tuple[Any, ...]:
-    from graphrun.solve.whatif.remedies import remedies
+    from graphrun.solve.remedies import remedies
 
     typer.echo("nothing fits; looking for what would help", err=True)
     return remedies(graph, inputs, asked.demands["allow"], estimate)

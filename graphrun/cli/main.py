@@ -53,7 +53,7 @@ def main() -> NoReturn:
 
 
 def _error_text(error: GraphrunError) -> str:
-    from graphrun.solve.whatif.infeasible import Infeasible
+    from graphrun.solve.infeasible import Infeasible
 
     if isinstance(error, Infeasible):
         from graphrun.report.infeasible import infeasible_screen
@@ -64,7 +64,7 @@ def _error_text(error: GraphrunError) -> str:
 
 def _error_json(error: GraphrunError) -> None:
     """For ``--json`` an infeasible budget is an answer too: the screen goes to stderr, the data to stdout."""
-    from graphrun.solve.whatif.infeasible import Infeasible
+    from graphrun.solve.infeasible import Infeasible
 
     if isinstance(error, Infeasible):
         from graphrun.report.infeasible import infeasible_json

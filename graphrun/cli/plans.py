@@ -32,7 +32,7 @@ from graphrun.report import plan_files as planfile
 if TYPE_CHECKING:
     from graphrun.model.problem import Problem
     from graphrun.model.solution import Solution
-    from graphrun.solve.whatif.frontier import Point
+    from graphrun.solve.frontier import Point
 
 
 @app.command()
@@ -138,8 +138,8 @@ def report(
 ) -> None:
     """Make one page (HTML, no network) of a run: its timeline, its plan, planned against measured, time against budget."""
     from graphrun.report.page import Measured, report_page
-    from graphrun.solve.whatif.frontier import budgets_around
-    from graphrun.solve.whatif.frontier import frontier as solve_all
+    from graphrun.solve.frontier import budgets_around
+    from graphrun.solve.frontier import frontier as solve_all
 
     data = planfile.read_json(trace)
     traced = isinstance(data, dict) and "events" in data
@@ -166,7 +166,7 @@ def schema() -> None:
 
 def _alternatives(made: Planned, component: str) -> tuple[dict[str, Any], str]:
     from graphrun.report.alternatives import alternatives_json, alternatives_screen
-    from graphrun.solve.whatif.alternatives import alternatives
+    from graphrun.solve.alternatives import alternatives
 
     with stdout_kept_clean():
         found = alternatives(made.solution, component)
@@ -175,8 +175,8 @@ def _alternatives(made: Planned, component: str) -> tuple[dict[str, Any], str]:
 
 def _swept(path: Path, asked: Asked, sweep: str | None) -> tuple[list[tuple[Problem, str, tuple[Point, ...]]], str]:
     """Problem, value and points for each value of the swept input (one dry run each; one in all where none is swept), its name."""
-    from graphrun.solve.whatif.frontier import frontier as solve_all
-    from graphrun.solve.whatif.frontier import sizes_between, values_between
+    from graphrun.solve.frontier import frontier as solve_all
+    from graphrun.solve.frontier import sizes_between, values_between
 
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; a frontier is of a graph (YAML)")

@@ -20,9 +20,8 @@ from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.digests import file_digest, header_digest
 from graphrun.graph.ops import OPERATIONS
-from graphrun.graph.values import did_you_mean, fit
+from graphrun.graph.values import Input, did_you_mean, fit
 
-InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
 DEFAULT_ALLOW = ("diffusers", "transformers")
 
 # A prompt that nobody gave, while planning: texts are padded to a fixed length, so no size depends on it.
@@ -39,30 +38,6 @@ class Reference:
 
     def __str__(self) -> str:
         return f"${self.name}.{self.output}" if self.output else f"${self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A value the user gives to a run, None where it is left out and has no default. ``minimum`` and ``maximum`` are inclusive;
-    ``many``: or a list of such values.
-
-    ``sizes`` of an image, a video or audio that a plan is made without: numbers, and names of inputs that hold them.
-    """
-
-    name: str
-    type: InputType
-    default: Any = None
-    required: bool = False
-    multiple_of: int | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    many: bool = False
-    sizes: Mapping[str, float | str] = field(default_factory=dict)
-
-    @property
-    def bounds(self) -> tuple[float | None, ...]:
-        """Of what the value must be a multiple, the least and the most that it may be."""
-        return self.multiple_of, self.minimum, self.maximum
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import Document, Location, Problems, read_document, read_json
-from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, Input, IpAdapter, Lora, Part, Reference, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Directives, Graph, IpAdapter, Lora, Part, Reference, Stage
 from graphrun.graph.media import AN
 from graphrun.graph.ops import OPERATIONS, PLAIN_KINDS, Kind
 from graphrun.graph.order import find_cycle, order_stages
@@ -41,7 +41,7 @@ from graphrun.graph.schema import (
     Spec,
     StageSpec,
 )
-from graphrun.graph.values import did_you_mean, fit, of_type, outside, to_trust
+from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, to_trust
 from graphrun.units import parse_size
 
 _SECTIONS: dict[str, type[Spec]] = {

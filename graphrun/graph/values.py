@@ -1,19 +1,42 @@
-"""Whether a value suits a declared input, and which known name an unknown one resembles."""
+"""Declared inputs, whether a value suits one, and which known name an unknown one resembles."""
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
 
-if TYPE_CHECKING:
-    from graphrun.graph.graph import Input
-
+InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value the user gives to a run, None where it is left out and has no default. ``minimum`` and ``maximum`` are inclusive;
+    ``many``: or a list of such values.
+
+    ``sizes`` of an image, a video or audio that a plan is made without: numbers, and names of inputs that hold them.
+    """
+
+    name: str
+    type: InputType
+    default: Any = None
+    required: bool = False
+    multiple_of: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    many: bool = False
+    sizes: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def bounds(self) -> tuple[float | None, ...]:
+        """Of what the value must be a multiple, the least and the most that it may be."""
+        return self.multiple_of, self.minimum, self.maximum
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

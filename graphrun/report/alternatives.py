@@ -12,7 +12,7 @@ from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.plan import Stream
 from graphrun.model.solution import Solution
 from graphrun.report.table import scale_of, size, table
-from graphrun.solve.whatif.alternatives import Alternative
+from graphrun.solve.alternatives import Alternative
 from graphrun.units import show_seconds, show_size
 
 TITLES: Mapping[str, str] = MappingProxyType(

@@ -9,7 +9,7 @@ from graphrun.model.problem import Problem
 from graphrun.report.infeasible import demands_of
 from graphrun.report.screen import proof
 from graphrun.report.table import scale_of, size, table
-from graphrun.solve.whatif.frontier import Point
+from graphrun.solve.frontier import Point
 from graphrun.units import show_seconds, show_size
 
 Swept = Sequence[tuple[str, Sequence[Point]]]  # a value of the swept input with its points; ("", points) where none is swept

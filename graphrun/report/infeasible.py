@@ -6,8 +6,8 @@ from typing import Any
 
 from graphrun.model.problem import Problem
 from graphrun.report.table import scale_of, size, table
-from graphrun.solve.whatif.infeasible import Infeasible
-from graphrun.solve.whatif.repairs import Repair
+from graphrun.solve.infeasible import Infeasible
+from graphrun.solve.repairs import Repair
 from graphrun.units import show_seconds, show_size
 
 

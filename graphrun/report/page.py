@@ -19,7 +19,7 @@ from graphrun.report.chart import Level, timeline_svg
 from graphrun.report.frontier import frontier_svg
 from graphrun.report.screen import plan_screen, proof
 from graphrun.report.table import scale_of, seconds_of, size
-from graphrun.solve.whatif.frontier import Point
+from graphrun.solve.frontier import Point
 from graphrun.trace import Event
 from graphrun.units import show_seconds, show_size
 from graphrun.verify.simulate import Simulation, simulate

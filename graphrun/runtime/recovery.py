@@ -33,8 +33,8 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import Session, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.slots import Progress
+from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import parse_size, show_size
 from graphrun.verify.simulate import simulate

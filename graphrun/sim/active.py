@@ -1,17 +1,55 @@
-"""Decides which simulated machine new tensors belong to: the one whose context is entered. It must not know what a machine does."""
+"""Which simulated machine new tensors belong to: the one whose context is entered, and what operators need of it."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from graphrun.sim.machine import Machine
+import torch
 
-active: ContextVar[Machine | None] = ContextVar("graphrun_sim_machine", default=None)
+from graphrun.sim.clock import Clock, Stream
+from graphrun.sim.ledger import Ledger
 
 
-def active_machine() -> Machine:
+class ActiveMachine(Protocol):
+    """The part of `machine.Machine` that tensors and operators use."""
+
+    device: torch.device
+    ledger: Ledger
+    clock: Clock
+    hollow_bytes: int | None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes physically there, None for no limit."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all storages that live now."""
+
+    def charge(self, flops: int) -> None:
+        """Counts work done on the compute timeline."""
+
+    def copy_in(self, nbytes: int, non_blocking: bool = False) -> None:
+        """Counts a copy of ``nbytes`` to the device."""
+
+    def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
+        """Counts a copy of ``nbytes`` to the host."""
+
+    def record(self, stream: Stream) -> float:
+        """When what was issued to ``stream`` will be done."""
+
+    def wait(self, stream: Stream, mark: float) -> None:
+        """``stream`` goes on no earlier than ``mark``."""
+
+    def synchronize(self) -> None:
+        """Joins the timelines."""
+
+
+active: ContextVar[ActiveMachine | None] = ContextVar("graphrun_sim_machine", default=None)
+
+
+def active_machine() -> ActiveMachine:
     """The machine whose context is entered; raises RuntimeError when there is none."""
     machine = active.get()
     if machine is None:

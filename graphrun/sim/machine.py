@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from graphrun.sim.active import active
+from graphrun.sim.active import ActiveMachine, active
 from graphrun.sim.clock import Clock, Stream
 from graphrun.sim.ledger import Ledger, Listener, positive
 from graphrun.sim.register import register
@@ -75,7 +75,7 @@ class Machine:
         self.fail_allocation = fail_allocation
         self.fail_copy = fail_copy
         self.hollow_bytes: int | None = None
-        self._token: Token[Machine | None] | None = None
+        self._token: Token[ActiveMachine | None] | None = None
 
     # -- memory
 

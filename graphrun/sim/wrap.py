@@ -7,20 +7,18 @@ It must not know operators. ``cls`` is always the tensor subclass (``tensor.SimT
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from graphrun.sim.active import ActiveMachine
 from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
-
-if TYPE_CHECKING:
-    from graphrun.sim.machine import Machine
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # PyTorch's own, whatever torch.Tensor has by now
 
 
-def wrap(cls: Any, raw: torch.Tensor, machine: Machine) -> Any:
+def wrap(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:
     """The simulated tensor that stands for ``raw``; its storage is counted on ``machine`` unless something else shares it.
 
     Raises SimulatedOutOfMemory, counting nothing, if it does not fit.
@@ -38,7 +36,7 @@ def wrap(cls: Any, raw: torch.Tensor, machine: Machine) -> Any:
     return tensor
 
 
-def wrap_all(cls: Any, raws: Sequence[Any], machine: Machine) -> list[Any]:
+def wrap_all(cls: Any, raws: Sequence[Any], machine: ActiveMachine) -> list[Any]:
     """``wrap`` of each tensor in ``raws`` (other things pass through), refused together if they do not fit together."""
     fresh: dict[int, int] = {}
     for raw in raws:
@@ -87,6 +85,6 @@ def replace(cls: Any, tensor: Any, other: Any) -> None:
     tensor.raw, tensor.allocation = other.raw, other.allocation
 
 
-def _shell(cls: Any, raw: torch.Tensor, machine: Machine) -> Any:
+def _shell(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:
     # positional, because parsing keywords costs a fifth of the whole
     return _make_wrapper(cls, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.device)

@@ -18,12 +18,12 @@ from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.granularity import cut, smaller_by_layer, until_it_fits
+from graphrun.solve.infeasible import refusal, surely_infeasible
+from graphrun.solve.least import least_memory_of
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import AGAIN, Answer, choose, undercuts
 from graphrun.solve.variants import over, plainest, worthwhile
-from graphrun.solve.whatif.infeasible import refusal, surely_infeasible
-from graphrun.solve.whatif.least import least_memory_of
 from graphrun.verify.check import check
 from graphrun.verify.simulate import Simulation, simulate
 

@@ -22,7 +22,7 @@ from graphrun.model.plan import Load, Stream
 from graphrun.profile.machine import host_ram_bytes
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
-from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.solve.infeasible import Infeasible
 from graphrun.units import round_up
 
 SD: Case = cases()["StableDiffusionPipeline"]

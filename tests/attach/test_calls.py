@@ -19,8 +19,8 @@ from graphrun.model.plan import Stream
 from graphrun.modules.build import build
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import smallest_budget
 
 CASES = {
     "StableDiffusionInpaintPipeline": "image",

@@ -19,7 +19,7 @@ from graphrun.errors import BrokenPlan, InputError
 from graphrun.model.problem import Problem
 from graphrun.modules.build import build
 from graphrun.runtime.devices.open import open_device
-from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.verify.simulate import simulate
 
 ITEMS = [{"prompt": f"prompt {number % 2}", "seed": number} for number in range(4)]

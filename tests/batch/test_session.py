@@ -10,7 +10,7 @@ import pytest
 
 import graphrun
 from graphrun.errors import InputError
-from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 
 SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}

@@ -20,7 +20,7 @@ from graphrun.graph.loading import load
 from graphrun.model.solution import Solution
 from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.ops.call import Sound
-from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.trace import Trace
 
 AMPLE = 1 << 40

@@ -23,7 +23,7 @@ from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
 from graphrun.profile.precision import flags, peak_of
 from graphrun.profile.quantized import widened
-from graphrun.solve.whatif.infeasible import Infeasible
+from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

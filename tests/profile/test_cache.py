@@ -18,7 +18,7 @@ from graphrun import store as cache
 from graphrun.files import Store, digest_of
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.units import MIB
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"

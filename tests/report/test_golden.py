@@ -12,8 +12,8 @@ import pytest
 
 from graphrun.report.infeasible import infeasible_screen
 from graphrun.report.screen import explain_screen, plan_screen
+from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.units import GIB
 
 GOLDEN = Path(__file__).parent / "golden"

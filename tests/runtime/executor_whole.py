@@ -24,8 +24,8 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.trace import Trace
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"

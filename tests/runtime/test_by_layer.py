@@ -20,8 +20,8 @@ from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
 from graphrun.solve.granularity import cut, cuttable
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.verify.simulate import simulate
 
 LONG = "a lighthouse at dusk, " * 64  # CogView4 pads no further than a text goes, and a plan is for the longest

@@ -25,8 +25,8 @@ from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
 from graphrun.runtime.spool import PREFIX, Spool
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 

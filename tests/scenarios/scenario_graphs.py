@@ -26,7 +26,7 @@ from graphrun.profile.problems import Limits, problem_of
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
-from graphrun.solve.whatif.infeasible import smallest_budget
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.trace import Trace
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

@@ -23,8 +23,8 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
 from graphrun.runtime.residency import blocks_of
+from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
 from graphrun.trace import Trace
 from graphrun.units import round_up
 from graphrun.verify.simulate import simulate

@@ -19,8 +19,8 @@ from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.recovery import execute
+from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 

@@ -14,8 +14,8 @@ from scenario_graphs import AMPLE, GLM_ENCODE, Encoding, encode, equal, graph_of
 
 from graphrun.model.plan import Load, Stream
 from graphrun.runtime.host import Host
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import smallest_budget
 
 RUNS = 100
 WARM = 20  # behind them Python's own caches (classes, code, free lists) hold what they will hold

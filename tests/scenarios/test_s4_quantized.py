@@ -17,8 +17,8 @@ from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.solve.granularity import cuttable
+from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
 from graphrun.verify.check import check
 
 T5 = "text_encoder_2"

@@ -15,12 +15,12 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
+from graphrun.solve.least import chosen_from
 from graphrun.solve.orders import stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve, solved
 from graphrun.solve.variants import worthwhile
-from graphrun.solve.whatif.least import chosen_from
 from graphrun.verify.simulate import simulate
 
 SEEDS = st.integers(0, 10**6)

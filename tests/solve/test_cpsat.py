@@ -13,8 +13,8 @@ from planner_random import random_problem
 from planner_real import real, with_backing_stores
 
 from graphrun.model.problem import Problem
+from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible
 
 MODEL = Path(__file__).parent / "cpsat_model.py"
 LIMIT_SECONDS = 60  # per order and option; none comes near it

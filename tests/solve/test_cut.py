@@ -13,11 +13,11 @@ from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use
 from graphrun.model.ring import Ring
+from graphrun.solve.alternatives import alternatives
 from graphrun.solve.granularity import cut, cuttable
+from graphrun.solve.infeasible import Infeasible, smallest_budget
+from graphrun.solve.repairs import predicted_seconds
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.alternatives import alternatives
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
-from graphrun.solve.whatif.repairs import predicted_seconds
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 

@@ -12,8 +12,8 @@ from graphrun.model.directives import directed
 from graphrun.model.plan import Load, Plan, Stream
 from graphrun.model.problem import Directive, PhaseNumbers, Placement, Problem, Use
 from graphrun.report.plan_files import problem_from
+from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 

@@ -8,9 +8,9 @@ import pytest
 from planner_problems import GIB, MIB, flux
 
 from graphrun.errors import InputError
+from graphrun.solve.frontier import frontier, sizes_between, values_between
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.frontier import frontier, sizes_between, values_between
-from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.verify.simulate import simulate
 
 

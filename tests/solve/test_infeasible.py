@@ -10,8 +10,8 @@ from planner_problems import GIB, MIB, component, flux, hardware, problem
 from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.units import show_size
 from graphrun.verify.check import check
 

@@ -13,11 +13,11 @@ from planner_random import random_problem
 
 from graphrun.model.plan import parse
 from graphrun.solve.actions import plan_of
+from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import program_of
 from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 

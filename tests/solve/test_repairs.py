@@ -8,8 +8,8 @@ import pytest
 from planner_problems import GIB, MIB, component, hardware, problem
 
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, StageOption, Use, ValueNumbers
+from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget, smallest_ram
 from graphrun.verify.check import check
 
 DISK = 1.2e9  # bytes per second

@@ -17,8 +17,8 @@ from planner_real import real, with_backing_stores
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan
 from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 
 

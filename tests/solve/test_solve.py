@@ -13,8 +13,8 @@ from test_solve_oracle import random_problem
 from graphrun.model.plan import Load, Plan, Stream, parse
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.report.plan_files import problem_from
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import smallest_budget
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 

@@ -14,10 +14,10 @@ from graphrun.model.directives import directed
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
+from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve
-from graphrun.solve.whatif.infeasible import Infeasible, smallest_budget
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 

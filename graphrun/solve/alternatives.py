@@ -15,8 +15,8 @@ from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, Directive, Placement, Problem
 from graphrun.model.solution import Solution
+from graphrun.solve.infeasible import refusal
 from graphrun.solve.solve import solved
-from graphrun.solve.whatif.infeasible import refusal
 from graphrun.verify.simulate import simulate
 
 PLACEMENTS: tuple[Placement, ...] = ("whole", "exclude", "drop", "keep")

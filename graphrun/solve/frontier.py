@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from graphrun.errors import InputError
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.solve.infeasible import smallest_budget, smallest_ram
 from graphrun.solve.solve import solved
-from graphrun.solve.whatif.infeasible import smallest_budget, smallest_ram
 from graphrun.units import MIB, parse_size
 from graphrun.verify.simulate import simulate
 

@@ -12,7 +12,7 @@ from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
 from graphrun.graph.ops import OPERATIONS
 from graphrun.model.problem import Problem
-from graphrun.solve.whatif.repairs import Repair, predicted_seconds
+from graphrun.solve.repairs import Repair, predicted_seconds
 
 SIZES = ("height", "width", "num_frames", "frames")
 EIGHTHS = (7, 6, 5, 4, 3, 2)  # of the size, largest first; each step is a dry run of seconds

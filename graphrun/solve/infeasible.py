@@ -8,8 +8,7 @@ from graphrun.errors import GraphrunError
 from graphrun.model.least_memory import PhaseMinimum, least_memory, used_components
 from graphrun.model.problem import Problem
 from graphrun.solve.granularity import finer
-from graphrun.solve.variants import simple
-from graphrun.solve.whatif.least import (
+from graphrun.solve.least import (
     chosen_from,
     held_ram,
     least_memory_of,
@@ -19,7 +18,8 @@ from graphrun.solve.whatif.least import (
     smallest_pinned,
     smallest_ram,
 )
-from graphrun.solve.whatif.repairs import Repair, repairs_of
+from graphrun.solve.repairs import Repair, repairs_of
+from graphrun.solve.variants import simple
 from graphrun.units import show_size
 
 __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]

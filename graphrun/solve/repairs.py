@@ -14,11 +14,11 @@ from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.solve.granularity import until_it_fits
+from graphrun.solve.least import chosen_from, least_memory_of
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import program_of
 from graphrun.solve.search import SECONDS, choose
 from graphrun.solve.variants import worthwhile
-from graphrun.solve.whatif.least import chosen_from, least_memory_of
 from graphrun.units import show_size
 
 
