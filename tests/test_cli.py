@@ -284,7 +284,7 @@ def test_a_damaged_plan_file_is_refused(
 def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(graphrun: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    import graphrun as package
+    from graphrun import api as package
 
     honest = package.run
 

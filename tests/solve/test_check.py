@@ -66,9 +66,9 @@ def test_the_plan_itself_is_good() -> None:
     ("old", "new", "broken"),
     [
         ("plan {digest}", "plan 0123456789abcdef", [("digest", -1, -1)]),
-        ("dit rest x3", "dit rest x4", [("structure", 4, -1)]),
+        ("dit steady x3", "dit steady x4", [("structure", 4, -1)]),
         ("slot end\n  evict vae mid[0,1]\n", "", [("structure", 7, -1)]),
-        ("  run\nslot denoise/0:dit rest", "slot denoise/0:dit steady", [("order", 3, -1)]),
+        ("  run\nslot denoise/0:dit steady", "slot denoise/0:dit steady", [("order", 3, -1)]),
         ("  evict te all\n", "  evict te all\n  run\n", [("order", 2, -1)]),
         ("  load dit remainder[0] from pinned\n  run", "  run\n  load dit remainder[0] from pinned", [("order", 1, 0)]),
         ("  evict te all\n  load dit big[1] from pinned", "  load dit big[1] from pinned\n  evict te all", [("order", 2, 1)]),

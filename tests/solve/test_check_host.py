@@ -187,7 +187,7 @@ AGAIN = SESSION.index("again")
     [
         (SESSION[:AGAIN], [("structure", -1, -1)]),
         (SESSION.replace("slot end\n  evict vae all\nagain", "slot end\nagain"), [("load-present", 17, 0), ("baseline", 19, -1)]),
-        (SESSION[:AGAIN] + SESSION[AGAIN:].replace("rest x3", "rest x2"), [("structure", 16, -1)]),
+        (SESSION[:AGAIN] + SESSION[AGAIN:].replace("steady x3", "steady x2"), [("structure", 16, -1)]),
         (SESSION[:AGAIN] + SESSION[AGAIN:].replace("te load\n", "te load\n  read te\n"), [("read", 10, 0)]),
         (
             SESSION[:AGAIN].replace("  read te\n", "") + SESSION[AGAIN:].replace("te load\n", "te load\n  read te\n"),

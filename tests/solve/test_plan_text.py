@@ -32,7 +32,7 @@ def test_text_is_a_plan_and_a_plan_is_text() -> None:
         27,
         (
             Stream("transformer", (("double", (0, 8, 16)), ("single", (0, 1, 2, 3, 12, 24, 36, 37))), 680 * 2**20),
-            Load("vae", (("steady", (0,)),)),
+            Load("vae", (("remainder", (0,)),)),
             Run(),
         ),
     )
