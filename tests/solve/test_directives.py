@@ -93,7 +93,7 @@ def test_a_directive_is_part_of_the_problem_and_the_order_of_several_is_not() ->
     ("directives", "words"),
     [
         ((("keep", "vea"),), "no such component"),
-        ((("exclude", "vae"),), "no blocks that can be streamed"),
+        ((("exclude", "vae"),), "none of its blocks can be streamed"),
         ((("keep", "transformer"), ("exclude", "transformer")), "do without one of them"),
         ((("keep", "transformer"), ("drop", "transformer")), "do without one of them"),
         ((("whole", "transformer"), ("exclude", "transformer")), "do without one of them"),
