@@ -29,9 +29,9 @@ def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -
 
         remainder |  block  |  block  | remainder |  block  | remainder |      while the remainder computes, the ring is filled
 
-    Of the latter only as much counts as two copies take, since the ring has room for two blocks; with a backing store on disk as much
-    as four reads take, two of them into the bounce buffer. Any excess stays with group 0. The remainder's compute after the last
-    block is added to that before the next call's first block.
+    Of the latter only as much counts as two copies take, since the ring has room for two blocks; with a backing store on disk as
+    much as four reads take, two of them into the bounce buffer. Any excess stays with group 0. The remainder's compute after the
+    last block is added to that before the next call's first block.
     """
     found = [0.0] * len(variant.block_bytes)
     blocks = [number for number, (k, _, _) in enumerate(order) if k]
@@ -71,9 +71,9 @@ def stages_of(problem: Problem) -> tuple[str, ...]:
 def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, str] | None = None) -> Problem:
     """``problem`` with its stages in ``order`` (empty: unchanged) and run with ``options`` (stage -> option name).
 
-    The result has no choice of order or option left. A value is live from the phase after its producer to its last consumer in that
-    order. Raises PlanError for an unknown option, for an option that needs a permission which is not in `Problem.allow`, and for an
-    order that is not a permutation of the stages or violates their precedence.
+    The result has no choice of order or option left. A value is live from the phase after its producer to its last consumer in
+    that order. Raises PlanError for an unknown option, for an option that needs a permission which is not in `Problem.allow`, and
+    for an order that is not a permutation of the stages or violates their precedence.
     """
     order, options = tuple(order) or stages_of(problem), dict(options or {})
     _require_order(problem, order)
@@ -86,7 +86,7 @@ def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, s
 
 
 def apply_choices(problem: Problem, plan: Plan) -> Problem:
-    """``problem`` with all of ``plan``'s choices: reordered, one variant per component, phases with that variant's seconds and bytes.
+    """``problem`` with all choices of ``plan``: reordered, one variant per component, phases with its seconds and bytes.
 
     Raises PlanError if the plan chooses something that the problem does not have or does not allow.
     """

@@ -17,7 +17,7 @@ _CONFLICTS = (("keep", "exclude"), ("keep", "drop"), ("exclude", "whole"))
 
 
 def directed(problem: Problem, directives: Iterable[Directive]) -> Problem:
-    """``problem`` with exactly ``directives``, sorted and without duplicates. Raises InputError naming each one no plan can satisfy."""
+    """``problem`` with exactly ``directives``, sorted and deduplicated. Raises InputError naming each that no plan can satisfy."""
     chosen = sorted(set(directives), key=lambda of: (of.component, of.placement))
     found = replace(problem, directives=tuple(chosen))
     problems = [text for directive in chosen if (text := _refusal(problem, directive))]

@@ -109,7 +109,7 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
 
 
 def least_weights(problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int) -> int:
-    """Least bytes of weights, ring and activation with which ``phase`` can make this ``use`` of ``component`` in variant ``number``."""
+    """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component`` in variant ``number``."""
     if component.variants[number].device == "cpu":
         return 0
     found = []

@@ -1,7 +1,7 @@
 """Removes work that is already done from a problem: stages whose outputs are precomputed, and finished steps of a loop.
 
-    encode/0 encode/1 denoise/0 decode/0     encode precomputed ->           denoise/0 decode/0
-        embeds ------------------->                                  embeds ----------->           live from the start
+encode/0 encode/1 denoise/0 decode/0     encode precomputed ->           denoise/0 decode/0
+    embeds ------------------->                                  embeds ----------->           live from the start
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
 def _shortened(phase: PhaseNumbers, finished: int, steps: int) -> PhaseNumbers:
     def remaining(use: Use) -> Use:
         if not 0 <= finished < steps or any(calls % steps for calls in (use.calls, *use.group_calls)):
-            raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be told apart by {steps} steps")
+            raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be divided into {steps} steps")
         share = steps - finished
         return replace(
             use,

@@ -1,6 +1,6 @@
 """Ring buffer for the streamed blocks of one component: the offset of each block, and the earlier blocks it overwrites.
 
-Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same order, so they get the same offsets.
+Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same order and get the same offsets.
 
     capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1    | block 2 |
               ^ placed after block 2, over block 0                    block 3 is longer: block 2 goes to the ring's end
@@ -49,9 +49,9 @@ class Ring:
         """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it does not fit there.
 
         ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go to offset 0 and would overlap
-        this one there, this one goes to the end of the ring; so two consecutive blocks never overlap in a ring with room for both.
-        ``room_bytes``: activation memory that is unused while the block runs. Raises ValueError if the block is larger than the ring
-        plus ``room_bytes``.
+        this one there, this one goes to the end of the ring; so two consecutive blocks never overlap in a ring with room for
+        both. ``room_bytes``: activation memory that is unused while the block runs. Raises ValueError if the block is larger than
+        the ring plus ``room_bytes``.
         """
         if nbytes > self.capacity_bytes:
             if nbytes > self.capacity_bytes + room_bytes:

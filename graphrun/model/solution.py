@@ -16,9 +16,9 @@ class Solution:
     """A plan and its quality.
 
     ``objective_seconds``: the integer program's objective for its best solution (the screen prints `simulate`'s seconds instead).
-    ``bound_seconds``: lower bound on the objective of any plan of this program. ``gap``: relative distance of the best solution from
-    that bound. ``plan`` is the best solution, or a plan that simulates faster. In a session, objective and bound cover all runs, and
-    ``again_seconds`` is the time of one run after the first.
+    ``bound_seconds``: lower bound on the objective of any plan of this program. ``gap``: relative distance of the best solution
+    from that bound. ``plan`` is the best solution, or a plan that simulates faster. In a session, objective and bound cover all
+    runs, and ``again_seconds`` is the time of one run after the first.
     """
 
     problem: Problem

@@ -42,7 +42,7 @@ def test_steps_that_are_behind_are_not_planned(whole: Any) -> None:
     left = shortened(problem, {"denoise": (3, 4)})
     assert [max(use.calls for use in phase.uses) for phase in left.phases] == [1, 1, 1, 1]
     assert all(slot.part != "steady" for slot in graphrun.plan(left).plan.slots)
-    with pytest.raises(InputError, match="4 calls of transformer cannot be told apart by 3 steps"):
+    with pytest.raises(InputError, match="4 calls of transformer cannot be divided into 3 steps"):
         shortened(problem, {"denoise": (1, 3)})
 
 
