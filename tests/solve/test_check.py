@@ -76,7 +76,7 @@ def test_the_plan_itself_is_good() -> None:
         ("load vae mid[0]", "load vae mid[0,2]", [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)]),
         ("  load vae mid[0] from pinned\n", "  load vae mid[0] from pinned\n  drop vie\n", [("unknown", 4, 3), ("order", 4, 3)]),
         ("load dit big[1] from", "load dit big[1] remainder[0] from", [("load-present", 2, 1)]),
-        ("load te all from pinned", "load te all from disk", [("backing_store", 0, 0)]),
+        ("load te all from pinned", "load te all from disk", [("backing-store", 0, 0)]),
         ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
         ("  stream dit keep big[0,1] remainder[0] ring 4 KiB\n", "", [("missing", 3, -1)]),
         (
@@ -108,7 +108,7 @@ def test_budgets_hold_to_the_byte() -> None:
     assert rules(GOOD, given(first)) == []
     (found,) = check(given(first - 1), parse(GOOD.format(digest=given(first - 1).digest)))
     assert (found.rule, found.slot) == ("vram", 3)
-    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and carry = {first} > {first - 1} bytes"
+    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and live-in = {first} > {first - 1} bytes"
     host = 2 * K + 9 * K + 3 * K
     assert rules(GOOD, given(ram_bytes=host)) == []
     assert rules(GOOD, given(ram_bytes=host - 1)) == [("ram", 0, -1)]

@@ -81,14 +81,14 @@ def test_an_order_that_precedence_allows_may_be_chosen_and_then_binds_the_slots(
 @pytest.mark.parametrize(
     ("old", "new", "broken"),
     [
-        ("  read te\n", "", [("held", 1, -1), ("drop", 2, 0)]),
-        ("  read dit\n", "", [("held", 3, 0), ("held", 4, 3), ("held", 5, 0), ("held", 6, 0), ("drop", 7, 0)]),
+        ("  read te\n", "", [("host-missing", 1, -1), ("drop", 2, 0)]),
+        ("  read dit\n", "", [("host-missing", 3, 0), ("host-missing", 4, 3), ("host-missing", 5, 0), ("host-missing", 6, 0), ("drop", 7, 0)]),
         ("  drop up\n", "  drop up\n  drop up\n", [("drop", 4, 1)]),
         ("  read dit\n", "  read dit\n  read up\n", [("read", 3, 1)]),
         ("  restore embeds\n", "  restore embeds\n  read dit\n", [("read", 4, 3)]),
         ("  evict vae all", "  evict vae all\n  read dit", [("read", 9, 1)]),
-        ("  drop up\n", "  drop dit\n  drop up\n", [("held", 4, 4), ("held", 5, 0), ("held", 6, 0), ("drop", 7, 0)]),
-        ("  drop dit\n", "  drop vae\n", [("held", 7, 2)]),
+        ("  drop up\n", "  drop dit\n  drop up\n", [("host-missing", 4, 4), ("host-missing", 5, 0), ("host-missing", 6, 0), ("drop", 7, 0)]),
+        ("  drop dit\n", "  drop vae\n", [("host-missing", 7, 2)]),
         ("  read te\n", "  read tee\n  read te\n", [("unknown", 0, 0)]),
         ("  drop dit\n", "  drop dot\n", [("unknown", 7, 0)]),
         ("  read te\n", "  read te\n  load te all from pageable\n", [("cpu", 0, 1)]),
@@ -191,7 +191,7 @@ AGAIN = SESSION.index("again")
         (SESSION[:AGAIN] + SESSION[AGAIN:].replace("te load\n", "te load\n  read te\n"), [("read", 10, 0)]),
         (
             SESSION[:AGAIN].replace("  read te\n", "") + SESSION[AGAIN:].replace("te load\n", "te load\n  read te\n"),
-            [("held", 1, -1), ("read", 10, 0), ("held", 11, -1)],
+            [("host-missing", 1, -1), ("read", 10, 0), ("host-missing", 11, -1)],
         ),
         (SESSION.replace("slot decode/0:vae load\n", "slot decode/0:vae load\n  drop te\n", 1), [("drop", 7, 0)]),
         (SESSION + "  evict up all\n", [("baseline", 19, -1)]),

@@ -70,7 +70,7 @@ def test_layers_are_taken_where_blocks_do_not_fit() -> None:
 def test_a_plan_by_layer_of_the_problem_by_block_is_refused_with_the_reason() -> None:
     of = problem(12 * MB)
     plan = solve(of).plan
-    with pytest.raises(PlanError, match=r"m has no blocks b_2\[.*: the plan is by layer, and belongs to its solution's problem"):
+    with pytest.raises(PlanError, match=r"m has no blocks b_2\[.*: they are layers, .* use `Solution.problem`"):
         simulate(of, plan)
     with pytest.raises(PlanError, match=r"m has no blocks b_2\[[0-9, ]*\]$"):
         simulate(by_block_alone(of), plan)

@@ -119,7 +119,7 @@ def test_a_class_takes_part_in_its_first_calls_only() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slot denoise/0:dit first\n  run\nslot end", "big.0 of dit is needed, and neither present, loaded nor streamed"),
+        ("slot denoise/0:dit first\n  run\nslot end", "big.0 of dit is needed, but neither resident, loaded nor streamed"),
         ("slot denoise/0:dit first\n  stream dit keep none ring 1 KiB\n  run\nslot other/0:dit load", "no phase 'other/0:dit'"),
         ("slot denoise/0:dit first\n  stream dit keep none ring 1023 B\n  run", "does not fit a ring of 1023 bytes"),
         ("slot denoise/0:dit load\n  load dot all from pinned", "no component 'dot'"),
