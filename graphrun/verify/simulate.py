@@ -6,8 +6,7 @@ live-in bytes; the highest sum of a slot is its peak.
 
 Copy channel and compute (`Timeline`):
 
-    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits until the compute with the blocks it overwrites is
-    done
+    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits for compute with the blocks it overwrites
     compute      |  d3  |  s8   |  s9  |  s1   |  s2  |     d  loaded by the slot that computes with it
              ^ start                                        f  prefetch: loaded for a later slot
 
@@ -55,8 +54,8 @@ Key = tuple[str, int, int]  # component, block group, block within the group
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A block: ``nbytes`` on the device, ``seconds`` to copy it there; ``disk_seconds`` to read its ``read_bytes`` from disk, into its
-    backing store or for its copy."""
+    """A block: ``nbytes`` on the device, ``seconds`` to copy it there; ``disk_seconds`` to read its ``read_bytes`` from disk,
+    into its backing store or for its copy."""
 
     nbytes: int
     seconds: float
@@ -258,7 +257,7 @@ class Timeline:
         return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
 
     def _issue_due_prefetch(self, at_seconds: float) -> None:
-        """Issue prefetches in proportion to the streamed bytes. Stops at a block not in RAM by then, for which streaming would wait."""
+        """Issue prefetches in proportion to the streamed bytes, up to the first block that is not in RAM at that time."""
         while self._prefetch:
             self._disk.start_fetch(self._prefetch[-1])
             due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
@@ -285,7 +284,7 @@ def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Siz
 
 
 class HostMemory:
-    """RAM in use, at first that before the run. ``reordered``: problem with order and options applied; ``applied``: variants too."""
+    """RAM in use, at first that before the run. ``reordered``: problem with order and options applied; ``applied``: all choices."""
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
         self._variants = {component.name: component.variants[0] for component in applied.components}

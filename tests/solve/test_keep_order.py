@@ -1,4 +1,4 @@
-"""Keep-order: nested, and spread out evenly in call order."""
+"""`keep_order`: a permutation whose prefixes are spread evenly over the call order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_bit_reversal_for_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize("count", [19, 24, 38, 57])
-def test_prefixes_lie_evenly(count: int) -> None:
+def test_prefixes_are_spread_evenly(count: int) -> None:
     order = keep_order(count)
     for kept in range(2, count):
         some = sorted(order[:kept])
-        spill_gaps = [after - before for before, after in zip(some, [*some[1:], some[0] + count], strict=True)]
-        assert max(spill_gaps) <= 2 * count / kept + 1
+        distances = [after - before for before, after in zip(some, [*some[1:], some[0] + count], strict=True)]
+        assert max(distances) <= 2 * count / kept + 1
