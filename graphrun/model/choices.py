@@ -149,7 +149,8 @@ def _variant(problem: Problem, component: ComponentNumbers, name: str | None) ->
         if variant.name == name:
             return variant
     known = ", ".join(variant.name for variant in usable) or "none that is allowed"
-    raise PlanError(f"variant: {component.name} has no {name!r}; it has {known}" if name else f"variant: {component.name} has none")
+    found = f"{component.name} has no {name!r}" if name else f"the plan chooses none for {component.name}"
+    raise PlanError(f"variant: {found}; it has {known}")
 
 
 def _option(problem: Problem, stage: str, name: str) -> tuple[PhaseNumbers, ...]:
@@ -166,11 +167,11 @@ def _require_order(problem: Problem, order: tuple[str, ...]) -> None:
     if order == stages:
         return
     if sorted(order) != sorted(stages) or problem.precedence is None:
-        raise PlanError(f"order: the problem has {' '.join(stages)}, the plan {' '.join(order)}")
+        raise PlanError(f"order: the problem has the stages {' '.join(stages)}, the plan {' '.join(order)}")
     position = {stage: number for number, stage in enumerate(order)}
     for earlier, later in problem.precedence:
         if position[earlier] > position[later]:
-            raise PlanError(f"order: {later} needs {earlier} before it")
+            raise PlanError(f"order: {later} depends on {earlier}, so it must come after it")
 
 
 def with_live_range(value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]) -> ValueNumbers:

@@ -81,13 +81,19 @@ def test_values_are_live_from_after_their_producer_to_their_last_consumer_in_the
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"variants": (("dit", "bfloat16 pinned device"),)}, "variant: te has none"),
+        (
+            {"variants": (("dit", "bfloat16 pinned device"),)},
+            "variant: the plan chooses none for te; it has bfloat16 pinned device, ",
+        ),
         ({"variants": (("te", "int8 pinned device"),)}, "variant: te has no 'int8 pinned device'; it has bfloat16 pinned device, "),
         ({"variants": (("tee", "bfloat16 pinned device"),)}, "variant: the problem has no component tee"),
         ({"options": (("decode", "tailing"),)}, "option: the problem has no 'tailing' for stage 'decode'"),
         ({"options": (("decode", "slicing"),)}, "option: slicing of decode changes the output, and slicing is not allowed"),
-        ({"order": ("encode", "denoise", "refine", "decode")}, "order: denoise needs refine before it"),
-        ({"order": ("encode", "denoise")}, "order: the problem has encode refine denoise decode, the plan encode denoise"),
+        ({"order": ("encode", "denoise", "refine", "decode")}, "order: denoise depends on refine, so it must come after it"),
+        (
+            {"order": ("encode", "denoise")},
+            "order: the problem has the stages encode refine denoise decode, the plan encode denoise",
+        ),
     ],
 )
 def test_an_unknown_choice_is_refused(choices: dict[str, object], message: str) -> None:

@@ -202,7 +202,7 @@ def test_a_stage_report_sums_reads_and_takes_the_peak_of_host_bytes() -> None:
     [
         ("spill embeds", "spill embodies", "no value 'embodies'"),
         ("read te", "read tee", "no component 'tee'"),
-        ("variant dit bfloat16 pinned device\n", "", "variant: dit has none"),
+        ("variant dit bfloat16 pinned device\n", "", "variant: the plan chooses none for dit; it has bfloat16 pinned"),
         ("option decode tiling", "option decode slicing", "slicing is not allowed"),
     ],
 )
