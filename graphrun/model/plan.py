@@ -102,7 +102,8 @@ class Slot:
     """One part of a phase; it ends with a barrier.
 
     ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns the device to its baseline.
-    ``calls``: calls of each of the phase's components in this slot: 0 in load and end, 1 in first, all others in steady.
+    ``calls``: rounds in the slot; in each, every component with calls left is called once. 0 in load and end, 1 in first, all other
+    rounds in steady.
     """
 
     phase: str
