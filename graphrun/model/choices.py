@@ -86,7 +86,7 @@ def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, s
 
 
 def apply_choices(problem: Problem, plan: Plan) -> Problem:
-    """``problem`` with all choices of ``plan``: reordered, one variant per component, phases with its seconds and bytes.
+    """``problem`` with all choices of ``plan``: reordered, one variant per component, its seconds and bytes in the phases.
 
     Raises PlanError if the plan chooses something that the problem does not have or does not allow.
     """
@@ -104,8 +104,11 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
 
 
 def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
-    """``use`` of ``component`` with the compute seconds of ``variant``: multiplied by `slowdown`, plus `block_seconds` once per block
-    and call, and divided among groups as `read_from_disk` says."""
+    """``use`` of ``component`` with the compute seconds of ``variant``.
+
+    They are multiplied by `slowdown`, increased by `block_seconds` once per block and call, and divided among groups as
+    `read_from_disk` says.
+    """
     use = read_from_disk(use, variant, [len(of.blocks) for of in component.groups])
     use = replace(use, beside_bytes=()) if variant.scratch_bytes and use.beside_bytes else use  # scratch is not known per block
     extra = variant.block_seconds or (0.0,) * len(use.seconds)

@@ -153,7 +153,7 @@ class _HostRules:
     def __init__(self, problem: Problem, applied: Problem, plan: Plan) -> None:
         self.applied, self.variants = applied, {c.name: c.variants[0] for c in applied.components}
         self.values = {value.name: value for value in applied.values}
-        self.counted = {use.component for phase in applied.phases for use in phase.uses}  # an unused component takes no RAM
+        self.used = {use.component for phase in applied.phases for use in phase.uses}  # an unused component takes no RAM
         self.held = {name for name, v in self.variants.items() if v.backing_store == "disk" or v.read_seconds == ()}
         self.was_read = set(self.held)
         self.spilled: dict[str, int] = {}  # value -> phase in whose load slot it must be restored
@@ -185,7 +185,7 @@ class _HostRules:
             if slot.part == "load" and back == self.numbers[slot.phase]:
                 yield Violation("restore", index, -1, f"{name} is still on the host, but {slot.phase} consumes it")
 
-    def needed(self, index: int, copies: Mapping[str, int], phase: PhaseNumbers | None) -> Iterator[Violation]:
+    def backing_stores(self, index: int, copies: Mapping[str, int], phase: PhaseNumbers | None) -> Iterator[Violation]:
         """Whether backing stores are available for all ``copies`` (component -> action) and for calls on the CPU in ``phase``."""
         called = [use.component for use in phase.uses if self.variants[use.component].device == "cpu"] if phase else []
         for name, number in (*copies.items(), *((name, -1) for name in called)):
@@ -199,7 +199,7 @@ class _HostRules:
     def budgets(self, index: int, slot: Slot) -> Iterator[Violation]:
         """Limits of RAM and page-locked RAM, reported only in slots where the use rises. To be called last for a slot."""
         reading = [action.component for action in slot.actions if isinstance(action, Read) and action.component in self.held]
-        terms = {name: self.variants[name].host_bytes for name in self.variants if name in self.held & self.counted}
+        terms = {name: self.variants[name].host_bytes for name in self.variants if name in self.held & self.used}
         locked = {name: terms[name] for name in terms if self.variants[name].backing_store != "pageable"}
         terms |= {f"{name} (transient)": n for name in reading if (n := self.variants[name].transient_bytes)}
         terms |= {name: value.nbytes for name, value in self.values.items() if name in self.restored or name in self.spilled}
@@ -233,7 +233,7 @@ class _HostRules:
         if name in self.was_read:
             why = "has its backing store on disk" if self.variants[name].backing_store == "disk" else "was read before"
             return "read", f"{name} {why}"
-        for names in (self.was_read, self.held, self.counted):
+        for names in (self.was_read, self.held, self.used):
             names.add(name)
         return None
 
@@ -313,7 +313,7 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
 
 
 def _run(
-    applied: Problem, slots: tuple[Slot, ...], start: int, present: dict[str, BlockSet], host: _HostRules
+    applied: Problem, slots: tuple[Slot, ...], start: int, resident: dict[str, BlockSet], host: _HostRules
 ) -> Generator[Violation, None, dict[str, BlockSet]]:
     """Rules of one run whose first slot has number ``start``. Returns the blocks on the device after it, per component."""
     phases = {phase.name: (index, phase) for index, phase in enumerate(applied.phases)}
@@ -321,17 +321,17 @@ def _run(
     for index, slot in enumerate(slots, start):
         number, phase = phases.get(slot.phase, (-1, None))
         computing = phase if slot.part in ("first", "steady") else None
-        rules = _SlotRules(applied, index, slot, present)
+        rules = _SlotRules(applied, index, slot, resident)
         yield from rules.actions()
         yield from rules.required_blocks(computing)
         if phase:
             yield from rules.directives(phase, used)
         yield from rules.vram(number, phase, host.spilled_bytes(slot))
         yield from host.actions(index, slot, again=start > 0)
-        yield from host.needed(index, rules.copies, computing)
+        yield from host.backing_stores(index, rules.copies, computing)
         yield from host.budgets(index, slot)
-        present = rules.after()
-    return present
+        resident = rules.after()
+    return resident
 
 
 def _further_runs(applied: Problem, plan: Plan) -> Iterator[Violation]:
@@ -360,12 +360,12 @@ def _structure(problem: Problem, slots: tuple[Slot, ...], start: int) -> Iterato
 
 
 class _SlotRules:
-    """Rules of one slot. ``present``: blocks on the device when it begins; `actions` removes evicted blocks from it."""
+    """Rules of one slot. ``resident``: blocks on the device when it begins; `actions` removes evicted blocks from it."""
 
-    def __init__(self, problem: Problem, index: int, slot: Slot, present: dict[str, BlockSet]) -> None:
+    def __init__(self, problem: Problem, index: int, slot: Slot, resident: dict[str, BlockSet]) -> None:
         self.problem, self.index, self.slot = problem, index, slot
-        self.present = {name: set(held) for name, held in present.items()}
-        self.loaded: dict[str, BlockSet] = {name: set() for name in present}
+        self.resident = {name: set(held) for name, held in resident.items()}
+        self.loaded: dict[str, BlockSet] = {name: set() for name in resident}
         self.streams: dict[str, tuple[int, Stream]] = {}
         self.copies: dict[str, int] = {}  # component -> first action that copies its blocks to the device
 
@@ -373,7 +373,7 @@ class _SlotRules:
         return Violation(rule, self.index, action, detail)
 
     def after(self) -> dict[str, BlockSet]:
-        return {name: held | self.loaded[name] for name, held in self.present.items()}
+        return {name: held | self.loaded[name] for name, held in self.resident.items()}
 
     def actions(self) -> Iterator[Violation]:
         """Rules of each action, and of the order of actions."""
@@ -410,12 +410,12 @@ class _SlotRules:
         elif isinstance(action, Load):
             yield from self.load(number, action, component, named)
         elif isinstance(action, Evict):
-            if absent := named - self.present[name]:
+            if absent := named - self.resident[name]:
                 yield self.broken("evict-absent", number, f"not on the device: {_show(component, absent)}")
             if not component.variants[0].movable and (self.slot.part != "end" or self.problem.runs > 1):
                 until = "until the end" if self.problem.runs == 1 else "in all runs"
                 yield self.broken("immovable", number, f"{name} must stay on the device {until}")
-            self.present[name] -= named
+            self.resident[name] -= named
         elif name in self.streams or self.slot.part not in ("first", "steady"):
             yield self.broken("stream", number, f"{name} may be streamed once per slot, in first and steady slots")
         else:
@@ -423,7 +423,7 @@ class _SlotRules:
 
     def load(self, number: int, action: Load, component: ComponentNumbers, named: BlockSet) -> Iterator[Violation]:
         name = component.name
-        if there := named & (self.present[name] | self.loaded[name]):
+        if there := named & (self.resident[name] | self.loaded[name]):
             yield self.broken("load-present", number, f"on the device already: {_show(component, there)}")
         if action.backing_store != component.variants[0].backing_store:
             store = component.variants[0].backing_store
@@ -442,7 +442,7 @@ class _SlotRules:
             component = self.problem.component(name)
             if not used.get(name):
                 yield self.broken("stream", number, f"the slot does not use {name}")
-            held = self.present[name] | self.loaded[name]
+            held = self.resident[name] | self.loaded[name]
             if odd := _named(component, stream.keep) ^ held:
                 yield self.broken("stream", number, f"keep and the blocks on the device differ in {_show(component, odd)}")
         for name, groups in used.items():
@@ -452,7 +452,7 @@ class _SlotRules:
             every = {(k, i) for k in groups for i in range(len(component.groups[k].blocks))}
             if self.slot.part == "steady" and groups and self.loaded[name]:
                 yield self.broken("steady-load", -1, f"loaded in a steady slot that uses it: {_show(component, self.loaded[name])}")
-            yield from self.streaming(component, every - self.present[name])
+            yield from self.streaming(component, every - self.resident[name])
 
     def streaming(self, component: ComponentNumbers, absent: BlockSet) -> Iterator[Violation]:
         """Whether ``absent`` blocks can be streamed. These are needed by the slot's calls and not resident when it starts."""
@@ -486,10 +486,10 @@ class _SlotRules:
         used = {use.component: use for use in phase.uses}
         for component in self.problem.components:
             name, demanded = component.name, self.problem.demanded(component.name)
-            held = self.present[name] | self.loaded[name]
+            held = self.resident[name] | self.loaded[name]
             if "keep" in demanded:
                 every = {(k, i) for k in groups[name] for i in range(len(component.groups[k].blocks))}
-                if gone := every - self.present[name]:
+                if gone := every - self.resident[name]:
                     yield self.broken("keep", -1, f"kept from its first use on, but not on the device: {_show(component, gone)}")
             if demanded & {"keep", "whole"} and name in self.streams:
                 rule = "keep" if "keep" in demanded else "whole"
@@ -497,10 +497,10 @@ class _SlotRules:
             if demanded & {"keep", "whole"} and name in used and component.variants[0].device == "cpu":
                 rule = "keep" if "keep" in demanded else "whole"
                 yield self.broken(rule, -1, f"{name} computes on the CPU, which the directive {rule} forbids")
-            resident = {key for key in held if component.groups[key[0]].streamable}
-            if "exclude" in demanded and resident:
-                yield self.broken("exclude", -1, f"on the device, though excluded: {_show(component, resident)}")
-            outside = (self.present[name] if self.slot.part == "load" else set()) if name in used else held
+            staying = {key for key in held if component.groups[key[0]].streamable}
+            if "exclude" in demanded and staying:
+                yield self.broken("exclude", -1, f"on the device, though excluded: {_show(component, staying)}")
+            outside = (self.resident[name] if self.slot.part == "load" else set()) if name in used else held
             if "drop" in demanded and outside:
                 yield self.broken("drop", -1, f"on the device outside its own phases: {_show(component, outside)}")
             if name in used:
@@ -510,7 +510,7 @@ class _SlotRules:
         weights = 0
         for component in self.problem.components:
             sizes = component.variants[0].block_bytes
-            held = self.present[component.name] | self.loaded[component.name]
+            held = self.resident[component.name] | self.loaded[component.name]
             weights += sum(round_up(sizes[k], ALLOCATION_BYTES) for k, _ in held)
         rings = sum(round_up(stream.ring_bytes, ALLOCATION_BYTES) for _, stream in self.streams.values())
         values = self.problem.value_bytes(number) - spilled_bytes + phase.live_in_bytes if phase else 0

@@ -89,7 +89,7 @@ class DiskChannel:
         self._read_end: dict[Key, float] = {}
         self._bounce_rings = {name: Ring(nbytes) for name, nbytes in bounce_bytes.items()}
         self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}  # of each fetched block
-        self._fetch_ends: dict[Key, float] = {}  # of fetches that were started and whose copies were not
+        self._fetch_ends: dict[Key, float] = {}  # of fetches started ahead of their copies
         if not fetch_bytes:
             self.finish()
 
@@ -156,7 +156,7 @@ class DiskChannel:
         return self.free_seconds
 
 
-Source = Literal["present", "load", "stream", "host"]
+Source = Literal["resident", "load", "stream", "host"]
 
 
 class Work(NamedTuple):
@@ -201,13 +201,13 @@ class Timeline:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
         self._sizes, self._disk, self._rooms = sizes, disk, rooms or {}
-        self._computed = self._start = start_seconds
-        self._copied = copies_from_seconds
+        self._compute_free = self._start = start_seconds  # when the compute channel is free
+        self._copy_free = copies_from_seconds  # when the copy channel is free
         self._prefetch = sorted(prefetch, key=lambda key: disk.reads(key[0]))[::-1]
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
         self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
         self._prefetched_bytes = self._streamed_bytes = 0
-        self._arrived: dict[Key, float] = {}
+        self._load_ends: dict[Key, float] = {}
         self._rings = {name: Ring(nbytes) for name, nbytes in ring_bytes.items()}
         self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}  # of each placed block
         streamed = [work for work in works if work.source == "stream"]
@@ -217,30 +217,30 @@ class Timeline:
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
-        self.end_seconds = max(self._copied, self._computed, disk.free_seconds)
+        self.end_seconds = max(self._copy_free, self._compute_free, disk.free_seconds)
 
     def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
         """Compute of one call of a component, with the copies that it waits for."""
         began: float | None = None
         for work in works:
-            if work.source != "present":
-                self._computed = max(self._computed, self._arrives(work))
-            began = self._computed if began is None else began
-            self._computed += work.seconds
+            if work.source != "resident":
+                self._compute_free = max(self._compute_free, self._available(work))
+            began = self._compute_free if began is None else began
+            self._compute_free += work.seconds
             if work.source == "stream":
-                self._compute_ends[name].append(self._computed)
+                self._compute_ends[name].append(self._compute_free)
         span = self.calls.get((name, call), Span("run", works[0].key, call, began or 0.0, 0.0))
-        self.calls[name, call] = span._replace(end_seconds=self._computed)
+        self.calls[name, call] = span._replace(end_seconds=self._compute_free)
 
-    def _arrives(self, work: Work) -> float:
+    def _available(self, work: Work) -> float:
         """When the block of ``work`` is available to compute with."""
         if work.source == "stream":
             return self._stream(work.key)
         if work.source == "host":
             return self._disk.in_ram(work.key)
-        if work.key not in self._arrived:
-            self._arrived[work.key] = self._copy("load", work.key, self._disk.in_ram(work.key))
-        return self._arrived[work.key]
+        if work.key not in self._load_ends:
+            self._load_ends[work.key] = self._copy("load", work.key, self._disk.in_ram(work.key))
+        return self._load_ends[work.key]
 
     def _stream(self, key: Key) -> float:
         try:
@@ -249,10 +249,10 @@ class Timeline:
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
         ready = self._compute_ends[key[0]][ring_slot.released[-1]] if ring_slot.released else self._start
-        ready = self._computed if ring_slot.alone else ready
+        ready = self._compute_free if ring_slot.alone else ready
         if ring_slot.released or ring_slot.alone:
-            self._issue_due_prefetch(self._copied)
-            self._issue_due_prefetch(max(self._copied, ready))
+            self._issue_due_prefetch(self._copy_free)
+            self._issue_due_prefetch(max(self._copy_free, ready))
         self._streamed_bytes += self._sizes[key].nbytes
         return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
 
@@ -271,11 +271,11 @@ class Timeline:
         self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
-        start = max(self._copied, ready)
-        self._copied = start + self._sizes[key].seconds
-        self._disk.copied(key, self._copied)
-        self.copies.append(Span(kind, key, 0, start, self._copied))
-        return self._copied
+        start = max(self._copy_free, ready)
+        self._copy_free = start + self._sizes[key].seconds
+        self._disk.copied(key, self._copy_free)
+        self.copies.append(Span(kind, key, 0, start, self._copy_free))
+        return self._copy_free
 
 
 def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Size]) -> Iterator[int]:
@@ -487,7 +487,7 @@ class _State:
             for key in self._keys(component.name, None):
                 k = key[1]
                 self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
-        self.present: set[Key] = set()
+        self.resident: set[Key] = set()
         self.now = 0.0
         self.events: list[Event] = []
         self.moments: list[Moment] = []
@@ -499,14 +499,14 @@ class _State:
         loads = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Load) for key in of]
         rings = {action.component: action.ring_bytes for action in slot.actions if isinstance(action, Stream)}
         value_copies, copies_from = self._value_copies(index, slot)
-        self.present -= set(evicted)
+        self.resident -= set(evicted)
         works, activation, values = self._works(index, slot, set(loads), rings)
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
         line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self._rooms(slot, used))
         self.now = line.end_seconds
-        held = self._device_bytes(self.present | set(loads))
+        held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
         host, pinned = self.host.slot(slot)
         report = SlotReport(
@@ -530,8 +530,8 @@ class _State:
         spans = (*(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans), *line.copies, *line.calls.values())
         timed = [*value_copies.values(), *(self._event(index, span) for span in spans)]
         self.events += sorted(timed, key=lambda event: event.start_seconds)
-        self._add_moments(index, slot, keys, values + self._device_bytes((*self.present, *evicted)), activation, timed, start)
-        self.present |= set(loads)
+        self._add_moments(index, slot, keys, values + self._device_bytes((*self.resident, *evicted)), activation, timed, start)
+        self.resident |= set(loads)
         return report
 
     def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
@@ -566,9 +566,9 @@ class _State:
         for use in phase.uses:
             on_cpu = self._component(use.component).variants[0].device == "cpu"
             for key in self._keys(use.component, None):
-                here: Source = "present" if key in self.present else "load" if key in loads else "stream"
+                here: Source = "resident" if key in self.resident else "load" if key in loads else "stream"
                 source_of[key] = "host" if on_cpu else here
-        works = [Work(key, seconds, call, source_of[key]) for key, seconds, call in self._computed(phase, slot)]
+        works = [Work(key, seconds, call, source_of[key]) for key, seconds, call in self._blocks_in_order(phase, slot)]
         if missing := next((w.key for w in works if w.source == "stream" and w.key[0] not in rings), None):
             raise PlanError(
                 f"slot {index}: {self._path(missing)} of {missing[0]} is needed, but neither resident, loaded nor streamed"
@@ -584,7 +584,7 @@ class _State:
         nbytes = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0) if phase else 0
         return {key: room_bytes(nbytes, uses[key[0]], key[1]) for key in keys if uses[key[0]].beside_bytes}
 
-    def _computed(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
+    def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
         """(block, seconds, call) in order: in each call all components in turn. A group runs in its first calls only."""
         for call in range(slot.calls):
             for use in phase.uses:
