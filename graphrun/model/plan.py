@@ -79,7 +79,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the component from disk into its backing store, concurrently with the rest of the slot.
+    """Read the component from disk into its backing store, concurrently with the other actions of the slot.
 
     A block may be copied to the device as soon as it has been read.
     """

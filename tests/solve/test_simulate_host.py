@@ -80,9 +80,9 @@ def test_a_session_is_its_first_run_and_the_others() -> None:
 def problem_with_disk_store(bounce: int, read: float, copy: float, compute: float, calls: int = 1) -> Problem:
     dit, vae = component("dit", ("big", 4, K)), component("vae", ("mid", 2, K))
     variant = replace(dit.variants[0], backing_store="disk", host_bytes=bounce, load_seconds=(copy,), disk_seconds=(read,))
-    filled = replace(vae.variants[0], load_seconds=(1.0,), read_seconds=(4.0,))
+    read_in_run = replace(vae.variants[0], load_seconds=(1.0,), read_seconds=(4.0,))
     phases = (PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute,)),), 0, 0, 0),)
-    return problem(2**20, (replace(dit, variants=(variant,)), replace(vae, variants=(filled,))), phases)
+    return problem(2**20, (replace(dit, variants=(variant,)), replace(vae, variants=(read_in_run,))), phases)
 
 
 STREAMED = """plan {digest}
