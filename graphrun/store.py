@@ -36,7 +36,7 @@ from graphrun.modules.source_files import commits_of, config_file, file_stamps, 
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
 from graphrun.profile.recording import Call, ComponentProfile, Cut, Mark, Probed, Product, Recording, Span
-from graphrun.solve.granularity import cut
+from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.check import check
 
 # Packages whose code a dry run of diffusers' pipelines passes through, or whose presence changes it.
@@ -132,7 +132,7 @@ def _kept_plan(problem: Problem, store: Store | None) -> Solution | None:
     if found is None:
         return None
     try:
-        plan, of = parse(found["plan"]), cut(problem, found["cut"])
+        plan, of = parse(found["plan"]), split_into_layers(problem, found["cut"])
         return Solution(of, plan, *found["proof"]) if plan.problem == of.digest and not check(of, plan) else None
     except UNREADABLE:
         return None

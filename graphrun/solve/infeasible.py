@@ -9,17 +9,17 @@ from graphrun.model.least_memory import PhaseMinimum, least_memory, used_compone
 from graphrun.model.problem import Problem
 from graphrun.solve.granularity import finer
 from graphrun.solve.least import (
-    chosen_from,
-    held_ram,
+    has_usable_variants,
+    backing_store_bytes,
     least_memory_of,
-    only,
+    with_only_variants,
     smallest_budget,
     smallest_disk,
     smallest_pinned,
     smallest_ram,
 )
 from graphrun.solve.repairs import Repair, repairs_of
-from graphrun.solve.variants import simple
+from graphrun.solve.variants import only_blocks_to_choose
 from graphrun.units import show_size
 
 __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
@@ -85,7 +85,7 @@ class Infeasible(GraphrunError):
 
 
 def _binding(problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tier, ...]) -> str:
-    if not chosen_from(problem):
+    if not has_usable_variants(problem):
         return "what is allowed"
     if needs:
         return "VRAM"
@@ -123,9 +123,9 @@ def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
 
 def surely_infeasible(problem: Problem) -> bool:
     """Whether it can be said without solving that no plan exists."""
-    if not chosen_from(problem):
+    if not has_usable_variants(problem):
         return True
-    if not simple(problem):
+    if not only_blocks_to_choose(problem):
         return False
-    short = any(need.short_bytes > 0 for need in least_memory(only(problem)))
-    return short or (problem.runs == 1 and held_ram(problem) > problem.ram_bytes)
+    short = any(need.short_bytes > 0 for need in least_memory(with_only_variants(problem)))
+    return short or (problem.runs == 1 and backing_store_bytes(problem) > problem.ram_bytes)

@@ -35,7 +35,7 @@ def _options(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], es
             if (needs := OPERATIONS[stage.op].options[name]) and needs not in allow:
                 wanted.setdefault(needs, []).append(stage.name)
     for needs, stages in wanted.items():
-        seconds = _tried(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
+        seconds = _seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
         if seconds is not None:
             yield Repair(f"allow {needs} (of {', '.join(stages)})", (("--allow", needs),), seconds, True)
 
@@ -45,7 +45,7 @@ def _sizes(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], esti
     sizes = {name: values[name] for name in SIZES if name in graph.inputs and isinstance(values[name], int)}
     for eighths in EIGHTHS if sizes else ():
         smaller = {name: _scaled(value, eighths, graph.inputs[name].multiple_of or 1) for name, value in sizes.items()}
-        seconds = _tried(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
+        seconds = _seconds_or_none(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
         if seconds is not None:
             text = " ".join(f"{name}={value}" for name, value in smaller.items())
             yield Repair(f"make it smaller: {text}", tuple(("--set", f"{k}={v}") for k, v in smaller.items()), seconds, True)
@@ -56,7 +56,7 @@ def _scaled(value: int, eighths: int, step: int) -> int:
     return max(step, value * eighths // 8 // step * step)
 
 
-def _tried(problem: Callable[[], Problem]) -> float | None:
+def _seconds_or_none(problem: Callable[[], Problem]) -> float | None:
     try:
         return predicted_seconds(problem())
     except GraphrunError:

@@ -1,7 +1,7 @@
 """Which variants are worth a solver's time, and which of equally good ones a plan names. Exact: no solution is lost.
 
 dominated     another variant is no worse in any number, or worse only in a tier that cannot bind       left out before solving
-plainest      the earliest variant that does the same at no cost in seconds, bytes moved or memory      chosen after solving
+simplest_variants      the earliest variant that does the same at no cost in seconds, bytes moved or memory      chosen after solving
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import ComponentNumbers, Problem, Variant
-from graphrun.solve.matrix import most_host_bytes
+from graphrun.solve.milp import max_host_bytes
 from graphrun.solve.program import Choice, Program, program_of, usable
 
 MISSED = 1e-9  # relatively: seconds that are equal but for the order of additions
 
 
-def worthwhile(problem: Problem) -> tuple[tuple[int, ...], ...]:
+def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Of each component the usable variants that no other one dominates."""
     open_ = program_of(problem)
     limits = (problem.ram_bytes, problem.pinned_bytes)
     binds = [
-        limit is not None and most_host_bytes(open_, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
+        limit is not None and max_host_bytes(open_, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
     ]
     stored = [
         max(
             (
-                variant_choice.of.stored_bytes
+                variant_choice.variant.stored_bytes
                 for variant_choice in open_.variant_choices
                 if variant_choice.component == c and variant_choice.used
             ),
@@ -78,7 +78,7 @@ def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
     return numbers
 
 
-def plainest(problem: Problem, variants: tuple[int, ...], choice: Choice) -> tuple[tuple[int, ...], Choice]:
+def simplest_variants(problem: Problem, variants: tuple[int, ...], choice: Choice) -> tuple[tuple[int, ...], Choice]:
     """``choice`` with earlier variants where the same integers then cost no more."""
     program = program_of(problem, tuple((v,) for v in variants))
     for number, component in enumerate(problem.components):
@@ -103,10 +103,10 @@ def _no_worse(tried: Program, program: Program, choice: Choice) -> bool:
         return False
     if max(tried.device_bytes(choice), default=0) > max(program.device_bytes(choice), default=0):
         return False
-    return not over(tried, choice)
+    return not budget_excess(tried, choice)
 
 
-def over(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
+def budget_excess(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
     """Bytes above a budget, by tier and interval, in integers; empty where all fits."""
     problem, host = program.problem, program.host_bytes(choice)
     limits = {"device": problem.effective_bytes, "ram": problem.ram_bytes, "pinned": problem.pinned_bytes}
@@ -115,26 +115,26 @@ def over(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
     for tier, limit in limits.items():
         if limit is not None and (more := {t: n - limit for t, n in enumerate(taken[tier]) if n > limit}):
             found[tier] = more
-    stored = sum(variant_choice.of.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
+    stored = sum(variant_choice.variant.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
     if problem.disk_bytes is not None and stored > problem.disk_bytes:
         found["disk"] = {0: stored - problem.disk_bytes}
     return found
 
 
-def simple(problem: Problem) -> bool:
+def only_blocks_to_choose(problem: Problem) -> bool:
     """Whether nothing is to be chosen but where blocks are: one usable variant, never filled, one order, nothing to spill."""
     if problem.precedence is not None or any(not of.needs or of.needs in problem.allow for of in problem.options):
         return False
     if any(len(usable(problem, number)) != 1 for number in range(len(problem.components))):
         return False
-    only = taken(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
+    only = restrict_variants(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
     variants = [component.variants[0] for component in only.components]
     if problem.runs > 1 and not all(variant.movable for variant in variants):
         return False
     return not any(variant.read_seconds for variant in variants) and not program_of(problem).spill_gaps
 
 
-def taken(problem: Problem, variants: tuple[int, ...]) -> Problem:
+def restrict_variants(problem: Problem, variants: tuple[int, ...]) -> Problem:
     """``problem`` with these variants alone, their rules for compute and scratch still in them."""
     components = tuple(replace(c, variants=(c.variants[v],)) for c, v in zip(problem.components, variants, strict=True))
     return replace(problem, components=components)

@@ -15,12 +15,12 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.least import chosen_from
+from graphrun.solve.least import has_usable_variants
 from graphrun.solve.orders import stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve, solved
-from graphrun.solve.variants import worthwhile
+from graphrun.solve.variants import undominated_variants
 from graphrun.verify.simulate import simulate
 
 SEEDS = st.integers(0, 10**6)
@@ -28,9 +28,9 @@ QUICK = settings(max_examples=25, deadline=None)
 
 
 def best(of: Problem, *, all_variants: bool = False) -> Answer | None:
-    if not chosen_from(of):
+    if not has_usable_variants(of):
         return None
-    return choose([program_of(each.problem, None if all_variants else worthwhile(each.problem)) for each in stage_choices(of)[0]])
+    return choose([program_of(each.problem, None if all_variants else undominated_variants(each.problem)) for each in stage_choices(of)[0]])
 
 
 def seconds(of: Problem) -> float:

@@ -14,7 +14,7 @@ from graphrun.model.plan import Stream
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use
 from graphrun.model.ring import Ring
 from graphrun.solve.alternatives import alternatives
-from graphrun.solve.granularity import cut, cuttable
+from graphrun.solve.granularity import split_into_layers, splittable
 from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.repairs import predicted_seconds
 from graphrun.solve.solve import solve
@@ -97,7 +97,7 @@ def test_more_memory_costs_no_time_where_layers_give_way_to_blocks() -> None:
 
 def test_a_layer_finds_room_among_the_activation_that_is_not_there_while_it_runs() -> None:
     of = problem(12 * MB)
-    (need,) = least_memory(cut(of, cuttable(of)))
+    (need,) = least_memory(split_into_layers(of, splittable(of)))
     assert need.ring_bytes == 1_000_448  # the narrow ones, for which nothing is left; those of 2 MB find it
     least = smallest_budget(of)
     solution = solve(replace(of, budget_bytes=least))
@@ -244,10 +244,10 @@ def test_a_component_that_would_spare_the_host_as_layers_is_cut_if_the_device_ha
 
 def test_cutting_twice_changes_nothing_and_a_cut_problem_is_another_one() -> None:
     of = problem(12 * MB)
-    once = cut(of, ["m"])
-    assert cut(once, ["m"]) == once
+    once = split_into_layers(of, ["m"])
+    assert split_into_layers(once, ["m"]) == once
     assert once.digest != of.digest
-    assert not cuttable(once)
+    assert not splittable(once)
 
 
 def test_a_block_larger_than_the_ring_passes_alone_in_its_room() -> None:
