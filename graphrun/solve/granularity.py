@@ -86,8 +86,8 @@ Least = Callable[[Problem, ComponentNumbers, bool], list[int]]  # least bytes pe
 
 
 def _components_with_less(problem: Problem, least: Least) -> set[str]:
-    """Components for which ``least`` is smaller as layers than as blocks in at least one variant, and larger in none that
-    counts."""
+    """Components for which ``least`` is smaller as layers than as blocks in at least one variant, while the least over all
+    variants is not larger."""
     found = (c for c in problem.components if c.layers is not None and _no_larger(problem, c, least))
     return {c.name for c in found if any(a < b for a, b in zip(least(problem, c, True), least(problem, c, False), strict=True))}
 
@@ -97,7 +97,8 @@ def _no_larger(problem: Problem, component: ComponentNumbers, least: Least) -> b
 
 
 def _device_minimum(problem: Problem, component: ComponentNumbers, by_layer: bool) -> list[int]:
-    """The least with which every phase can use ``component``: what cannot be streamed, a ring for the largest other, activation."""
+    """Per usable variant, the least device memory with which every phase can use ``component``: blocks that cannot be streamed, a
+    ring for the largest other block, activation."""
     of = component.layers if by_layer and component.layers is not None else component
     uses = [(phase, use) for phase in _phases(problem) for use in phase.uses if use.component == component.name]
     found = [(phase, _layers_of(use) if by_layer else use) for phase, use in uses]

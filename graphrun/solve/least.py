@@ -1,7 +1,9 @@
-"""The least budget for which a plan exists, of each tier, the others being as they are. Exact to the byte where nothing is to be
-chosen but blocks (closed form), else from a program of its own, its sums taken in integers.
+"""The smallest budgets for which a plan exists, one at a time while the others are unchanged. Exact to the byte.
 
-    smallest_budget   VRAM, as the user gives it        smallest_ram, smallest_pinned, smallest_disk
+    smallest_budget   VRAM, as the user states it        smallest_ram, smallest_pinned, smallest_disk
+
+Closed form where the only choice is which blocks are resident; otherwise a MILP whose goal is that budget, with sums checked in
+integers.
 """
 
 from __future__ import annotations
@@ -11,28 +13,30 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import PhaseMinimum, least_memory, needed_components
 from graphrun.model.problem import Problem
-from graphrun.solve.granularity import split_into_layers, granularities, smaller_as_layers
+from graphrun.solve.granularity import granularities, smaller_as_layers, split_into_layers
 from graphrun.solve.milp import Formulation, Tier, with_drops
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import Choice, Program, program_of, usable
 from graphrun.solve.search import Goal, minimise_over
 from graphrun.solve.variants import only_blocks_to_choose, restrict_variants, undominated_variants
 
-AMPLE = 1 << 50
-ROUNDS = 4
+AMPLE = 1 << 50  # bytes: never binds
+ROUNDS = 4  # solves for the least device memory, each one byte below the last result
 
 
 def smallest_budget(problem: Problem) -> int:
-    """The least total budget (context, workspace and reserve included) for which a plan exists, whatever the card's capacity, with
-    components cut into layers where these take less.
+    """The least VRAM budget in bytes (context, workspace and reserve included) for which a plan exists, regardless of the card's
+    capacity, with components split into layers where these need less.
 
-    Where the host's budgets leave none at all, the least with ample ones. 0 where no variant may be chosen.
+    Where the host budgets allow no plan at all: the least with unlimited host budgets. 0 where a component has no usable variant.
     """
     if not has_usable_variants(problem):
         return 0
     if only_blocks_to_choose(problem):
         every = list(granularities(problem))
-        return problem.overhead_bytes + min(map(_peak, [of for of in every if backing_store_bytes(of) <= problem.ram_bytes] or every))
+        return problem.overhead_bytes + min(
+            map(_peak, [of for of in every if backing_store_bytes(of) <= problem.ram_bytes] or every)
+        )
     floor = least_device_bytes(with_ample_host(split_into_layers(problem, smaller_as_layers(problem))))
     least: int | None = None
     for of in granularities(problem):
@@ -46,59 +50,62 @@ def smallest_budget(problem: Problem) -> int:
 
 
 def smallest_ram(problem: Problem) -> int:
-    """The least RAM for which a plan exists; where VRAM leaves none at all, the least with ample VRAM."""
+    """The least RAM in bytes for which a plan exists; where VRAM allows no plan at all, the least with unlimited VRAM."""
     if not has_usable_variants(problem):
         return 0
-    if only_blocks_to_choose(problem) and all(component.variants[0].device != "cpu" for component in with_only_variants(problem).components):
+    if only_blocks_to_choose(problem) and all(
+        component.variants[0].device != "cpu" for component in with_only_variants(problem).components
+    ):
         every = list(granularities(problem))
         return min(map(backing_store_bytes, [of for of in every if _peak(of) <= problem.effective_bytes] or every))
     return _least_host(problem, "ram")
 
 
 def backing_store_bytes(problem: Problem) -> int:
-    """What the backing stores take, cut as they are, of a problem in which nothing is to be chosen but blocks."""
+    """Bytes of all backing stores, for a problem as in `only_blocks_to_choose`, at its granularity."""
     return sum(component.variants[0].host_bytes for component in needed_components(with_only_variants(problem)))
 
 
 def _peak(problem: Problem) -> int:
-    """The least that a phase takes at its peak, of such a problem."""
+    """The least device memory of the largest phase, for such a problem."""
     return max((need.total_bytes for need in least_memory(with_only_variants(problem))), default=0)
 
 
 def smallest_pinned(problem: Problem) -> int:
-    """The least page-locked RAM for which a plan exists; where VRAM leaves none at all, the least with ample VRAM."""
+    """The least page-locked RAM in bytes for which a plan exists; where VRAM allows no plan at all, the least with unlimited
+    VRAM."""
     return _least_host(problem, "pinned") if has_usable_variants(problem) else 0
 
 
 def smallest_disk(problem: Problem) -> int:
-    """The fewest bytes on disk for which a plan exists; where the other budgets leave none at all, with ample ones."""
+    """The least disk space in bytes for which a plan exists; where the other budgets allow no plan at all, with unlimited ones."""
     return _least_host(problem, "disk") if has_usable_variants(problem) else 0
 
 
 def has_usable_variants(problem: Problem) -> bool:
-    """Whether every component has a variant that may be chosen."""
+    """Whether every component has a usable variant."""
     return all(usable(problem, number) for number in range(len(problem.components)))
 
 
 def with_only_variants(problem: Problem) -> Problem:
-    """A problem in which one variant of each component may be chosen, with that one alone."""
+    """``problem``, in which each component has one usable variant, with that variant alone."""
     return restrict_variants(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
 
 
 def with_ample_host(problem: Problem) -> Problem:
-    """``problem`` with as much RAM, page-locked RAM and disk as it may want."""
+    """``problem`` with unlimited RAM, page-locked RAM and disk."""
     return replace(problem, ram_bytes=AMPLE, pinned_bytes=None, disk_bytes=None)
 
 
 def with_ample_device(problem: Problem) -> Problem:
-    """``problem`` with as much VRAM as it may want, and no more, since memory is scaled by the budget."""
+    """``problem`` with VRAM that never binds, but not arbitrarily much, because the solver scales memory by the budget."""
     most = sum(max((c.weight_bytes(v) for v in range(len(c.variants))), default=0) for c in problem.components)
     rings = sum(2 * max(b for v in c.variants for b in v.block_bytes) for c in problem.components)
     phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
     scratch = max((v.scratch_bytes for c in problem.components for v in c.variants), default=0)
-    bytes_ = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in phases), default=0)
-    blocks = sum(512 * len(k.blocks) for c in problem.components for k in c.groups)
-    total = most + rings + scratch + bytes_ + blocks + sum(value.nbytes for value in problem.values) + 512
+    activation = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in phases), default=0)
+    rounding = sum(512 * len(k.blocks) for c in problem.components for k in c.groups)
+    total = most + rings + scratch + activation + rounding + sum(value.nbytes for value in problem.values) + 512
     return _with_effective(problem, total)
 
 
@@ -108,7 +115,8 @@ def _with_effective(problem: Problem, effective_bytes: int) -> Problem:
 
 
 def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
-    """The least that tensors take on the device, and a choice that takes it. Asked again one byte below, until nothing is found."""
+    """The least device memory of tensors, in bytes, and a choice that needs no more. Solves again with one byte less until nothing
+    is found."""
     best: tuple[int, Program, Choice] | None = None
     tried = with_ample_device(problem)
     for _ in range(ROUNDS):
@@ -123,21 +131,21 @@ def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
 
 
 def _least_host(problem: Problem, tier: Tier) -> int:
-    def taken_of(program: Program, choice: Choice) -> int:
+    def usage_of(program: Program, choice: Choice) -> int:
         if tier == "disk":
             return sum(variant_choice.variant.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
         return max((of[tier == "pinned"] for of in program.host_bytes(with_drops(program, choice, always=True))), default=0)
 
     wide = {"ram": {"ram_bytes": AMPLE}, "pinned": {"pinned_bytes": None}, "disk": {"disk_bytes": None}}[tier]
-    given = replace(problem, **wide)  # type: ignore[arg-type]
-    for tried in (given, with_ample_device(given), with_ample_device(with_ample_host(given))):
-        if found := [of[0] for each in granularities(tried) if (of := _least_usage(each, tier, taken_of)) is not None]:
+    unlimited = replace(problem, **wide)  # type: ignore[arg-type]
+    for tried in (unlimited, with_ample_device(unlimited), with_ample_device(with_ample_host(unlimited))):
+        if found := [of[0] for each in granularities(tried) if (of := _least_usage(each, tier, usage_of)) is not None]:
             return min(found)
     return 0
 
 
 def _least_usage(problem: Problem, tier: Tier | None, of: Callable[[Program, Choice], int]) -> tuple[int, Program, Choice] | None:
-    """The least of ``tier`` (None: of VRAM) that any arrangement takes, counted by ``of``."""
+    """The least use of ``tier`` (None: VRAM) over all stage orders and options, counted in integers by ``of``, and the choice."""
     found_all = [each.problem for each in stage_choices(problem)[0]]
     programs = [program_of(each, None if tier else undominated_variants(each)) for each in found_all]
     formulations = [Formulation(program, (1.0,) * len(program.intervals), minimised_tier=tier) for program in programs]
@@ -152,7 +160,7 @@ def _least_usage(problem: Problem, tier: Tier | None, of: Callable[[Program, Cho
 
 
 def least_memory_of(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """What each phase takes at least, with the variants and in the order that take least on the device, whatever the host has."""
+    """The least device memory of each phase, with the variants and the stage order that need least, ignoring host budgets."""
     if not has_usable_variants(problem):
         return ()
     if only_blocks_to_choose(problem):

@@ -69,8 +69,8 @@ class Group:
 
     ``block_bytes``: weights of one block; ``held_bytes``: the device allocation for them, rounded up to `ALLOCATION_BYTES`.
     ``load_seconds``, ``disk_seconds``: of one block. ``demanded``: what directives demand of the component. ``overlap_key``: copies
-    of a group overlap compute of all groups of the variant with the same key. ``by_layer``: its blocks are layers. ``excluded``: the
-    directive `exclude` applies to its blocks; they must be off the device even if this variant cannot stream them.
+    of a group overlap compute of all groups of the variant with the same key. ``by_layer``: its blocks are layers. ``excluded``:
+    the directive `exclude` applies to its blocks; they must be off the device even if this variant cannot stream them.
     """
 
     variant_choice: int

@@ -1,6 +1,6 @@
-"""What would help a graph that fits nowhere, where it takes another dry run to know: another way to run a stage, a smaller picture.
+"""Repairs that need another dry run to verify: another option of a stage, or a smaller image.
 
-Each is estimated and solved for before it is named. What the problem itself can say is in `planner.repairs`.
+Each is estimated and solved before it is offered. Repairs that the problem itself can verify are in `graphrun.solve.repairs`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from graphrun.model.problem import Problem
 from graphrun.solve.repairs import Repair, predicted_seconds
 
 SIZES = ("height", "width", "num_frames", "frames")
-EIGHTHS = (7, 6, 5, 4, 3, 2)  # of the size, largest first; each step is a dry run of seconds
+EIGHTHS = (7, 6, 5, 4, 3, 2)  # of the original size, largest first; each is a dry run of some seconds
 
 Estimate = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
 
 
 def remedies(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate) -> tuple[Repair, ...]:
-    """Changes that work alone: options that the graph lists and that were not allowed, and the largest of some smaller sizes.
+    """Changes that suffice alone: options that the graph lists and that were not allowed, and the largest size of `EIGHTHS` that
+    fits.
 
-    ``estimate(inputs, allow)`` gives the problem with these. A dry run that fails is no remedy.
+    ``estimate(inputs, allow)`` returns the problem for these. A change whose dry run fails is left out.
     """
     return (*_options(graph, inputs, allow, estimate), *_sizes(graph, inputs, allow, estimate))
 

@@ -1,8 +1,6 @@
-"""What would help where nothing fits: changes of the problem, each verified by a solve.
+"""Changes of a problem after which a plan exists, each verified by a solve.
 
-Ranked: what leaves the output as it is comes first; of equals, what is predicted to be fastest.
-
-What a problem would take, shortly: one answer in seconds, by the program alone, for the sake of comparison.
+Changes that leave the output unchanged come first, then those with the least predicted time.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from graphrun.units import show_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
-    """Seconds of the fastest plan for ``problem``; None where nothing fits."""
+    """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None where nothing fits."""
     return until_it_fits(problem, _seconds, least_memory_of) if has_usable_variants(problem) else None
 
 
@@ -35,8 +33,8 @@ def _seconds(problem: Problem) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A change after which a plan exists. ``change``: what to set, as pairs of an option of the command line and its value ("":
-    it takes none); ``seconds``: predicted with it, of all runs it makes; ``changes_output``: whether pictures differ by it."""
+    """A change after which a plan exists. ``change``: pairs of a command line option and its value, "" for an option without one;
+    ``seconds``: predicted total of all runs; ``changes_output``: whether generated images differ."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -49,18 +47,18 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """A repair before it is verified: every one of ``problems`` must have a plan."""
+    """A repair to be verified: every one of ``problems`` must have a plan. ``fallback``: proposed instead where one has none."""
 
     text: str
     change: tuple[tuple[str, str], ...]
     problems: tuple[Problem, ...]
     changes_output: bool = False
-    fallback: _Proposal | None = None  # what to try where this does not work
+    fallback: _Proposal | None = None
 
 
 def repairs_of(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> tuple[Repair, ...]:
-    """Every change that works alone, best first. ``needs``: the phases that are short of VRAM; ``least``: the smallest budget by
-    tier, of those that have one."""
+    """Every change that suffices alone, best first. ``needs``: the phases that do not fit in VRAM; ``least``: the smallest budget
+    by the name of its tier."""
     found = (_verified(proposal) for proposal in _proposals(problem, needs, least))
     return tuple(sorted((of for of in found if of is not None), key=lambda repair: (repair.changes_output, repair.seconds)))
 
@@ -81,7 +79,7 @@ def _proposals(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[s
 
 
 def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[_Proposal]:
-    """Each budget raised alone; VRAM and RAM together where neither helps alone."""
+    """Each budget that is too small raised alone, and VRAM and RAM together where both are."""
     device, ram = least["VRAM"], least["RAM"]
     capacity = problem.hardware.capacity_bytes
     raised = replace(problem, budget_bytes=device)
@@ -115,7 +113,7 @@ def _raise(tier: str, have: int, want: int) -> str:
 
 
 def _permissions(problem: Problem) -> Iterator[_Proposal]:
-    """What variants and options need and is not allowed: each alone, then all together."""
+    """Permissions that variants and options need and do not have: each alone, then all together."""
     variants = {variant.needs: (component.name, variant) for component in problem.components for variant in component.variants}
     options = {option.needs: option for option in problem.options}
     wanted = [name for name in sorted({*variants, *options}) if name and name not in problem.allow]
@@ -133,9 +131,9 @@ def _permissions(problem: Problem) -> Iterator[_Proposal]:
 def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Proposal]:
     short = max((need.short_bytes for need in needs), default=0)
     if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
-        rest = problem.reserve_bytes - short
-        text = f"lower the reserve from {show_size(problem.reserve_bytes)} to {rest} bytes ({show_size(rest)})"
-        yield _Proposal(text, (("--reserve", str(rest)),), (replace(problem, reserve_bytes=rest),))
+        lowered = problem.reserve_bytes - short
+        text = f"lower the reserve from {show_size(problem.reserve_bytes)} to {lowered} bytes ({show_size(lowered)})"
+        yield _Proposal(text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),))
     for directive in problem.directives:
         others = tuple(other for other in problem.directives if other != directive)
         name = f"{directive.placement} {directive.component}"
@@ -145,21 +143,21 @@ def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Pr
 
 
 def _separate_runs(problem: Problem) -> Iterator[_Proposal]:
-    """Leading stages in a run of their own; the others begin with what these gave. Where they do not fit here even so, they may
-    elsewhere, or with a larger budget for a moment: embeddings can be kept."""
+    """The leading stages in a run of their own, and the others with their saved outputs. Where the leading stages do not fit even
+    so, they may run on another machine or with a larger budget, because embeddings can be saved."""
     stages = stages_of(problem)
     for count in range(1, len(stages)):
         before, last = stages[:count], stages[count - 1]
         if problem.runs > 1 or any(earlier not in before for earlier, later in problem.precedence or () if later in before):
             continue
-        rest, change = _subproblem(problem, stages[count:]), (("--until", last),)
-        text = f"run {', '.join(before)} apart: first with --until {last}, then the others, given what it returned"
-        elsewhere = f"run {', '.join(before)} where there is room, with --until {last}, and give the others what it returned"
-        yield _Proposal(text, change, (_subproblem(problem, before), rest), fallback=_Proposal(elsewhere, change, (rest,)))
+        others, change = _subproblem(problem, stages[count:]), (("--until", last),)
+        text = f"run {', '.join(before)} separately: first with --until {last}, then the other stages with its outputs"
+        elsewhere = f"run {', '.join(before)} on a larger machine with --until {last}, then the other stages here with its outputs"
+        yield _Proposal(text, change, (_subproblem(problem, before), others), fallback=_Proposal(elsewhere, change, (others,)))
 
 
 def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
-    """``problem`` with these stages alone. Values that come from the others live from its beginning."""
+    """``problem`` with these stages alone. Values from earlier stages are on the device from its first phase on."""
     kept = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
     phases = tuple(problem.phases[number] for number in kept)
     values = tuple(_shifted(value, kept[0], kept[-1]) for value in problem.values if kept and _overlaps(value, kept))
@@ -186,7 +184,7 @@ def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
 
 
 def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Proposal]:
-    """The activation of the phases that are short of VRAM, as small as they need it."""
+    """The activation of the phases that do not fit in VRAM, reduced until they do."""
     limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
     if not limits or any(limit <= 0 for limit in limits.values()):
         return

@@ -1,7 +1,7 @@
-"""The best integers of one or several programs of the same problem: seconds, then bytes moved, then memory. Makes no plan.
+"""The best integers of one or several programs of the same problem: least seconds, then bytes moved, then memory. Makes no plan.
 
-for each goal:  relaxations of all programs -> in order of bound, the exact program, while the bound is no worse than the best found
-                -> those that are as good as the best go on to the next goal
+for each goal:  relaxations of all programs -> exact programs in order of their bounds, while the bound is no worse than the
+                best value found -> programs that reach the best value go on to the next goal
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.least_memory import DEPTH
-from graphrun.solve.milp import GAP, ROUGH_GAP, MilpResult, Formulation, Margins, Linear, linear_sum
+from graphrun.solve.milp import GAP, ROUGH_GAP, Formulation, Linear, Margins, MilpResult, linear_sum
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.variants import budget_excess
 
 ROUNDS = 3
-FURTHER = 256  # times as much is kept free when keeping a slot's excess did not help: HiGHS takes 8 bytes too many for 8 GiB
-# Columns of one program, and of all that are equally fast: above, variants, order and options are those of the first fastest plan
-# found, whatever others tie with it. In a large one seconds, bytes moved and memory may be so far from the least, relatively.
+MARGIN_GROWTH = 256  # per round, where keeping the excess free was not enough: HiGHS exceeds 8 GiB by up to 8 bytes
+# Columns of one program, and of all programs that are equally fast. Above either, variants, order and options are those of the
+# first fastest solution found, even if others are as fast. LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large
+# program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
-HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
-WHOLE_GAPS = (2e-4, 3e-3)  # of layers made whole, and in programs of more than MOST_LARGE columns
-LIGHT = 0.01  # what a second of copying weighs beside a second, where both are in one goal
-SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
+HUGE, HUGE_GAP = 8000, 1e-3  # gap of seconds above this many columns, which no reference graph has
+ROUNDING_GAPS = (2e-4, 3e-3)  # gap when counts of layers are rounded; the second above MOST_LARGE columns
+COPY_WEIGHT = 0.01  # weight of a second of copying relative to a second of the plan, where both are in one goal
+SLACK = 1e-6  # relative loss of a goal allowed for the next one; HiGHS warns on stdout about tighter rows
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is made least: terms, and what a unit of them is; how far from the least an answer may be, relatively."""
+    """What to minimise: a linear expression and the value of its unit; ``gap``: relative optimality gap."""
 
     of: Callable[[Formulation], tuple[Linear, float]]
     gap: float = GAP
@@ -44,20 +45,22 @@ SECONDS = GOALS[:1]
 
 
 def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
-    """Seconds, a hundredth of what copies take, and as good as nothing for memory."""
-    return linear_sum((1.0, formulation.seconds), (LIGHT, formulation.copying), (1e-6, formulation.memory)), formulation.seconds_unit
+    """Seconds, plus a hundredth of the copy time, plus a tie-breaker for memory."""
+    return linear_sum(
+        (1.0, formulation.seconds), (COPY_WEIGHT, formulation.copying), (1e-6, formulation.memory)
+    ), formulation.seconds_unit
 
 
-# What is solved once more, since the simulator, which judges it again, found it slower than promised: bytes moved decide among
-# plans that are nearly as fast, and memory among those.
+# Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
+# fast, bytes moved decide, then memory. The simulator judges the result again.
 REFINE_GOALS = (Goal(_refine_goal, 1e-4),)
-LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # of parts of layers, that are made whole afterwards
+LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # for layers: their counts are fractions, rounded afterwards
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best found: of which of the programs, with one way to a component; the bound on seconds over all of them. ``large``: it
-    took a large program, which is not solved often."""
+    """The best choice found. ``number``: index of its program among those given; ``program``: that program with one variant per
+    component; ``bound``: lower bound on seconds over all programs; ``large``: solving it is slow, so avoid doing it again."""
 
     number: int
     program: Program
@@ -70,10 +73,11 @@ class Answer:
 def choose(
     programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: Sequence[Goal] = GOALS, depth: int = DEPTH
 ) -> Answer | None:
-    """The best integers, with the bound in seconds; copy times of interval t are multiplied by ``factors[t]``. None: nothing fits.
+    """The best choice over ``programs``, with the bound in seconds; None: nothing fits. Copy times of interval t are multiplied by
+    ``factors[t]``. ``goals``: in order of priority; ``depth``: blocks that rings hold at once.
 
-    ``goals``: what counts, one after another; ``depth``: of rings.
-    Sums are checked in integers: where rounding let a slot exceed a budget, that much is kept free, and the programs solved again.
+    Budgets are checked in integers. Where rounding let a slot exceed one, that much is kept free and the programs are solved again.
+    Raises BrokenPlan if that does not help.
     """
     programs = [programs] if isinstance(programs, Program) else programs
     margins = [Margins() for _ in programs]
@@ -89,19 +93,19 @@ def choose(
         number, answer, bound, proven = found
         if layers := formulations[number].layer_columns:
             model, (light, _) = formulations[number].model, _refine_goal(formulations[number])
-            answer = model.rounded(answer, layers, light, WHOLE_GAPS[model.size > MOST_LARGE]) or answer
+            answer = model.rounded(answer, layers, light, ROUNDING_GAPS[model.size > MOST_LARGE]) or answer
         variants, choice = formulations[number].choice(answer.values)
         program = formulations[number].program.with_variants(variants)
         excess = budget_excess(program, choice)
         if not excess:
             return Answer(number, program, choice, bound, proven, formulations[number].model.size > LARGE)
-        margins[number] = _more(margins[number], excess, FURTHER**trial)
+        margins[number] = _larger_margins(margins[number], excess, MARGIN_GROWTH**trial)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
 
 
 def can_reach(program: Program, seconds: float) -> bool:
-    """Whether some answer of ``program`` takes no more than ``seconds``, as far as is quick to see: with fractions for integers
-    first, and not where there are many columns."""
+    """Whether ``program`` has a solution within ``seconds``, as far as that is quick to find out: the relaxation is tried first,
+    and programs with many columns count as False."""
     formulation = Formulation(program, (1.0,) * len(program.intervals))
     of, unit = GOALS[0].of(formulation)
     enough = [(of, seconds / unit)]
@@ -110,16 +114,17 @@ def can_reach(program: Program, seconds: float) -> bool:
     return formulation.model.minimise(of, enough, gap=1.0) is not None
 
 
-def _more(margin: Margins, excess: Mapping[str, Mapping[int, int]], times: int) -> Margins:
-    def added(kept: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-        return {t: kept.get(t, 0) + times * more.get(t, 0) for t in {*kept, *more}}
+def _larger_margins(margins: Margins, excess: Mapping[str, Mapping[int, int]], times: int) -> Margins:
+    def added(now: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+        return {t: now.get(t, 0) + times * more.get(t, 0) for t in {*now, *more}}
 
-    of = [added(getattr(margin, tier), excess.get(tier, {})) for tier in ("device", "ram", "pinned")]
+    of = [added(getattr(margins, tier), excess.get(tier, {})) for tier in ("device", "ram", "pinned")]
     return Margins(*of)
 
 
 def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float, bool] | None:
-    """Seconds first, then bytes moved, then memory: each goal bounds the search for the next."""
+    """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
+    its result, the bound of the first goal and whether it was proven."""
     candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
     bound, proven = 0.0, False
@@ -138,7 +143,7 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
                 candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(candidates[number].values)
-        elif large:  # what is left to choose is when blocks are loaded for later
+        elif large:  # the remaining choice is when blocks are loaded for later use
             ((number, found),) = candidates.items()
             fixed = (fixed or {}) | formulations[number].compute_slot_columns(found.values)
         limits.append((goal, best))
@@ -156,9 +161,11 @@ def minimise_over(
     fixed: Mapping[int, float] | None = None,
     known: Mapping[int, MilpResult] | None = None,
 ) -> tuple[dict[int, MilpResult], float, float]:
-    """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes. ``known``: answers that keep
-    ``limits``."""
-    rows = {n: [(by.of(formulations[n])[0], most / by.of(formulations[n])[1] * (1 + SLACK)) for by, most in limits] for n in candidates}
+    """Minimises ``goal`` over the formulations ``candidates``: results that reach the best value, by index; the best value and the
+    bound on it, in seconds or bytes. ``limits``: earlier goals and their values; ``known``: solutions within these."""
+    rows = {
+        n: [(by.of(formulations[n])[0], most / by.of(formulations[n])[1] * (1 + SLACK)) for by, most in limits] for n in candidates
+    }
     bounds = {n: _relaxation_bound(formulations[n], goal, rows[n]) if len(candidates) > 1 else 0.0 for n in candidates}
     found: dict[int, MilpResult] = {}
     best, least = float("inf"), float("inf")
@@ -176,7 +183,7 @@ def minimise_over(
         found[n] = answer
         best = min(best, answer.value * unit)
         least = min(least, answer.bound * unit)
-    most = best * (1 + 2 * SLACK)  # an answer to the very row above may exceed that by as much as HiGHS lets rows be violated
+    most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
     good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal.of(formulations[n])[1] <= most}
     return good, best, min(least, best)
 
@@ -190,15 +197,20 @@ def _minimise_staged(
     fixed: Mapping[int, float] | None,
     start: MilpResult | None,
 ) -> MilpResult | None:
-    """The least ``of``. In a large program first with the earliest variants where the relaxation is no worse with them, or with
-    those that it is nearest to, or that a rough answer takes; then whether any others are better."""
+    """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all variants from that start. The
+    fixed variants are the first ones if the relaxation is no worse with them, else those with the largest share in the relaxation,
+    else those of a solution within ROUGH_GAP."""
     model = formulation.model
     if start is None and staged and formulation.first_variant_columns:
         relaxed = model.minimise(of, rows, whole=False)
         if relaxed is None:
             return None
         first = model.minimise(of, rows, whole=False, fixed=formulation.first_variant_columns)
-        near = formulation.first_variant_columns if first is not None and first.value <= relaxed.value * (1 + gap) else formulation.variant_columns(relaxed.values)
+        near = (
+            formulation.first_variant_columns
+            if first is not None and first.value <= relaxed.value * (1 + gap)
+            else formulation.variant_columns(relaxed.values)
+        )
         start = model.minimise(of, rows, gap=gap, fixed=near)
         if start is None and (rough := model.minimise(of, rows, gap=ROUGH_GAP)) is not None:
             start = model.minimise(of, rows, gap=gap, fixed=formulation.variant_columns(rough.values), start=rough) or rough
@@ -206,7 +218,7 @@ def _minimise_staged(
 
 
 def _relaxation_bound(formulation: Formulation, goal: Goal, rows: Sequence[tuple[Linear, float]]) -> float | None:
-    """A bound on what ``formulation`` can reach; None where it can reach nothing."""
+    """A lower bound from the relaxation; None: infeasible."""
     of, unit = goal.of(formulation)
     found = formulation.model.minimise(of, rows, whole=False)
     return None if found is None else found.value * unit
