@@ -77,9 +77,8 @@ def _worth_splitting(found: Solution) -> str | None:
     if not (names := smaller_as_layers(problem)):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    once = split_into_layers(
-        replace(_with_choices_of(problem, found.plan), runs=1), {name}
-    )  # for a session: one run, compared with the average run
+    # Of a session, one run is compared with the average run.
+    once = split_into_layers(replace(_with_choices_of(problem, found.plan), runs=1), {name})
     program = program_of(once, undominated_variants(once))
     return name if can_reach(program, found.objective_seconds / problem.runs / TOLERANCE) else None
 
