@@ -27,8 +27,8 @@ def plan_of(
     """
     of = of or program.problem
     held = [0] * len(program.groups)
-    first, held = _run(program, choice, 0, program.turn, held)
-    again, _ = _run(program, choice, program.turn, len(program.intervals), held) if program.session else ((), held)
+    first, held = _run(program, choice, 0, program.run_length, held)
+    again, _ = _run(program, choice, program.run_length, len(program.intervals), held) if program.session else ((), held)
     named = {component.name for component in of.components if len(component.variants) > 1}
     names = [component.name for component in program.problem.components]
     variants = tuple(
@@ -66,7 +66,7 @@ def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]
         actions += [Run()] if interval.rounds else []
         slots.append(Slot(phase.name, interval.part, interval.rounds, tuple(actions)))
         held = after
-    stay = list(choice.present[program.turn]) if program.session else [0] * len(program.groups)
+    stay = list(choice.present[program.run_length]) if program.session else [0] * len(program.groups)
     evicted = _blocks(program, [order[k:h] for order, k, h in zip(orders, stay, held, strict=True)])
     slots.append(Slot("", "end", 0, tuple(Evict(name, blocks) for name, blocks in evicted.items())))
     return tuple(slots), stay

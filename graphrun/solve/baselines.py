@@ -81,13 +81,13 @@ def _choice(program: Program, baseline: Baseline, largest: int, kept: int) -> Ch
                 variant_choice.read_seconds is not None
                 and reads[variant_choice.component] < 0
                 and name in uses
-                and t < program.turn
+                and t < program.run_length
             ):
                 reads[variant_choice.component] = t
     if program.session and baseline == "resident":
-        turn = program.turn
-        present[turn:] = [tuple(held) for _ in present[turn:]]
-        loaded[turn:] = [tuple(0 for _ in held) for _ in loaded[turn:]]
+        further = program.run_length
+        present[further:] = [tuple(held) for _ in present[further:]]
+        loaded[further:] = [tuple(0 for _ in held) for _ in loaded[further:]]
     return Choice(
         tuple(present), tuple(loaded), tuple(reads), (-1,) * len(program.variant_choices), (False,) * len(program.spill_gaps)
     )
@@ -117,7 +117,12 @@ def mapped(program: Program, kept: Mapping[str, Sequence[int]]) -> Choice:
             begins = components[variant_choice.component] in uses or any(
                 more[n] for n, group in enumerate(program.groups) if group.component == variant_choice.component
             )
-            if variant_choice.read_seconds is not None and reads[variant_choice.component] < 0 and begins and t < program.turn:
+            if (
+                variant_choice.read_seconds is not None
+                and reads[variant_choice.component] < 0
+                and begins
+                and t < program.run_length
+            ):
                 reads[variant_choice.component] = t
     return with_drops(
         program,

@@ -77,7 +77,7 @@ class Formulation:
         self.single_buffered: list[dict[int, int]] = []  # per interval: r of the groups that may be streamed
         self._activations: list[tuple[Linear, Linear]] = []  # per interval: on the device, on the host
         self._uses = [[t for t, interval in enumerate(program.intervals) if interval.calls[j]] for j in range(len(program.groups))]
-        self._starts = (0, program.turn) if program.session else (0,)
+        self._starts = (0, program.run_length) if program.session else (0,)
         peak = self.model.column(0.0, np.inf)
         self._ram, self._pinned = self._binds("ram"), self._binds("pinned")
         self.backing_stores = BackingStores(self.model, program, self._ram or self._pinned)
@@ -181,7 +181,7 @@ class Formulation:
         """Rows of a session: a further run starts with blocks that are present at the end of the first run and at its own end."""
         if not self.program.session:
             return
-        start, end = self.program.turn, len(self.program.intervals) - 1
+        start, end = self.program.run_length, len(self.program.intervals) - 1
         for j, group in enumerate(self.program.groups):
             terms = {self.present[start][j]: 1.0, self.present[end][j]: -1.0}
             terms[self.loaded[end][j]] = -1.0
@@ -406,7 +406,8 @@ class Formulation:
         spills = tuple(bool(values[column] > 0.5) for column in self._spills)
         variants = tuple(program.variant_choices[n].index for n in variant_choices)
         depths = tuple(
-            tuple(1 if j in alone and values[alone[j]] > 0.5 else self.ring_depth for j in groups) for alone in self.single_buffered
+            tuple(1 if j in single and values[single[j]] > 0.5 else self.ring_depth for j in groups)
+            for single in self.single_buffered
         )
         kept = Choice(present, loaded, reads, (-1,) * len(variant_choices), spills, depths)
         return variants, with_drops(program.with_variants(variants), kept)

@@ -163,8 +163,8 @@ class Choice:
 class Program:
     """A problem as variant choices, block groups and intervals. The end slot is not an interval, because it only evicts.
 
-    In a session, the intervals of a further run follow those of the first run, from index ``turn`` on. Methods that take a `Choice`
-    need a program with one variant per component, as `with_variants` returns it.
+    In a session, the intervals of a further run follow those of the first run, from index ``run_length`` on. Methods that take a
+    `Choice` need a program with one variant per component, as `with_variants` returns it.
     """
 
     problem: Problem
@@ -172,12 +172,12 @@ class Program:
     groups: tuple[Group, ...]
     intervals: tuple[Interval, ...]
     spill_gaps: tuple[SpillGap, ...]
-    turn: int
+    run_length: int
 
     @property
     def session(self) -> bool:
         """Whether further runs follow the first."""
-        return self.turn < len(self.intervals)
+        return self.run_length < len(self.intervals)
 
     def copied_blocks(self, t: int, j: int, present: int, loaded: int) -> int:
         """x: blocks of group ``j`` copied to the device in interval ``t``; a block that is copied again counts again."""
@@ -274,7 +274,7 @@ class Program:
         return max((self.ring_share_bytes(t, j, beside > 0) for j in passing), default=0) + beside
 
     def ring_share_bytes(self, t: int, j: int, deep: bool) -> int:
-        """Bytes that the ring needs for the largest block of group ``j``. In a ring for one block alone (``deep`` False), part of
+        """Bytes that the ring needs for the largest block of group ``j``. In a ring for one block (``deep`` False), part of
         it may use activation bytes that are not allocated while the block runs."""
         room = 0 if deep else self.intervals[t].rooms[j] // ALLOCATION_BYTES * ALLOCATION_BYTES
         return max(0, self.groups[j].held_bytes - room)
@@ -369,9 +369,11 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
         for number in range(len(problem.phases))
         for interval in _intervals(problem, variant_choices, groups, number, weight)
     )
-    turn = len(intervals) // len(weights)
-    loads = {interval.phase: t for t, interval in enumerate(intervals[:turn]) if interval.part == "load"}
-    return Program(problem, tuple(variant_choices), groups, intervals, spill_gaps_of(problem, loads, turn, len(intervals)), turn)
+    run_length = len(intervals) // len(weights)
+    loads = {interval.phase: t for t, interval in enumerate(intervals[:run_length]) if interval.part == "load"}
+    return Program(
+        problem, tuple(variant_choices), groups, intervals, spill_gaps_of(problem, loads, run_length, len(intervals)), run_length
+    )
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
@@ -456,11 +458,11 @@ def _cpu_seconds(problem: Problem, phase: PhaseNumbers, variant_choice: VariantC
     return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)
 
 
-def spill_gaps_of(problem: Problem, loads: Mapping[int, int], turn: int, count: int) -> tuple[SpillGap, ...]:
+def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, count: int) -> tuple[SpillGap, ...]:
     """All spill gaps of all values, in each run: consecutive phases in which the value is on the device and no stage reads it. A
     gap counts only where both its first phase and the phase after it have a load slot.
 
-    ``loads``: phase -> its load interval in the first run; ``count``: number of intervals, ``turn`` of them per run.
+    ``loads``: phase -> its load interval in the first run; ``count``: number of intervals, ``run_length`` of them per run.
     """
     found = []
     for number, value in enumerate(problem.values):
@@ -475,7 +477,7 @@ def spill_gaps_of(problem: Problem, loads: Mapping[int, int], turn: int, count: 
     d2h, h2d = problem.hardware.d2h_bytes_per_second, problem.hardware.h2d_bytes_per_second
     return tuple(
         SpillGap(number, nbytes, out + shift, back + shift, nbytes / d2h, nbytes / h2d)
-        for shift in range(0, count, max(turn, 1))
+        for shift in range(0, count, max(run_length, 1))
         for number, nbytes, out, back in found
     )
 
@@ -488,7 +490,7 @@ def reference_seconds(program: Program) -> float:
         for c in {variant_choice.component for variant_choice in program.variant_choices}
     ]
     groups = [j for j, group in enumerate(program.groups) if group.variant_choice in first]
-    compute = sum(program.compute_seconds(t, j) for t in range(program.turn) for j in groups)
-    compute += sum(interval.cpu_seconds[n] for interval in program.intervals[: program.turn] for n in first)
+    compute = sum(program.compute_seconds(t, j) for t in range(program.run_length) for j in groups)
+    compute += sum(interval.cpu_seconds[n] for interval in program.intervals[: program.run_length] for n in first)
     copies = sum(program.groups[j].count * (program.groups[j].load_seconds + program.groups[j].disk_seconds) for j in groups)
     return compute + copies

@@ -129,7 +129,7 @@ def _solve_as_split(problem: Problem, *, baselines: bool = True) -> _Simulated |
         raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
     objective, least = program.seconds(choice), first.program.seconds(first.choice)
     gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
-    again = sum(program.slot_seconds(choice)[program.turn :])
+    again = sum(program.slot_seconds(choice)[program.run_length :])
     proven = every and first.proven and gap <= PROVEN_GAP
     return _Simulated(Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again), simulation.total_seconds)
 
@@ -153,7 +153,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
         if simulation.total_seconds <= TOLERANCE * program.seconds(choice, factors):
             break
         predicted = program.slot_seconds(choice, factors)
-        slots = (*simulation.slots[: program.turn], *simulation.again)
+        slots = (*simulation.slots[: program.run_length], *simulation.again)
         delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
         answer = choose(program, factors, goals=REFINE_GOALS)
