@@ -85,7 +85,7 @@ class Formulation:
         seconds: dict[int, float] = {}
         moved, copying = dict[int, float](), dict[int, float]()
         occupied: dict[int, float] = {}
-        always = 0.0
+        moved_always = 0.0
         for t, interval in enumerate(program.intervals):
             self.present.append([])
             self.loaded.append([])
@@ -105,12 +105,12 @@ class Formulation:
                 for column, value in terms.items():
                     moved[column] = moved.get(column, 0.0) + interval.weight * size * value
                     copying[column] = copying.get(column, 0.0) + interval.weight * takes * value
-                always += interval.weight * size * constant
+                moved_always += interval.weight * size * constant
         for gap, column in zip(program.spill_gaps, self._spills, strict=True):
             moved[column] = program.intervals[gap.back].weight * gap.nbytes / self.bytes_unit
         self._add_session_rows()
         self.seconds: Linear = (seconds, 0.0)
-        self.moved: Linear = (moved, always)
+        self.moved: Linear = (moved, moved_always)
         self.copying: Linear = (copying, 0.0)
         self.memory: Linear = ({**occupied, peak: 1.0 + occupied.get(peak, 0.0)}, 0.0)
         self.peak: Linear = ({peak: 1.0}, 0.0)
