@@ -100,7 +100,7 @@ def choose(
         if not excess:
             return Answer(number, program, choice, bound, proven, formulations[number].model.size > LARGE)
         margins[number] = _larger_margins(margins[number], excess, MARGIN_GROWTH**trial)
-    raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
+    raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
 def can_reach(program: Program, seconds: float) -> bool:
@@ -134,12 +134,12 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
         large = any(formulations[n].model.size > LARGE for n in of)
         most = max(most, HUGE_GAP) if any(formulations[n].model.size > HUGE for n in of) else most
         wanted = replace(goal, gap=max(goal.gap, most)) if large else goal
-        finer, best, least = minimise_over(formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates)
-        if not finer:
+        results, best, least = minimise_over(formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates)
+        if not results:
             break
-        candidates = dict(finer)
+        candidates = dict(results)
         if not limits:
-            bound, proven = least, all(found.proven for found in finer.values())
+            bound, proven = least, all(found.proven for found in results.values())
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
                 candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(candidates[number].values)
