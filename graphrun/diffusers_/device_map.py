@@ -64,7 +64,7 @@ def plan_for(problem: Problem, maps: Maps) -> Solution:
     choice = mapped(program, kept)
     plan = plan_of(program, choice, problem)
     seconds = program.seconds(choice)
-    again = sum(program.slot_seconds(choice)[program.turn :])
+    again = sum(program.slot_seconds(choice)[program.run_length :])
     return Solution(problem, plan, False, 0.0, seconds, 1.0, again)
 
 

@@ -211,3 +211,18 @@ def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: A
     most = before + len(later) // 2 if frozen else 0
     assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
     gc.freeze()
+
+
+def test_the_source_digest_reads_only_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    content = Path.read_bytes
+
+    def recorded(path: Path) -> bytes:
+        read.append(path)
+        return content(path)
+
+    monkeypatch.setattr(Path, "read_bytes", recorded)
+    cache.own_source.__wrapped__()
+    package = Path(graphrun.__file__).parent
+    assert package / "store.py" in read
+    assert [path for path in read if not path.is_relative_to(package)] == []

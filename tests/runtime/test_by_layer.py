@@ -19,7 +19,7 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
-from graphrun.solve.granularity import cut, cuttable
+from graphrun.solve.granularity import split_into_layers, splittable
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
@@ -79,7 +79,7 @@ def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision:
 
     def image(budget_bytes: int, finer: bool) -> tuple[Any, set[str], int]:
         of = problem_of(graph, probed, simulated(), Limits(budget_bytes, AMPLE), inputs)
-        solution = solve(cut(of, cuttable(of)) if finer else of)
+        solution = solve(split_into_layers(of, splittable(of)) if finer else of)
         problem, plan, device = apply_choices(solution.problem, solution.plan), solution.plan, SimulatedDevice(Machine())
         given = {} if precision == "int8" else {name: build(component, graph) for name, component in graph.components.items()}
         host = Host.of_graph(graph, problem, device, given)

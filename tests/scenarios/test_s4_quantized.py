@@ -16,7 +16,7 @@ from graphrun.model.problem import Problem
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.solve.granularity import cuttable
+from graphrun.solve.granularity import splittable
 from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
@@ -39,7 +39,7 @@ def by_blocks(problem: Problem) -> Problem:
 
 def test_s4_3_a_budget_that_takes_4_bit_layers_one_by_one_is_infeasible() -> None:
     problem = encoding("nf4")
-    assert cuttable(problem) == ("text_encoder",)
+    assert splittable(problem) == ("text_encoder",)
     least = smallest_budget(by_blocks(problem))
     with pytest.raises(Infeasible) as caught:
         solve(replace(problem, budget_bytes=least - 1))
