@@ -75,7 +75,7 @@ def host_ram_bytes(root: Path = ROOT, own: Path = OWN, meminfo: Path = MEMINFO) 
     return min([available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, own))])
 
 
-def whole_ram_bytes(root: Path = ROOT, own: Path = OWN) -> int:
+def total_ram_bytes(root: Path = ROOT, own: Path = OWN) -> int:
     """The least of the machine's RAM and its cgroups' limits, whoever uses it now."""
     return min([int(psutil.virtual_memory().total), *(limit.nbytes for limit in memory_limits(root, own))])
 

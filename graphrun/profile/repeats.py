@@ -4,7 +4,7 @@ replayed.
 Decides which calls are the same. Must not know what is in them: their events are the recorder's.
 
 A call repeats another when its tensors have the same shapes, strides and dtypes and all else is equal. It may be replayed if it
-left nothing behind but what it returned: Wan's decoder keeps frames for its next call in a list that it is handed, and is always
+outputs nothing behind but what it returned: Wan's decoder keeps frames for its next call in a list that it is handed, and is always
 run.
 """
 
@@ -80,7 +80,7 @@ class Repeats:
                 return self._again(path, leaves, *known)
             given = [_noted(leaf) for leaf in leaves]
             del leaves  # what the call lets go of in a container must go
-            begin = self.recorder.begin()
+            start = self.recorder.checkpoint()
             out = run(module, *args, **kwargs)
             outs, form = tree_flatten(out)
             now = tree_leaves((args, kwargs))
@@ -90,7 +90,7 @@ class Repeats:
                 for leaf in outs
             ]
             made = [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
-            excerpt = self.recorder.since(begin, made)
+            excerpt = self.recorder.since(start, made)
             if excerpt is not None and not changed:
                 with _disable_current_modes():
                     self._known[key] = path, excerpt, [_like(leaf) for leaf in kept], form
@@ -102,7 +102,7 @@ class Repeats:
         with _disable_current_modes():
             outs = [leaves[leaf.index] if isinstance(leaf, Given) else _like(leaf) for leaf in kept]
         new = [out for out, leaf in zip(outs, kept, strict=True) if isinstance(leaf, torch.Tensor)]
-        self.recorder.replay(excerpt if path == first else excerpt.elsewhere(first, path), new)
+        self.recorder.replay(excerpt if path == first else excerpt.renamed(first, path), new)
         return tree_unflatten(outs, form)
 
 

@@ -78,7 +78,7 @@ GB = 10**9
 def test_a_context_is_what_the_card_itself_lost(
     before: dict[str, int], after: dict[str, int], uuid: str, context: int | None
 ) -> None:
-    assert measuring.taken(before, after, uuid, 300_000_000) == context
+    assert measuring.context_bytes_taken(before, after, uuid, 300_000_000) == context
 
 
 @pytest.mark.parametrize(("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)])

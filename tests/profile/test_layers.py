@@ -44,7 +44,7 @@ def traced() -> tuple[Model, Prober]:
 
 def test_a_layer_is_a_block_where_only_its_own_calls_read_it() -> None:
     model, prober = traced()
-    groups = group_layers(model, [call for call, _ in prober._known.values()])
+    groups = group_layers(model, [call for call, _ in prober._traces.values()])
     blocks = {path for k in groups for path in k.blocks}
     assert blocks == {"", "first", "inner.twice", "idle.0"}
     assert {name.split(".weight")[0] for name in _names(model, "", blocks)} >= {"shift", "table", "inner.apart", "inner.never"}
@@ -52,7 +52,7 @@ def test_a_layer_is_a_block_where_only_its_own_calls_read_it() -> None:
 
 def test_layers_that_run_differently_often_are_of_different_classes() -> None:
     model, prober = traced()
-    (call,) = (call for call, _ in prober._known.values())
+    (call,) = (call for call, _ in prober._traces.values())
     assert [span.path for span in call.spans].count("inner.twice") == 2
     of = {path: k.name for k in group_layers(model, [call]) for path in k.blocks}
     assert len({of["first"], of["inner.twice"], of["idle.0"]}) == 3
@@ -60,7 +60,7 @@ def test_layers_that_run_differently_often_are_of_different_classes() -> None:
 
 def test_what_data_chooses_is_no_block() -> None:
     model, prober = traced()
-    calls = [call for call, _ in prober._known.values()]
+    calls = [call for call, _ in prober._traces.values()]
     assert "inner.twice" not in {path for k in group_layers(model, calls, {"inner"}) for path in k.blocks}
 
 
@@ -88,7 +88,7 @@ def test_a_span_counts_events_also_where_a_call_was_replayed() -> None:
     prober = Prober({"model": model})
     with sim.Machine(), prober.interceptor:
         model(torch.zeros(4, 64, device=sim.device))
-    ((call, _),) = prober._known.values()
+    ((call, _),) = prober._traces.values()
     assert [span.path for span in call.spans] == [f"blocks.{n}.{m}" for n in range(3) for m in (0, 2)]
     made = [[nbytes for _, nbytes in call.events[span.begin : span.end] if nbytes > 0] for span in call.spans]
     assert made == [[1024]] * 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphrun.profile.block_groups import choices_among, group_blocks, unit_paths
+from graphrun.profile.block_groups import block_paths, group_blocks, routed_lists
 
 
 class Block(nn.Module):
@@ -35,11 +35,11 @@ def paths(name: str, count: int) -> list[str]:
 
 
 def test_lists_of_like_modules_are_the_units() -> None:
-    assert unit_paths(Net(2, 3)) == [*paths("double", 2), *paths("single", 3)]
+    assert block_paths(Net(2, 3)) == [*paths("double", 2), *paths("single", 3)]
 
 
 def test_inner_lists_are_the_units_where_they_make_up_most_of_an_element() -> None:
-    assert unit_paths(Unet()) == [f"down_blocks.{n}.single.{m}" for n in (1, 2) for m in range(3)]
+    assert block_paths(Unet()) == [f"down_blocks.{n}.single.{m}" for n in (1, 2) for m in range(3)]
 
 
 def test_classes_follow_the_order_in_which_blocks_were_entered_not_that_of_creation() -> None:
@@ -94,11 +94,11 @@ class Mixture(nn.Module):
 def test_experts_of_which_data_picks_some_pass_with_their_block() -> None:
     net = nn.Module()
     net.blocks = nn.ModuleList([Mixture() for _ in range(3)])
-    units = unit_paths(net)
+    units = block_paths(net)
     assert units[:4] == [f"blocks.0.experts.{n}" for n in range(4)]
-    picked = choices_among(units, {f"blocks.{block}.experts.{n}" for block in range(3) for n in (0, 1)})
+    picked = routed_lists(units, {f"blocks.{block}.experts.{n}" for block in range(3) for n in (0, 1)})
     assert picked == {f"blocks.{n}.experts" for n in range(3)}
-    assert unit_paths(net, picked) == paths("blocks", 3)
+    assert block_paths(net, picked) == paths("blocks", 3)
 
 
 def test_a_list_may_have_one_block_that_is_not_like_the_others() -> None:
@@ -106,7 +106,7 @@ def test_a_list_may_have_one_block_that_is_not_like_the_others() -> None:
     net.blocks = nn.ModuleList([*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)), nn.Sequential(nn.Linear(32, 16))])
     assert [k.blocks for k in group_blocks(net, paths("blocks", 5), [])] == [("",), tuple(paths("blocks", 4))]
     net.blocks.append(nn.Sequential(nn.Linear(32, 8)))
-    assert unit_paths(net) == []
+    assert block_paths(net) == []
 
 
 class Modulated(nn.Module):
