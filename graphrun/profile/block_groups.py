@@ -108,11 +108,10 @@ def group_blocks(
     block does not run (DiT's last layer calls the first block's timestep embedding). A block whose own tensors are loose, or
     whose modules all are, joins the remainder.
     """
-    known = set(block_paths(module, routed))
+    candidates = set(block_paths(module, routed))
+    found = [path for path in dict.fromkeys(entered) if path in candidates]
     modules = dict(module.named_modules(remove_duplicate=False))
-    loose_in = {
-        path: _loose_modules(modules[path], path, loose) if loose else [] for path in dict.fromkeys(entered) if path in known
-    }
+    loose_in = {path: _loose_modules(modules[path], path, loose) if loose else [] for path in found}
     units = [path for path in loose_in if loose_in[path] != [path]]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
     groups: list[list[str]] = []
@@ -125,9 +124,8 @@ def group_blocks(
         else:
             groups.append([path])
     least = MIN_GROUP_SHARE * sum(sizes.values())
-    kept = _split_where_interrupted(
-        units, [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
-    )
+    large = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
+    kept = _split_where_interrupted(units, large)
     separate = _differently_read_children(module, [path for group in kept for path in group], touched)
     taken = {"remainder", *separate}
     streamed = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]

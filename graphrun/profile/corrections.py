@@ -44,7 +44,7 @@ CORRECTIONS = (
     Correction(
         "convolution scratch, 32 bit, 512 channels or more in and out",
         "2 bytes(input) + 2 bytes(output) + bytes(weight) + 1 MiB; the second copies in parts where a tensor has more than 1 GiB",
-        "the same report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); validated on all other fp32 rows",
+        "the same report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); validated on its other fp32 rows",
     ),
     Correction(
         "convolution scratch, compute capability 9.0",

@@ -111,7 +111,7 @@ def _device() -> dict[str, Any]:
         problems.append(f"there is a device ({', '.join(nodes)}), and {why}")
     if not sim.available():
         problems.append(
-            "the simulated accelerator is not available: this torch does not support devices written in Python, or another backend uses PrivateUse1"
+            "the simulated accelerator is not available: torch is too old for devices in Python, or another backend uses PrivateUse1"
         )
     card: dict[str, Any] | None = None
     if found is not None:
@@ -164,7 +164,9 @@ def _memory_problems(memory: Mapping[str, Any], device: Mapping[str, Any]) -> li
     problems = []
     pinned = memory["pinned_limit_bytes"]
     if device["card"] is not None and pinned is not None and pinned < memory["usable_bytes"] // 2:
-        text = f"this process may lock {show_size(pinned)} of memory (ulimit -l); if a run reports that pinning was refused, raise the limit"
+        text = (
+            f"this process may lock {show_size(pinned)} of memory (ulimit -l); raise it if a run reports that pinning was refused"
+        )
         problems.append(text)
     for limit in memory["limits"][:1]:
         if limit["nbytes"] < memory["total_bytes"]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrun.modules.build import default_dtype
-from graphrun.profile.meta_ops import _outcome, on_meta
+from graphrun.profile.meta_ops import _cached_result, on_meta
 
 aten = torch.ops.aten
 
@@ -78,6 +78,6 @@ def test_results_are_new_each_time_and_numbers_are_computed() -> None:
 
 def test_the_second_time_torch_s_own_code_is_not_run() -> None:
     for found in (False, True):
-        before = _outcome.cache_info().hits
+        before = _cached_result.cache_info().hits
         on_meta(aten.native_group_norm.default, (empty(1, 6, 11), empty(6), empty(6), 1, 6, 11, 3, 1e-5), {})
-        assert _outcome.cache_info().hits == before + found
+        assert _cached_result.cache_info().hits == before + found

@@ -26,7 +26,7 @@ from graphrun.profile.precision import (
     quantizing_bytes,
     requantized,
 )
-from graphrun.profile.quantized import PRECISIONS, block_bytes, held_in, weights_by_precision
+from graphrun.profile.quantized import PRECISIONS, block_bytes, tensor_bytes_in, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, Product
 from graphrun.units import round_up
@@ -190,7 +190,7 @@ def test_bytes_by_precision_are_those_held(flux: Any) -> None:
     module = meta_module(flux.component("transformer"), flux.trust)
     found = weights_by_precision(module, "bfloat16")
     for precision in PRECISIONS:
-        assert found[precision] == sum(sum(held) for held in held_in(module, "bfloat16", precision).values())
+        assert found[precision] == sum(sum(held) for held in tensor_bytes_in(module, "bfloat16", precision).values())
     assert found["nf4"] < found["fp8"] < found["int8"] < found["bfloat16"] == found["float16"] < found["float32"]
 
 
