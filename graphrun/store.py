@@ -297,7 +297,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
             {name: (most, written) for name, (most, written) in found["widened"].items()},
             tuple(found["as_stored"]),
-            LayerSplit(*_cut(found["by_layer"])) if found["by_layer"] else None,
+            LayerSplit(*_cut(found["layer_split"])) if found["layer_split"] else None,
         )
         for name, found in data["profiles"].items()
     }

@@ -44,7 +44,7 @@ CORRECTIONS = (
     Correction(
         "convolution scratch, 32 bit, 512 channels or more in and out",
         "2 bytes(input) + 2 bytes(output) + bytes(weight) + 1 MiB; the second copies in parts where a tensor has more than 1 GiB",
-        "the same report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); validated on its other fp32 rows",
+        "that report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); validated on its other fp32 rows",
     ),
     Correction(
         "convolution scratch, compute capability 9.0",
@@ -140,8 +140,9 @@ def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tu
     """Bytes of scratch of one int8 layer for ``rows`` tokens of ``inputs`` features: (before its result is allocated, beside
     the result).
 
-    ``half``: it computes in fp16. First the input in fp16, its absolute values (where it is not fp16 already) and the input in
-    int8; then the input in int8, the product in int32 and, unless it is the result, the product in fp16.
+    ``half``: it computes in fp16. First the input in fp16 (unless it is already), its absolute values, which determine the
+    outliers, and the input in int8; then the input in int8, the product in int32 and, unless that is the result, the product
+    in fp16.
     """
     kept = rows * (inputs + 4)
     first = kept + rows * inputs * (3 if half else 5)

@@ -111,7 +111,7 @@ def _device() -> dict[str, Any]:
         problems.append(f"there is a device ({', '.join(nodes)}), and {why}")
     if not sim.available():
         problems.append(
-            "the simulated accelerator is not available: torch is too old for devices in Python, or another backend uses PrivateUse1"
+            "the simulated accelerator is not available: torch is too old for Python devices, or another backend uses PrivateUse1"
         )
     card: dict[str, Any] | None = None
     if found is not None:

@@ -129,9 +129,9 @@ class Prober:
         loose = frozenset().union(*(call.loose for call in calls))
         groups = group_blocks(module, self.single_pass_blocks(name), [call.touched for call in calls], self.routed[name], loose)
         layers = group_layers(module, calls, self.routed[name])
-        by_layer = LayerSplit(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
+        layer_split = LayerSplit(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
         parameters = sum(p.numel() for p in module.parameters())
-        profile = ComponentProfile(parameters, groups, laid_out_bytes(module, groups), by_layer=by_layer)
+        profile = ComponentProfile(parameters, groups, laid_out_bytes(module, groups), layer_split=layer_split)
         return _in_every_precision(profile, graph, graph.components[name], module) if graph else profile
 
     def _trace(
@@ -188,7 +188,7 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
     are those of the files.
     """
     layers = quantized_shapes(module, component.dtype)
-    splits = [(profile.groups, False), *([(profile.by_layer.groups, True)] if profile.by_layer is not None else [])]
+    splits = [(profile.groups, False), *([(profile.layer_split.groups, True)] if profile.layer_split is not None else [])]
     sizes = [block_bytes_by_precision(module, groups, component.dtype, by_layer=by_layer) for groups, by_layer in splits]
     as_stored_precisions: tuple[str, ...] = ()
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
@@ -212,12 +212,12 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
         layers=layers,
         widened=widened(kinds, component.dtype),
         as_stored=as_stored_precisions,
-        by_layer=replace(profile.by_layer, precisions=sizes[1]) if profile.by_layer is not None else None,
+        layer_split=replace(profile.layer_split, precisions=sizes[1]) if profile.layer_split is not None else None,
     )
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Stands for a weight that the pipeline's own code reads: the code copies it to the device, which takes memory there."""
+    """Zeros on the device for a weight that the pipeline's own code reads: the code copies it there, which takes memory."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
 
 

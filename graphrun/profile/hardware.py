@@ -92,12 +92,12 @@ def simulated() -> Hardware:
 
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
     """The device called ``name``, of ``profiles`` or a prior. Raises InputError, with the most similar name, if there is none."""
-    known = {**(profiles or {}), **priors()}
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
+    devices = {**(profiles or {}), **priors()}
+    if name not in devices:
+        near = difflib.get_close_matches(name, devices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(known)}")
-    return known[name]
+        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(devices)}")
+    return devices[name]
 
 
 def found() -> Hardware | None:

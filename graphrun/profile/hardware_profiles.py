@@ -49,8 +49,8 @@ def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]
 
 def hardware(name: str, cache: Path | None) -> Hardware:
     """The profile called ``name``, else the prior. Raises InputError, with the most similar name, if there is neither."""
-    known = kept(cache)
-    return known[name] if name in known else devices.hardware(name, known)
+    profiles_by_name = kept(cache)
+    return profiles_by_name[name] if name in profiles_by_name else devices.hardware(name, profiles_by_name)
 
 
 def found(cache: Path | None) -> Hardware | None:

@@ -19,10 +19,10 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.corrections import int8_scratch, nf4_scratch
 from graphrun.profile.recording import Call, Product
 
-# (package, first version): what a precision needs to be available, and for its modules to move between devices. Sources: bitsandbytes' release
-# notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and transformers 4.58 for modules
-# that these two dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33 `apply_layerwise_casting`; diffusers' GGUF quantizer
-# asks for gguf 0.10.
+# (package, first version): what a precision needs to be available, and for its modules to move between devices. Sources:
+# bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and
+# transformers 4.58 for modules that these two dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33
+# `apply_layerwise_casting`; diffusers' GGUF quantizer requires gguf 0.10.
 NEEDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "fp8": (("torch", "2.1"), ("diffusers", "0.33")),
     "gguf": (("gguf", "0.10"), ("diffusers", "0.33")),
@@ -38,8 +38,8 @@ MOVES: Mapping[str, tuple[tuple[str, str], ...]] = {
 # profiler (nf4: fp32 copies of the weight and of its blocks, 32-bit indices).
 QUANTIZING_BYTES: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8, "fp8": 1}
 
-# Precisions that are streamed by blocks and never by layers. A 4-bit weight is a tensor with separate statistics,
-# which code that moves single tensors leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta tensor").
+# Precisions that are streamed by blocks and never by layers. A 4-bit weight is a tensor with separate statistics, which code
+# that moves single tensors leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta tensor").
 BLOCK_GRANULARITY_ONLY = frozenset({"nf4"})
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -126,13 +126,13 @@ def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits
     found = {}
     for name, profile in probed.profiles.items():
         found[name] = numbers(name, profile)
-        if (layer_split := profile.by_layer) is not None:
+        if (layer_split := profile.layer_split) is not None:
             split_profile = replace(
                 profile,
                 groups=layer_split.groups,
                 block_bytes=layer_split.block_bytes,
                 precisions=layer_split.precisions,
-                by_layer=None,
+                layer_split=None,
             )
             layers = numbers(name, split_profile, "layers")
             found[name] = replace(found[name], layers=layers if layers.streamable else None)

@@ -124,7 +124,7 @@ class ComponentProfile:
     the dtype that the graph declares; ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each
     weight that int8, nf4 and fp8 quantize. ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized
     form exists, bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the source files
-    already hold the component. ``by_layer``: the component split into layers, None where it cannot be.
+    already hold the component. ``layer_split``: the component split into layers, None where it cannot be.
     """
 
     parameters: int
@@ -134,7 +134,7 @@ class ComponentProfile:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     as_stored: tuple[str, ...] = ()
-    by_layer: LayerSplit | None = None
+    layer_split: LayerSplit | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ ON_CPU = "cpu"
 # "A Gentle Introduction to 8-bit Matrix Multiplication", of Dettmers et al. 2022).
 SLOWDOWNS = {"int8": 1.2}
 
-# bitsandbytes 0.50 quantizes a weight on a CPU core at about this bytes_per_second of 16-bit bytes (2.10 GHz Xeon core, idle).
-# A cast to fp8 runs at the speed of memory.
+# bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit weights per second (idle 2.10 GHz
+# Xeon core). A cast to fp8 runs at memory speed.
 QUANTIZING_RATES = {"int8": 0.2e9, "nf4": 0.07e9, "fp8": 5e9}
 
 

@@ -1,4 +1,4 @@
-"""What a precision allows by version, what its layers take in a call, what quantizing takes: against bitsandbytes where it can."""
+"""What a precision supports by version, the scratch of its layers, and the memory of quantizing; compared with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 NOW = {"torch": "2.13", "diffusers": "0.42", "transformers": "5.23", "accelerate": "1.15", "bitsandbytes": "0.50"}
 
 
-def test_everything_that_is_not_quantized_moves_streams_and_lies_on_disk() -> None:
+def test_unquantized_precisions_move_stream_and_can_be_on_disk() -> None:
     for precision in ("float32", "bfloat16", "float16"):
         found = flags(precision, {})
         assert (found.available, found.movable, found.streamable, found.leaf_streamable, found.disk_able) == (True,) * 5
@@ -88,7 +88,7 @@ def flux() -> Any:
     return graphrun.load(GRAPHS / "flux-tiny.yaml")
 
 
-def test_in_its_own_precision_a_component_s_blocks_are_those_of_the_dry_run(dry: Any) -> None:
+def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
         graph, probed, _ = dry(name)
         for key, profiles in probed.profiles.items():
@@ -100,8 +100,8 @@ def test_in_its_own_precision_a_component_s_blocks_are_those_of_the_dry_run(dry:
             assert profiles.precisions["nf4"] == block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, "nf4")
 
 
-def test_a_dry_run_knows_every_product_of_a_quantized_layer(dry: Any) -> None:
-    """FLUX's transformer calls each of its linear layers once; the trace names them as the facts do."""
+def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
+    """FLUX's transformer calls each of its linear layers once; the trace names them as the profile does."""
     _, probed, _ = dry("flux-dev")
     profiles = probed.profiles["transformer"]
     call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
@@ -130,7 +130,7 @@ def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
 
 
 def replaced(module: nn.Module, precision: str, nested: bool) -> None:
-    """Every linear layer of ``module`` by bitsandbytes' own, quantized on the CPU."""
+    """Replaces every linear layer of ``module`` by bitsandbytes' own, quantized on the CPU."""
     layers = {id(layer) for layer in quantizable_layers(module, torch.bfloat16).values()}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -177,7 +177,7 @@ def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precis
             assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in k.blocks} == {nbytes}, k.name
 
 
-def test_a_language_model_s_head_stays_as_it_is(flux: Any) -> None:
+def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
     config = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
     component = replace(flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config)
     module: Any = meta_module(component, flux.trust)
@@ -186,7 +186,7 @@ def test_a_language_model_s_head_stays_as_it_is(flux: Any) -> None:
     assert len(quantizable_layers(module, torch.bfloat16)) == 7
 
 
-def test_bytes_by_precision_are_those_held(flux: Any) -> None:
+def test_weights_by_precision_sum_the_bytes_of_all_tensors(flux: Any) -> None:
     module = meta_module(flux.component("transformer"), flux.trust)
     found = weights_by_precision(module, "bfloat16")
     for precision in PRECISIONS:
@@ -219,7 +219,7 @@ def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
 
 
 def peak(call: Call) -> int:
-    """As the simulated accelerator counts."""
+    """The peak as the simulated accelerator counts it."""
     counter, most = Counting(), 0
     for key, nbytes in call.events:
         if nbytes:
@@ -231,13 +231,13 @@ def peak(call: Call) -> int:
     return most
 
 
-def test_products_with_weights_are_known_by_name_and_tokens() -> None:
+def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
     assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
     assert [call.events[product.event][1] for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
 
 
-def test_nf4_takes_the_weight_beside_its_product() -> None:
+def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     tokens = 16
     call, shapes = traced(tokens)
     found = requantized(call, shapes, "nf4")
@@ -256,7 +256,7 @@ def test_one_token_needs_no_weight_in_16_bit() -> None:
     assert dequantized_bytes(call, shapes, "nf4") == 0
 
 
-def test_int8_takes_its_input_and_its_product_in_other_forms() -> None:
+def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     tokens = 1024
     call, shapes = traced(tokens)
     found = requantized(call, shapes, "int8")
@@ -267,23 +267,23 @@ def test_int8_takes_its_input_and_its_product_in_other_forms() -> None:
     assert dequantized_bytes(call, shapes, "fp8", "float32") == 4 * (96 * 64 + 32 * 96)
 
 
-def test_a_layer_that_is_not_quantized_takes_nothing() -> None:
+def test_an_unquantized_layer_takes_no_scratch() -> None:
     call, shapes = traced(64)
     only = {"second.weight": shapes["second.weight"]}
     assert len(requantized(call, only, "nf4").events) == len(call.events) + 2
     assert requantized(call, {}, "nf4") == requantized(call, shapes, "bfloat16") == call
 
 
-def test_the_peak_of_events_leaves_scratch_apart() -> None:
+def test_the_peak_of_events_excludes_scratch() -> None:
     assert peak_of(((1, 512), (0, -4096), (2, 1024), (1, 0), (3, 512), (2, 0), (3, 0))) == 1536
 
 
-def test_a_product_is_of_one_weight() -> None:
+def test_a_product_has_one_weight() -> None:
     assert Product(3, "x.weight", 7).rows == 7
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
-def test_quantizing_on_the_cpu_takes_no_more_than_is_said(precision: str) -> None:
+def test_quantizing_on_the_cpu_takes_no_more_than_predicted(precision: str) -> None:
     shape = (512, 2048)
     weight = torch.randn(*shape, dtype=torch.bfloat16)
     kind = {"nf4": lambda: bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)}

@@ -1,4 +1,4 @@
-"""The traced peak of real components in small against the CPU allocator's own, to the byte."""
+"""The recorded peak of small versions of real components equals the CPU allocator's, to the byte."""
 
 from __future__ import annotations
 
