@@ -254,7 +254,7 @@ def _imports_set_aside() -> Iterator[Callable[[], None]]:
 
 
 def to_json(probed: Probed) -> dict[str, Any]:
-    """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered on the tape."""
+    """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered in the recording."""
     calls: dict[int, Call] = {id(item.call): item.call for item in probed.recording.items if isinstance(item, Mark) and item.call}
     numbers = {key: number for number, key in enumerate(calls)}
     return {
@@ -293,18 +293,18 @@ def from_json(data: Mapping[str, Any]) -> Probed:
     profiles = {
         name: ComponentProfile(
             found["parameters"],
-            *_cut(found),
+            *_block_split(found),
             {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
             {name: (most, written) for name, (most, written) in found["widened"].items()},
             tuple(found["as_stored"]),
-            LayerSplit(*_cut(found["layer_split"])) if found["layer_split"] else None,
+            LayerSplit(*_block_split(found["layer_split"])) if found["layer_split"] else None,
         )
         for name, found in data["profiles"].items()
     }
     return Probed(Recording(items, {name: frozenset(keys) for name, keys in data["values"].items()}), profiles)
 
 
-def _cut(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """Classes, bytes of a block, and those in other precisions."""
+def _block_split(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Block groups, bytes of a block of each, and those in other precisions."""
     groups = tuple(BlockGroup(**{**k, "blocks": tuple(k["blocks"])}) for k in found["groups"])
     return groups, tuple(found["block_bytes"]), {precision: tuple(sizes) for precision, sizes in found["precisions"].items()}

@@ -44,8 +44,8 @@ def test_inner_list_elements_are_the_blocks_if_they_make_up_most_of_an_element()
 
 def test_groups_are_in_call_order_not_in_creation_order() -> None:
     entered = [*paths("single", 3), "double.1", "double.0"]
-    rest, first, second = group_blocks(Net(2, 3), entered, [])
-    assert (rest.blocks, rest.streamable) == (("",), False)
+    remainder, first, second = group_blocks(Net(2, 3), entered, [])
+    assert (remainder.blocks, remainder.streamable) == (("",), False)
     assert (first.name, first.blocks) == ("single", tuple(paths("single", 3)))
     assert (second.name, second.blocks) == ("double", ("double.1", "double.0"))
 

@@ -170,10 +170,10 @@ def test_a_cached_plan_imports_no_torch_and_no_solver_and_is_equal(made: list[st
     kept = sorted(folder.iterdir())
     code = f"""
 import sys
-from graphrun import cli
+from graphrun.cli.main import main
 sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G", "--hardware", "sim", "--json"]
 try:
-    cli.main()
+    main()
 finally:
     heavy = {{"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}}
     heavy &= sys.modules.keys()

@@ -23,7 +23,7 @@ def test_calibrating_the_simulated_accelerator_gives_what_it_declares(tmp_path: 
     assert measured.copy_start_seconds == pytest.approx(0.0, abs=1e-12)
     assert (measured.basis, measured.device, measured.context_bytes) == ("measured", "sim", 0)
     assert figures["disk_bytes_per_second"] > 0
-    assert not list(tmp_path.iterdir()), "the file that was read is gone"
+    assert not list(tmp_path.iterdir()), "the file that was read is deleted"
 
 
 def test_the_processor_can_be_calibrated(tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ GB = 10**9
     ("before", "after", "uuid", "context"),
     [
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-a", 700_000_000),
-        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden or sorted otherwise by torch
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden from torch, or in another order
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only one there is
         ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-", None),
-        ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process left meanwhile
-        ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or came
+        ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process ended meanwhile
+        ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or started
         ({"GPU-a": GB}, {}, "GPU-a", None),
         ({}, {}, "GPU-a", None),
     ],

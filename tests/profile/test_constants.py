@@ -60,14 +60,14 @@ def test_an_overwritten_tensor_is_no_longer_constant() -> None:
             return x[: int(size)]
 
     out, _ = record(Overwritten(), torch.empty(64, device="meta"))
-    assert out.shape == (1,), "what nobody can know answers 1"
+    assert out.shape == (1,), "an unknown size is taken to be 1"
 
 
 def test_in_the_worst_case_all_tokens_select_the_same_two_experts() -> None:
     out, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
     assert out.shape == (32, 8)
     assert recorder.entered == ["experts.0", "experts.1"]
-    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token, whichever they are"
+    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token"
 
 
 class Packed(nn.Module):
@@ -98,8 +98,8 @@ def test_a_mask_selects_every_row_and_its_complement_none() -> None:
     out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
     assert out.shape == (2, 16, 64)
     made = [nbytes for _, nbytes in recorder.events if nbytes > 0]
-    assert made.count(16 * 64 * 4) == 4, "of each text, what was picked and what it was put together to"
-    assert made.count(512) == 5, "the mask, and of each text its row's complement and the places that it picks"
+    assert made.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
+    assert made.count(512) == 5, "the mask, and for each text the complement of its row and two index columns"
 
 
 class Positions(nn.Module):

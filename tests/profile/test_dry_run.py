@@ -24,7 +24,7 @@ def traced_mib(call: Call) -> float:
 
 @pytest.mark.parametrize(("component", "expected"), [("text_encoder_2", 96.0), ("transformer", 468.0), ("vae", 1536.5)])
 def test_traced_activation_at_1024(flux: list[tuple[str, Call]], component: str, expected: float) -> None:
-    """Inputs included, convolution scratch not. T5 shows 98 MiB in training mode (see below), and pipelines run it in eval mode."""
+    """With inputs, without convolution scratch. T5 takes 98 MiB in training mode (see below), but pipelines run it in eval mode."""
     call = next(call for _, call in flux if call.component == component)
     assert traced_mib(call) == pytest.approx(expected, rel=0.002)
 

@@ -52,6 +52,6 @@ def test_sizes_that_two_dry_runs_do_not_determine_are_refused() -> None:
         spanned().recording(Size(128 * 128, 3))
     with pytest.raises(InputError, match="more pixels"):
         Range(Size(128 * 128), Size(128 * 128), direct(128, 128), direct(128, 128))
-    cut = Recording(direct(256, 256).items[:-1], {})
+    truncated = Recording(direct(256, 256).items[:-1], {})
     with pytest.raises(InputError, match="different paths"):
-        Range(Size(128 * 128), Size(256 * 256), direct(128, 128), cut)
+        Range(Size(128 * 128), Size(256 * 256), direct(128, 128), truncated)

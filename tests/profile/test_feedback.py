@@ -126,13 +126,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     trace = graphrun.run(solution, graph)
     more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
     feedback.remember(problem, solution.plan, more, Store(folder))
-    known = feedback.measured_in(problem, solution.plan, more)
-    by = {phase.name: known[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
+    measured = feedback.measured_in(problem, solution.plan, more)
+    by = {phase.name: measured[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
     loads = [action for slot in solution.plan.slots for action in slot.actions if isinstance(action, Load)]
     held = sum(
         len(blocks) for load in loads if load.component == "text_encoder_2" for k, blocks in load.blocks or () if k == "encoder"
     )
-    # T5's class counts its largest block, the first, which is 512 bytes larger: not its activation's doing.
+    # Every block of T5 is planned with the bytes of the largest, the first, which has 512 more; that is no activation.
     assert by == {**dict.fromkeys(by, 1024), ENCODERS[1]: 1024 - 512 * (held - 1)}
     return folder, graph, {name: max(0, more) for name, more in by.items()}
 

@@ -18,14 +18,22 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def told(out: Any, handed: list[torch.Tensor]) -> list[Any]:
+def described(out: Any, arguments: list[torch.Tensor]) -> list[Any]:
     """Everything that a record depends on in an operator's results, with the argument or result whose storage each one has."""
     outs = [out] if isinstance(out, torch.Tensor) else list(out)
-    storages = [one.untyped_storage() for one in (*handed, *outs)]
-    places = [storage._cdata for storage in storages]
+    storages = [one.untyped_storage() for one in (*arguments, *outs)]
+    addresses = [storage._cdata for storage in storages]
     return [type(out)] + [
-        (one.shape, one.stride(), one.storage_offset(), one.dtype, one.device.type, storage.nbytes(), places.index(storage._cdata))
-        for one, storage in zip(outs, storages[len(handed) :], strict=True)
+        (
+            one.shape,
+            one.stride(),
+            one.storage_offset(),
+            one.dtype,
+            one.device.type,
+            storage.nbytes(),
+            addresses.index(storage._cdata),
+        )
+        for one, storage in zip(outs, storages[len(arguments) :], strict=True)
     ]
 
 
@@ -51,8 +59,8 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
 def test_a_cached_result_equals_the_operator_s(made: Callable[[], tuple[Any, ...]]) -> None:
     for _ in range(3):
         func, *args = made()
-        handed = [one for arg in args for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, torch.Tensor)]
-        assert told(on_meta(func, args, {}), handed) == told(func(*args), handed)
+        arguments = [one for arg in args for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, torch.Tensor)]
+        assert described(on_meta(func, args, {}), arguments) == described(func(*args), arguments)
 
 
 def test_equal_numbers_of_different_types_are_distinct() -> None:

@@ -20,8 +20,8 @@ def call(component: str, mib: int, scratch: tuple[int, int] | None = None) -> Ca
 
 
 def phase_memories(recording: Recording, card: str = "sim") -> list[PhaseMemory]:
-    place = hardware(card)
-    return phase_memories_of(recording, phase_spans(recording.entries()), replace(place, caching_allocator=False))
+    device = hardware(card)
+    return phase_memories_of(recording, phase_spans(recording.entries()), replace(device, caching_allocator=False))
 
 
 def test_a_growing_history_makes_the_last_iteration_the_peak() -> None:

@@ -91,35 +91,35 @@ def flux() -> Any:
 def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
         graph, probed, _ = dry(name)
-        for key, profiles in probed.profiles.items():
+        for key, profile in probed.profiles.items():
             component = graph.components[key]
-            assert (
-                block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, component.dtype) == profiles.block_bytes
-            ), key
-            assert profiles.precisions[component.dtype] == profiles.block_bytes
-            assert profiles.precisions["nf4"] == block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, "nf4")
+            assert block_bytes(probed.meta_modules[key], profile.groups, component.dtype, component.dtype) == profile.block_bytes, (
+                key
+            )
+            assert profile.precisions[component.dtype] == profile.block_bytes
+            assert profile.precisions["nf4"] == block_bytes(probed.meta_modules[key], profile.groups, component.dtype, "nf4")
 
 
 def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
     """FLUX's transformer calls each of its linear layers once; the trace names them as the profile does."""
     _, probed, _ = dry("flux-dev")
-    profiles = probed.profiles["transformer"]
+    profile = probed.profiles["transformer"]
     call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
-    assert sorted(product.name for product in call.products) == sorted(profiles.layers)
-    elements = sum(outputs * inputs for outputs, inputs in profiles.layers.values())
-    assert 0.999 * profiles.parameters < elements < profiles.parameters
+    assert sorted(product.name for product in call.products) == sorted(profile.layers)
+    elements = sum(outputs * inputs for outputs, inputs in profile.layers.values())
+    assert 0.999 * profile.parameters < elements < profile.parameters
     single = {product.name for product in call.products if product.rows == 1}
-    assert dequantized_bytes(call, profiles.layers, "nf4") == 2 * sum(
-        o * i for name, (o, i) in profiles.layers.items() if name not in single
+    assert dequantized_bytes(call, profile.layers, "nf4") == 2 * sum(
+        o * i for name, (o, i) in profile.layers.items() if name not in single
     )
     assert all("norm" in name or "time_text" in name for name in single)
 
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    profiles, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
+    profile, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
     whole, int8, nf4, nested, fp8 = (
-        block_bytes(module, profiles.groups, "bfloat16", precision, nested=deep)
+        block_bytes(module, profile.groups, "bfloat16", precision, nested=deep)
         for precision, deep in (("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True), ("fp8", False))
     )
     for k, k_whole in enumerate(whole):

@@ -72,9 +72,9 @@ def test_a_stage_option_is_offered_where_it_changes_the_numbers_and_is_allowed(e
     (split,) = estimate(graph, allow=["split"]).options
     assert (split.stage, split.name, split.needs) == ("denoise", "split", "split")
     (plain,) = [phase for phase in estimate(graph).phases if phase.stage == "denoise"]
-    (cut,) = split.phases
-    assert cut.uses[0].calls == 2 * plain.uses[0].calls
-    assert cut.steady_bytes < plain.steady_bytes
+    (halved,) = split.phases
+    assert halved.uses[0].calls == 2 * plain.uses[0].calls
+    assert halved.steady_bytes < plain.steady_bytes
 
 
 def test_an_option_that_an_op_does_not_have_is_refused(edited: Callable[..., Any]) -> None:

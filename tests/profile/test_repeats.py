@@ -59,10 +59,10 @@ def record(net: Net, *, repeats: bool, kept: list[torch.Tensor] | None = None) -
     return recorder
 
 
-def told(recorder: Recorder) -> Any:
+def contents(recorder: Recorder) -> Any:
     flops: dict[str, float] = {}
     for path, number in recorder.flops:
-        if number:  # else a place in the order
+        if number:  # entries without FLOPs only keep the order
             flops[path] = flops.get(path, 0.0) + number
     layers = recorder.spans, recorder.outside, recorder.loose
     return recorder.events, recorder.peak_bytes, recorder.entered, recorder.touched, flops, layers
@@ -74,7 +74,7 @@ def net() -> Net:
 
 
 def test_the_record_equals_that_of_running_every_call(net: Net) -> None:
-    assert told(record(net, repeats=True)) == told(record(net, repeats=False))
+    assert contents(record(net, repeats=True)) == contents(record(net, repeats=False))
 
 
 def runs(net: Net) -> list[int]:
@@ -101,12 +101,12 @@ def test_a_block_with_a_side_effect_is_always_run(net: Net) -> None:
 
 
 def test_a_block_with_hooks_is_always_run(net: Net) -> None:
-    heard: list[int] = []
+    hooked: list[int] = []
     for block in net.blocks:
-        block.register_forward_hook(lambda *_: heard.append(1))
+        block.register_forward_hook(lambda *_: hooked.append(1))
     record(net, repeats=True)
     assert runs(net) == [1] * 6
-    assert len(heard) == 6
+    assert len(hooked) == 6
 
 
 def test_classes_are_restored_afterwards(net: Net) -> None:

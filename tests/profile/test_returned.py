@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "a column, and all of it in other dtypes": (lambda _, made: (made[:, 0], made.view(torch.int32)), 4 * KIB),
     "another order": (lambda _, made: made.T, 4 * KIB),
     "one number many times": (lambda _, made: made[:1, :1].clone().expand(256, 4), 512),
-    "what it was handed": (lambda x, _: x, 0),
+    "the argument itself": (lambda x, _: x, 0),
     "a part of that, and a sum": (lambda x, made: {"part": x[128:], "sum": made.sum(1)}, KIB),
 }
 
@@ -55,7 +55,7 @@ def test_a_result_takes_the_same_memory_in_the_dry_run_as_on_the_device(name: st
     with sim.Machine() as machine, prober.interceptor:
         x = torch.ones(256, device="sim")
         before = machine.allocated_bytes
-        for _ in range(2):  # traced, and known
+        for _ in range(2):  # traced, then cached
             got = prober.meta_modules["encoder"](x)
             assert machine.allocated_bytes - before == expected_bytes
         assert shapes(got) == shapes(want)

@@ -84,9 +84,9 @@ def test_every_component_is_entered_and_mostly_streamable(dry: Any, name: str) -
     graph, probed, _ = dry(name)
     assert {call.component for _, call in probed.recording.entries()} == set(graph.components)
     for component in ("text_encoder", "transformer"):
-        profiles = probed.profiles[component]
-        nbytes = [len(k.blocks) * size for k, size in zip(profiles.groups, profiles.block_bytes, strict=True)]
-        streamable = sum(total for k, total in zip(profiles.groups, nbytes, strict=True) if k.streamable)
+        profile = probed.profiles[component]
+        nbytes = [len(k.blocks) * size for k, size in zip(profile.groups, profile.block_bytes, strict=True)]
+        streamable = sum(total for k, total in zip(profile.groups, nbytes, strict=True) if k.streamable)
         assert streamable > 0.6 * sum(nbytes)
 
 
