@@ -105,9 +105,9 @@ class Prober:
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
-        call, made = self.trace(component, entry, proceed, args, kwargs)
+        call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(Mark("enter", component, call))
-        return made.made((args, kwargs), sim.device)
+        return result.materialize((args, kwargs), sim.device)
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
         """The profile of every component, with block groups in the order in which blocks were entered. With ``graph``, in
@@ -140,10 +140,10 @@ class Prober:
         """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
-        recorder, made = self._record(module, units, proceed, args, kwargs, device)
+        recorder, result = self._record(module, units, proceed, args, kwargs, device)
         if picked := routed_lists(units, set(recorder.entered)):
             self.routed[component] |= picked
-            recorder, made = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
+            recorder, result = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
@@ -155,14 +155,14 @@ class Prober:
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
         spans, outside, loose = tuple(recorder.spans), frozenset(recorder.outside), frozenset(recorder.loose)
         fields = (events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose, recorder.kept)
-        return Call(component, entry, *fields), made
+        return Call(component, entry, *fields), result
 
     def _record(
-        self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
+        self, module: nn.Module, blocks: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
     ) -> tuple[Recorder, Returned]:
         on_meta = device == META
         self.interceptor.device = device
-        recorder = Recorder(module, units, device)
+        recorder = Recorder(module, blocks, device)
         try:
             with _disable_current_modes():
                 arguments = computing_on(device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu))
@@ -171,14 +171,14 @@ class Prober:
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with torch.no_grad(), autocast_off_on_meta(), repeats, fused, recorder:
                     out = proceed(*arguments[0], **arguments[1])
-                made = returned(out, arguments, recorder.weights, device)
+                result = returned(out, arguments, recorder.weights, device)
                 del out
                 recorder.end()
         finally:
             self.interceptor.device = sim.device
             recorder.close()
             forget([module])
-        return recorder, made
+        return recorder, result
 
 
 def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:

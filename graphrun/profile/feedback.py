@@ -170,7 +170,7 @@ def measurements(problem: Problem, store: Store) -> dict[str, dict[str, Any]]:
 def _seconds_of(row: Mapping[str, Any], component: str) -> dict[str, float]:
     """The seconds of one component in ``row``: ``""`` -> those of a call, ``"/group"`` -> those of a block."""
     parts = ((name.partition("/"), seconds) for name, seconds in row.get("seconds", {}).items())
-    return {f"{slash}{k}": seconds for (owner, slash, k), seconds in parts if owner == component}
+    return {f"{slash}{group}": seconds for (owner, slash, group), seconds in parts if owner == component}
 
 
 def _is_size(n: Any) -> bool:
@@ -190,7 +190,7 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
             activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
             found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = activation
     durations: dict[tuple[str, str], list[float]] = {}
-    groups = {(c.name, path): k.name for c in problem.components for k in c.groups for path in k.blocks}
+    groups = {(c.name, path): group.name for c in problem.components for group in c.groups for path in group.blocks}
     for event in trace.events:
         slot_plan = plan.slots[event.slot]
         copied = {action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))}
@@ -247,24 +247,25 @@ def _measured_use(problem: Problem, use: Use, earlier: Mapping[str, float]) -> U
     """``use`` with its seconds scaled so that a call, or a block of a group, takes what was measured."""
     groups = problem.component(use.component).groups
     rows = zip(groups, use.group_calls, use.seconds, strict=True)
-    call_seconds = sum(len(k.blocks) * calls * seconds for k, calls, seconds in rows) / max(1, use.calls)
+    call_seconds = sum(len(group.blocks) * calls * seconds for group, calls, seconds in rows) / max(1, use.calls)
     factors = [_ratio(earlier.get(use.component), call_seconds)] * len(groups)
-    for number, k in enumerate(groups):
+    for number, group in enumerate(groups):
         traced = [seconds for of, _, seconds in use.order if of == number] or [use.seconds[number]]
-        if (block_seconds := earlier.get(f"{use.component}/{k.name}")) is not None:
+        if (block_seconds := earlier.get(f"{use.component}/{group.name}")) is not None:
             factors[number] = _ratio(block_seconds, statistics.median(traced))
     if all(factor == 1.0 for factor in factors):
         return use
     if use.layers is not None:
-        mean = sum(factors[k] * seconds for k, _, seconds in use.order) / max(sum(seconds for _, _, seconds in use.order), 1e-12)
+        total = sum(seconds for _, _, seconds in use.order)
+        mean = sum(factors[number] * seconds for number, _, seconds in use.order) / max(total, 1e-12)
         use = replace(use, layers=scaled(use.layers, mean or factors[0]))
-    order = tuple((k, block, seconds * factors[k]) for k, block, seconds in use.order)
+    order = tuple((number, block, seconds * factors[number]) for number, block, seconds in use.order)
     return replace(use, seconds=tuple(seconds * factor for seconds, factor in zip(use.seconds, factors, strict=True)), order=order)
 
 
 def scaled(use: Use, factor: float) -> Use:
     """``use`` with all its seconds multiplied by ``factor``."""
-    order = tuple((k, block, seconds * factor) for k, block, seconds in use.order)
+    order = tuple((number, block, seconds * factor) for number, block, seconds in use.order)
     return replace(use, seconds=tuple(seconds * factor for seconds in use.seconds), order=order)
 
 

@@ -106,7 +106,7 @@ def block_bytes(
 
     Every tensor, including statistics, is at a multiple of `ALIGNMENT`; the block is rounded up to the size of its allocation.
     """
-    layouts = lay_out(module, [path for k in groups for path in k.blocks])
+    layouts = lay_out(module, [path for group in groups for path in group.blocks])
     return _block_bytes(layouts, groups, tensor_bytes_in(module, dtype, precision, nested=nested))
 
 
@@ -114,7 +114,7 @@ def block_bytes_by_precision(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
+    layouts = lay_out(module, [path for group in groups for path in group.blocks], by_layer=by_layer)
     return {precision: _block_bytes(layouts, groups, held) for precision, held in _tensor_bytes_in_each(module, dtype).items()}
 
 
@@ -125,13 +125,13 @@ def _block_bytes(
         path: sum(round_up(nbytes, ALIGNMENT) for entry in layout.entries for nbytes in held[id(entry.tensor)])
         for path, layout in layouts.items()
     }
-    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in groups)
+    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in group.blocks) for group in groups)
 
 
 def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
     """For each group, the bytes of its largest block of ``module`` as it is."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
-    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in groups)
+    layouts = lay_out(module, [path for group in groups for path in group.blocks], by_layer=by_layer)
+    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks) for group in groups)
 
 
 def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -> dict[str, tuple[int, int]]:

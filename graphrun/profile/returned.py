@@ -37,7 +37,7 @@ class Returned:
         storages = {storage._cdata: storage.nbytes() for storage in created}
         return sum(nbytes for cdata, nbytes in storages.items() if cdata not in self.aliases)
 
-    def made(self, args: Any, device: torch.device) -> Any:
+    def materialize(self, args: Any, device: torch.device) -> Any:
         """The result of a call with ``args``: zeros on ``device``, or views of tensors in ``args``."""
         arguments, created = tensors_in(args), dict[int, torch.Tensor]()
 

@@ -93,7 +93,10 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
         },
         "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype} if files is not None else None,
         "host_bytes": planned.variants[0].host_bytes if planned else 0,
-        "blocks": [{"group": k.name, "count": len(k.blocks), "streamable": k.streamable} for k in probed.profiles[name].groups],
+        "blocks": [
+            {"group": group.name, "count": len(group.blocks), "streamable": group.streamable}
+            for group in probed.profiles[name].groups
+        ],
         "basis": planned.basis if planned else "declared",
     }
 
@@ -140,7 +143,7 @@ def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
     result = 0.0
     for use in phase.uses:
         groups = problem.component(use.component).groups
-        result += sum(n * len(k.blocks) * s for n, k, s in zip(use.group_calls, groups, use.seconds, strict=True))
+        result += sum(n * len(group.blocks) * s for n, group, s in zip(use.group_calls, groups, use.seconds, strict=True))
     return result
 
 

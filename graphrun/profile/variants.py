@@ -76,7 +76,7 @@ def _in_backing_stores(
 ) -> Iterator[Variant]:
     dtype, quantized = component.dtype, precision in QUANTIZED
     block_bytes = profile.block_bytes if precision == dtype else profile.precisions[precision]
-    weight_bytes = sum(len(k.blocks) * nbytes for k, nbytes in zip(profile.groups, block_bytes, strict=True))
+    weight_bytes = sum(len(group.blocks) * nbytes for group, nbytes in zip(profile.groups, block_bytes, strict=True))
     stored = precision in profile.as_stored
     dequantized = _dequantized_block_bytes(profile, precision, ELEMENT_BYTES[dtype]) if quantized else ()
     in_files = block_bytes if stored else profile.block_bytes
@@ -117,13 +117,13 @@ def _dequantized_block_bytes(profile: ComponentProfile, precision: str, element_
     cast = {name: element_bytes * outputs * inputs for name, (outputs, inputs) in profile.layers.items()}
     if precision == "gguf":
         cast = {name: written for name, (_, written) in profile.widened.items()}
-    for number, k in enumerate(profile.groups):
-        for path in k.blocks:
+    for number, group in enumerate(profile.groups):
+        for path in group.blocks:
             inside = (nbytes for name, nbytes in cast.items() if path and name.startswith(f"{path}."))
             found[number] = max(found[number], sum(inside))
     remainder = sum(cast.values())
-    remainder -= sum(len(k.blocks) * nbytes for k, nbytes in zip(profile.groups, found, strict=True))
-    return tuple(max(0, remainder) if "" in k.blocks else nbytes for k, nbytes in zip(profile.groups, found, strict=True))
+    remainder -= sum(len(group.blocks) * nbytes for group, nbytes in zip(profile.groups, found, strict=True))
+    return tuple(max(0, remainder) if "" in group.blocks else nbytes for group, nbytes in zip(profile.groups, found, strict=True))
 
 
 def _scratch_bytes(profile: ComponentProfile, calls: Sequence[Call], precision: str, dtype: str) -> int:

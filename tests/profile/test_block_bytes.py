@@ -37,8 +37,10 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2", "transformer", "vae"])
 def test_block_bytes_equal_the_executor_s_layout(profiles: tuple[Any, Any], name: str, precision: str) -> None:
     graph, found = profiles
-    placed = lay_out(draft(graph.component(name), graph, precision)[0], [path for k in found[name].groups for path in k.blocks])
-    sizes = tuple(max(round_up(placed[path].nbytes, 512) for path in k.blocks) for k in found[name].groups)
+    placed = lay_out(
+        draft(graph.component(name), graph, precision)[0], [path for group in found[name].groups for path in group.blocks]
+    )
+    sizes = tuple(max(round_up(placed[path].nbytes, 512) for path in group.blocks) for group in found[name].groups)
     assert found[name].precisions[precision] == sizes
 
 

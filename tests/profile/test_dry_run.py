@@ -111,7 +111,7 @@ def test_every_number_has_a_basis(make_problem: Any) -> None:
 def test_a_vae_that_only_decodes_does_not_use_its_encoder(make_problem: Any) -> None:
     problem = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     vae, use = problem.component("vae"), problem.phases[-1].uses[0]
-    idle = [k.name for k, calls in zip(vae.groups, use.group_calls, strict=True) if calls == 0]
+    idle = [group.name for group, calls in zip(vae.groups, use.group_calls, strict=True) if calls == 0]
     assert idle == ["encoder"]
 
 

@@ -39,10 +39,10 @@ def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str 
         phase = next((phase for phase in problem.phases if phase.name == report.phase), None)
         for use in phase.uses if phase is not None and report.part == "steady" else ():
             groups = problem.component(use.component).groups
-            for k, block, seconds in use.order:
-                if groups[k].streamable:
+            for group, block, seconds in use.order:
+                if groups[group].streamable:
                     end = seconds * slower
-                    events.append(Event("block", use.component, number, groups[k].blocks[block], 0, 0.0, end))
+                    events.append(Event("block", use.component, number, groups[group].blocks[block], 0, 0.0, end))
     return Trace("", "sim", tuple(slots), tuple(events), 0, 0)
 
 
@@ -57,8 +57,8 @@ def test_measured_activation_and_block_times_are_in_the_next_problem(planned: An
     before, after = phase_of(problem, "denoise"), phase_of(informed, "denoise")
     assert (after.first_bytes - before.first_bytes, after.steady_bytes - before.steady_bytes) == (4096, 4096)
     assert (before.basis, after.basis) == ("traced", "measured")
-    for number, k in enumerate(problem.component("transformer").groups):
-        by = 1.5 if k.streamable else 1.0
+    for number, group in enumerate(problem.component("transformer").groups):
+        by = 1.5 if group.streamable else 1.0
         assert after.uses[0].seconds[number] == pytest.approx(by * before.uses[0].seconds[number], rel=0.05)
     assert informed.digest != problem.digest
 
@@ -130,7 +130,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     by = {phase.name: measured[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
     loads = [action for slot in solution.plan.slots for action in slot.actions if isinstance(action, Load)]
     held = sum(
-        len(blocks) for load in loads if load.component == "text_encoder_2" for k, blocks in load.blocks or () if k == "encoder"
+        len(blocks)
+        for load in loads
+        if load.component == "text_encoder_2"
+        for group, blocks in load.blocks or ()
+        if group == "encoder"
     )
     # Every block of T5 is planned with the bytes of the largest, the first, which has 512 more; that is no activation.
     assert by == {**dict.fromkeys(by, 1024), ENCODERS[1]: 1024 - 512 * (held - 1)}

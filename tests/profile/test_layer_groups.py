@@ -45,7 +45,7 @@ def traced() -> tuple[Model, Prober]:
 def test_a_layer_is_a_block_if_only_its_own_calls_read_it() -> None:
     model, prober = traced()
     groups = group_layers(model, [call for call, _ in prober._traces.values()])
-    blocks = {path for k in groups for path in k.blocks}
+    blocks = {path for group in groups for path in group.blocks}
     assert blocks == {"", "first", "inner.twice", "idle.0"}
     assert {name.split(".weight")[0] for name in _names(model, "", blocks)} >= {"shift", "table", "inner.apart", "inner.never"}
 
@@ -54,14 +54,14 @@ def test_layers_with_different_call_counts_are_in_different_groups() -> None:
     model, prober = traced()
     (call,) = (call for call, _ in prober._traces.values())
     assert [span.path for span in call.spans].count("inner.twice") == 2
-    of = {path: k.name for k in group_layers(model, [call]) for path in k.blocks}
+    of = {path: group.name for group in group_layers(model, [call]) for path in group.blocks}
     assert len({of["first"], of["inner.twice"], of["idle.0"]}) == 3
 
 
 def test_routed_layers_are_not_blocks() -> None:
     model, prober = traced()
     calls = [call for call, _ in prober._traces.values()]
-    assert "inner.twice" not in {path for k in group_layers(model, calls, {"inner"}) for path in k.blocks}
+    assert "inner.twice" not in {path for group in group_layers(model, calls, {"inner"}) for path in group.blocks}
 
 
 def test_a_tensor_tied_between_a_block_and_another_layer_belongs_to_the_block() -> None:
@@ -101,7 +101,7 @@ def test_an_empty_remainder_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor
     (use,) = (use.layers for phase in problem.phases for use in phase.uses if use.component == "text_encoder_2")
     assert layers.variants[0].block_bytes[0] == 0
     assert use.group_calls[0] == 0
-    assert 0 not in [k for k, _, _ in use.order]
+    assert 0 not in [number for number, _, _ in use.order]
     assert min(use.group_calls[1:]) == 1
 
 

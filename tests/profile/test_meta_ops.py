@@ -18,6 +18,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def described_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device.type
+
+
 def described(out: Any, arguments: list[torch.Tensor]) -> list[Any]:
     """Everything that a record depends on in an operator's results, with the argument or result whose storage each one has."""
     outs = [out] if isinstance(out, torch.Tensor) else list(out)

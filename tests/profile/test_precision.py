@@ -91,42 +91,45 @@ def flux() -> Any:
 def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
         graph, probed, _ = dry(name)
-        for key, profile in probed.profiles.items():
+        for key, of_component in probed.profiles.items():
             component = graph.components[key]
-            assert block_bytes(probed.meta_modules[key], profile.groups, component.dtype, component.dtype) == profile.block_bytes, (
-                key
+            assert (
+                block_bytes(probed.meta_modules[key], of_component.groups, component.dtype, component.dtype)
+                == of_component.block_bytes
+            ), key
+            assert of_component.precisions[component.dtype] == of_component.block_bytes
+            assert of_component.precisions["nf4"] == block_bytes(
+                probed.meta_modules[key], of_component.groups, component.dtype, "nf4"
             )
-            assert profile.precisions[component.dtype] == profile.block_bytes
-            assert profile.precisions["nf4"] == block_bytes(probed.meta_modules[key], profile.groups, component.dtype, "nf4")
 
 
 def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
     """FLUX's transformer calls each of its linear layers once; the trace names them as the profile does."""
     _, probed, _ = dry("flux-dev")
-    profile = probed.profiles["transformer"]
+    of_component = probed.profiles["transformer"]
     call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
-    assert sorted(product.name for product in call.products) == sorted(profile.layers)
-    elements = sum(outputs * inputs for outputs, inputs in profile.layers.values())
-    assert 0.999 * profile.parameters < elements < profile.parameters
+    assert sorted(product.name for product in call.products) == sorted(of_component.layers)
+    elements = sum(outputs * inputs for outputs, inputs in of_component.layers.values())
+    assert 0.999 * of_component.parameters < elements < of_component.parameters
     single = {product.name for product in call.products if product.rows == 1}
-    assert dequantized_bytes(call, profile.layers, "nf4") == 2 * sum(
-        o * i for name, (o, i) in profile.layers.items() if name not in single
+    assert dequantized_bytes(call, of_component.layers, "nf4") == 2 * sum(
+        o * i for name, (o, i) in of_component.layers.items() if name not in single
     )
     assert all("norm" in name or "time_text" in name for name in single)
 
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    profile, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
+    of_component, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
     whole, int8, nf4, nested, fp8 = (
-        block_bytes(module, profile.groups, "bfloat16", precision, nested=deep)
+        block_bytes(module, of_component.groups, "bfloat16", precision, nested=deep)
         for precision, deep in (("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True), ("fp8", False))
     )
-    for k, k_whole in enumerate(whole):
-        assert int8[k] / k_whole == pytest.approx(0.5, abs=0.005)
-        assert nf4[k] / k_whole == pytest.approx(0.5625 / 2, abs=0.005)
-        assert nested[k] / k_whole == pytest.approx(0.5159 / 2, abs=0.005)
-        assert 0.5 <= fp8[k] / k_whole < 0.75
+    for index, unquantized in enumerate(whole):
+        assert int8[index] / unquantized == pytest.approx(0.5, abs=0.005)
+        assert nf4[index] / unquantized == pytest.approx(0.5625 / 2, abs=0.005)
+        assert nested[index] / unquantized == pytest.approx(0.5159 / 2, abs=0.005)
+        assert 0.5 <= fp8[index] / unquantized < 0.75
 
 
 def replaced(module: nn.Module, precision: str, nested: bool) -> None:
@@ -172,9 +175,9 @@ def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precis
     expected = block_bytes(probed.meta_modules["transformer"], groups, "bfloat16", precision, nested=nested)
     module = build(flux.component("transformer"), flux)
     replaced(module, precision, nested)
-    for k, nbytes in zip(groups, expected, strict=True):
-        if k.blocks != ("",):
-            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in k.blocks} == {nbytes}, k.name
+    for group, nbytes in zip(groups, expected, strict=True):
+        if group.blocks != ("",):
+            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks} == {nbytes}, group.name
 
 
 def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:

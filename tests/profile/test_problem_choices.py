@@ -48,10 +48,10 @@ def test_pageable_backing_stores_are_offered_where_page_locked_memory_is_limited
 
 
 def test_a_graph_can_restrict_backing_stores(edited: Callable[..., Any]) -> None:
-    graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing store: [pageable]}"))
+    graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [pageable]}"))
     assert backing_stores(estimate(graph), "text_encoder") == ["bfloat16 pageable device"]
-    with pytest.raises(GraphError, match="components.text_encoder.home"):
-        edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing store: [cloud]}"))
+    with pytest.raises(GraphError, match="components.text_encoder.backing_store"):
+        edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [cloud]}"))
 
 
 def test_computing_on_the_cpu_is_offered_where_it_is_allowed_and_copies_nothing(edited: Callable[..., Any]) -> None:

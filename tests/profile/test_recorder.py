@@ -153,7 +153,8 @@ def test_blocks_that_run_twice_in_a_call_are_in_the_remainder(dry: Any) -> None:
     """Wan's decoder processes one frame after another; its transformer's blocks run once per call."""
     _, probed, _ = dry("wan-tiny")
     streamed = {
-        name: [path for k in profile.groups if k.streamable for path in k.blocks] for name, profile in probed.profiles.items()
+        name: [path for group in of_component.groups if group.streamable for path in group.blocks]
+        for name, of_component in probed.profiles.items()
     }
     assert not any(path.startswith("decoder") for path in streamed["vae"])
     assert len(streamed["transformer"]) == 8

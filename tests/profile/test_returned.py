@@ -72,8 +72,8 @@ def test_an_argument_with_other_strides_is_not_returned_as_a_view() -> None:
     x = torch.ones(4, 4, device="meta")
     found = returned(x[1:], (x,), set())
     one = torch.ones(4, 4)
-    assert found.made((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
-    assert found.made((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
+    assert found.materialize((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
+    assert found.materialize((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
     assert found.nbytes == 0
 
 

@@ -85,8 +85,8 @@ def test_every_component_is_entered_and_mostly_streamable(dry: Any, name: str) -
     assert {call.component for _, call in probed.recording.entries()} == set(graph.components)
     for component in ("text_encoder", "transformer"):
         profile = probed.profiles[component]
-        nbytes = [len(k.blocks) * size for k, size in zip(profile.groups, profile.block_bytes, strict=True)]
-        streamable = sum(total for k, total in zip(profile.groups, nbytes, strict=True) if k.streamable)
+        nbytes = [len(group.blocks) * size for group, size in zip(profile.groups, profile.block_bytes, strict=True)]
+        streamable = sum(total for group, total in zip(profile.groups, nbytes, strict=True) if group.streamable)
         assert streamable > 0.6 * sum(nbytes)
 
 
