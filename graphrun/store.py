@@ -35,7 +35,7 @@ from graphrun.model.solution import Solution
 from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
-from graphrun.profile.recording import Call, ComponentProfile, Cut, Mark, Probed, Product, Recording, Span
+from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Product, Recording, Span
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.check import check
 
@@ -300,7 +300,7 @@ def from_json(data: Mapping[str, Any]) -> Probed:
             {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
             {name: (most, written) for name, (most, written) in found["widened"].items()},
             tuple(found["as_stored"]),
-            Cut(*_groups_of(found["by_layer"])) if found["by_layer"] else None,
+            LayerSplit(*_groups_of(found["layer_split"])) if found["layer_split"] else None,
         )
         for name, found in data["profiles"].items()
     }

@@ -129,7 +129,7 @@ class LiveProber(Prober):
         answer = super().answer(component, entry, proceed, args, kwargs)
         if signature not in self.answered:
             self.answered.add(signature)
-            self.recording.items.append((next(self._keys), self._cached.get(id(self._known[signature][0]), 0)))
+            self.recording.items.append((next(self._keys), self._cached.get(id(self._traces[signature][0]), 0)))
         return answer
 
     def know(self, dtype_variant: DtypeVariant) -> None:
@@ -137,18 +137,18 @@ class LiveProber(Prober):
         self.dtype_variants.known[dtype_variant.name] = dtype_variant
         if dtype_variant.name not in self.meta_modules:
             self.meta_modules[dtype_variant.name] = self.meta_modules[dtype_variant.component]
-            self.entered[dtype_variant.name], self.repeated[dtype_variant.name], self.choices[dtype_variant.name] = {}, set(), set()
+            self.entered[dtype_variant.name], self.repeated[dtype_variant.name], self.routed[dtype_variant.name] = {}, set(), set()
 
-    def formed(self, name: str) -> AbstractContextManager[None]:
+    def as_traced(self, name: str) -> AbstractContextManager[None]:
         return self.dtype_variants.within(self.dtype_variants.known[name])
 
     @property
     def traces(self) -> int:
         """How many kinds of calls were traced so far."""
-        return len(self._known)
+        return len(self._traces)
 
     def _trace(
-        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device = META
     ) -> tuple[Traced, Returned]:
         try:
             call, made = super()._trace(component, entry, proceed, args, kwargs)

@@ -1,4 +1,4 @@
-"""Values on meta that a dry run may read: sizes that code writes out, and the worst case of experts that data picks."""
+"""Constant values of meta tensors that a dry run may read: literal sizes, masks, and the worst case of expert routing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Record
 
 
 class Crop(nn.Module):
-    """As HiDream's unpatchify: a size goes to the device as a tensor, and comes back as a slice's end."""
+    """Like HiDream's unpatchify: a size is moved to the device as a tensor and used as the end of a slice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor([3, 5], device=x.device).unsqueeze(0).repeat(len(x), 1)
@@ -31,7 +31,7 @@ class Crop(nn.Module):
 
 
 class Experts(nn.Module):
-    """As HiDream's mixture: two of four experts for each token, each called with the tokens that chose it."""
+    """Like HiDream's mixture of experts: two of four experts for each token, each called with the tokens that selected it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class Experts(nn.Module):
         return found
 
 
-def test_a_size_that_the_code_says_is_known_after_arithmetic() -> None:
+def test_a_literal_size_is_constant_after_arithmetic() -> None:
     out, _ = record(Crop(), torch.empty(2, 64, device="meta"))
     assert out.shape == (2, 3, 5)
 
 
-def test_a_changed_tensor_is_no_longer_known() -> None:
+def test_an_overwritten_tensor_is_no_longer_constant() -> None:
     class Overwritten(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             size = torch.tensor([7], device=x.device)
@@ -60,18 +60,18 @@ def test_a_changed_tensor_is_no_longer_known() -> None:
             return x[: int(size)]
 
     out, _ = record(Overwritten(), torch.empty(64, device="meta"))
-    assert out.shape == (1,), "what nobody can know answers 1"
+    assert out.shape == (1,), "an unknown size is taken to be 1"
 
 
-def test_at_worst_all_tokens_take_the_same_two_experts() -> None:
+def test_in_the_worst_case_all_tokens_select_the_same_two_experts() -> None:
     out, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
     assert out.shape == (32, 8)
     assert recorder.entered == ["experts.0", "experts.1"]
-    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token, whichever they are"
+    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token"
 
 
 class Packed(nn.Module):
-    """As Lumina 2's positions: how long each text is, its mask says."""
+    """Like Lumina 2's positions: the length of each text is the sum of its mask."""
 
     def forward(self, mask: torch.Tensor) -> torch.Tensor:
         lengths = mask.sum(dim=1)
@@ -81,36 +81,36 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_a_count_of_what_a_mask_lets_through_is_that_of_a_full_one(dtype: torch.dtype) -> None:
+def test_the_sum_of_a_mask_is_that_of_a_mask_of_ones(dtype: torch.dtype) -> None:
     out, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
     assert out.shape == (2, 20)
 
 
 class Sorted(nn.Module):
-    """As HunyuanVideo 1.5 and HunyuanImage: tokens that count first, then the padding."""
+    """Like HunyuanVideo 1.5 and HunyuanImage: valid tokens first, then the padding."""
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask = mask.bool()
         return torch.stack([torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)])
 
 
-def test_a_full_mask_picks_every_row_and_its_complement_none() -> None:
+def test_a_mask_selects_every_row_and_its_complement_none() -> None:
     out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
     assert out.shape == (2, 16, 64)
     made = [nbytes for _, nbytes in recorder.events if nbytes > 0]
-    assert made.count(16 * 64 * 4) == 4, "of each text, what was picked and what it was put together to"
-    assert made.count(512) == 5, "the mask, and of each text its row's complement and the places that it picks"
+    assert made.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
+    assert made.count(512) == 5, "the mask, and for each text the complement of its row and two index columns"
 
 
 class Positions(nn.Module):
-    """As Ernie-Image's and Mochi's: they compute in fp32 whatever the caller has turned on."""
+    """Like Ernie-Image's and Mochi's positions: computed in fp32 whatever autocast the caller has enabled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False), torch.autocast(x.device.type, torch.float32):
             return x.float() @ x.float().T
 
 
-def test_what_turns_autocast_off_is_traced_without_numbers() -> None:
+def test_code_that_disables_autocast_is_traced_on_meta() -> None:
     positions = Positions()
     prober = Prober({"positions": positions})
     with sim.Machine(), prober.interceptor:
@@ -123,8 +123,8 @@ def test_what_turns_autocast_off_is_traced_without_numbers() -> None:
         pass
 
 
-def test_nothing_is_known_of_what_lies_where_something_known_lay() -> None:
-    """What the host computes with masks and choices of its own says nothing of what is made on the device after it."""
+def test_a_new_tensor_at_the_address_of_a_constant_one_is_not_constant() -> None:
+    """Masks and selections computed on the host must not affect later device tensors."""
 
     class Gone(nn.Module):
         def forward(self, mask: torch.Tensor) -> list[int]:

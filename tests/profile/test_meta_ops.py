@@ -1,4 +1,4 @@
-"""What is remembered of operators on meta is what they make: shapes, strides, dtypes, storages."""
+"""Cached results of operators on meta equal the operators' own: shapes, strides, dtypes, storages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrun.modules.build import default_dtype
-from graphrun.profile.meta_ops import _outcome, on_meta
+from graphrun.profile.meta_ops import _cached_result, on_meta
 
 aten = torch.ops.aten
 
@@ -18,14 +18,26 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def told(out: Any, handed: list[torch.Tensor]) -> list[Any]:
-    """All that a record sees of what an operator returned, with the argument or result whose storage each one has."""
+def described_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device.type
+
+
+def described(out: Any, arguments: list[torch.Tensor]) -> list[Any]:
+    """Everything that a record depends on in an operator's results, with the argument or result whose storage each one has."""
     outs = [out] if isinstance(out, torch.Tensor) else list(out)
-    storages = [one.untyped_storage() for one in (*handed, *outs)]
-    places = [storage._cdata for storage in storages]
+    storages = [one.untyped_storage() for one in (*arguments, *outs)]
+    addresses = [storage._cdata for storage in storages]
     return [type(out)] + [
-        (one.shape, one.stride(), one.storage_offset(), one.dtype, one.device.type, storage.nbytes(), places.index(storage._cdata))
-        for one, storage in zip(outs, storages[len(handed) :], strict=True)
+        (
+            one.shape,
+            one.stride(),
+            one.storage_offset(),
+            one.dtype,
+            one.device.type,
+            storage.nbytes(),
+            addresses.index(storage._cdata),
+        )
+        for one, storage in zip(outs, storages[len(arguments) :], strict=True)
     ]
 
 
@@ -48,26 +60,26 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("made", CALLS.values(), ids=CALLS)
-def test_it_makes_what_the_operator_makes_each_time(made: Callable[[], tuple[Any, ...]]) -> None:
+def test_a_cached_result_equals_the_operator_s(made: Callable[[], tuple[Any, ...]]) -> None:
     for _ in range(3):
         func, *args = made()
-        handed = [one for arg in args for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, torch.Tensor)]
-        assert told(on_meta(func, args, {}), handed) == told(func(*args), handed)
+        arguments = [one for arg in args for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, torch.Tensor)]
+        assert described(on_meta(func, args, {}), arguments) == described(func(*args), arguments)
 
 
-def test_numbers_that_are_equal_are_told_apart() -> None:
+def test_equal_numbers_of_different_types_are_distinct() -> None:
     count = empty(3, dtype=torch.long)
     assert [on_meta(aten.mul.Tensor, (count, by), {}).dtype for by in (1, 1.0, True)] == [torch.long, torch.float32, torch.long]
 
 
-def test_what_whole_numbers_become_depends_on_the_default() -> None:
+def test_results_of_integers_depend_on_the_default_dtype() -> None:
     count = empty(3, dtype=torch.long)
     assert on_meta(aten.div.Tensor, (count, 2), {}).dtype == torch.float32
     with default_dtype(torch.bfloat16):
         assert on_meta(aten.div.Tensor, (count, 2), {}).dtype == torch.bfloat16
 
 
-def test_results_are_new_each_time_and_numbers_are_computed() -> None:
+def test_results_are_new_tensors_and_real_values_are_computed() -> None:
     x = empty(3)
     first, second = (on_meta(aten.mul.Tensor, (x, 2.0), {}) for _ in range(2))
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
@@ -76,8 +88,8 @@ def test_results_are_new_each_time_and_numbers_are_computed() -> None:
         on_meta(aten.mul.Tensor, (empty(3), empty(4)), {})
 
 
-def test_the_second_time_torch_s_own_code_is_not_run() -> None:
+def test_the_second_call_is_a_cache_hit() -> None:
     for found in (False, True):
-        before = _outcome.cache_info().hits
+        before = _cached_result.cache_info().hits
         on_meta(aten.native_group_norm.default, (empty(1, 6, 11), empty(6), empty(6), 1, 6, 11, 3, 1e-5), {})
-        assert _outcome.cache_info().hits == before + found
+        assert _cached_result.cache_info().hits == before + found

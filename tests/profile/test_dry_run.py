@@ -1,4 +1,4 @@
-"""FLUX.1-dev and SDXL through diffusers' own code with no weights: what is traced, and how it falls into phases."""
+"""Dry runs of FLUX.1-dev and SDXL through diffusers' own code without weights: recorded calls, and the phases they form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def traced_mib(call: Call) -> float:
 
 @pytest.mark.parametrize(("component", "expected"), [("text_encoder_2", 96.0), ("transformer", 468.0), ("vae", 1536.5)])
 def test_traced_activation_at_1024(flux: list[tuple[str, Call]], component: str, expected: float) -> None:
-    """Inputs included, convolution scratch not. T5 shows 98 MiB in training mode (see below), and pipelines run it in eval mode."""
+    """With inputs, without convolution scratch. T5 takes 98 MiB in training mode (see below), but pipelines run it in eval mode."""
     call = next(call for _, call in flux if call.component == component)
     assert traced_mib(call) == pytest.approx(expected, rel=0.002)
 
@@ -62,7 +62,7 @@ def test_no_square_tensor_where_attention_is_fused(flux: list[tuple[str, Call]])
             assert max(nbytes for _, nbytes in call.events) < 24 * 4608 * 4608
 
 
-def test_encoders_that_are_entered_one_after_another_are_phases_of_their_own(make_problem: Any) -> None:
+def test_consecutive_encoders_are_separate_phases(make_problem: Any) -> None:
     flux = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     assert [phase.name for phase in flux.phases] == [
         "encode/0:text_encoder",
@@ -92,30 +92,30 @@ def test_a_loop_that_alternates_components_is_one_phase() -> None:
     assert spans("x" + "aab" * 5 + "v") == [(0, 1), (1, 16), (16, 17)]
 
 
-def test_a_few_alternations_stay_phases() -> None:
+def test_few_alternations_are_separate_phases() -> None:
     assert spans("lgtlgt") == [(n, n + 1) for n in range(6)]
 
 
-def test_calls_in_a_row_are_one_phase_and_a_stage_ends_it() -> None:
+def test_consecutive_calls_are_one_phase_within_a_stage() -> None:
     assert spans("aaaa") == [(0, 4)]
     assert phase_spans([("one", call("a")), ("two", call("a"))]) == [(0, 1), (1, 2)]
 
 
-def test_every_number_names_its_basis(make_problem: Any) -> None:
+def test_every_number_has_a_basis(make_problem: Any) -> None:
     problem = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     assert {phase.basis for phase in problem.phases} == {"traced"}
     assert {component.basis for component in problem.components} == {"declared"}
     assert problem.hardware.basis == "prior"
 
 
-def test_a_vae_that_only_decodes_leaves_its_encoder_out(make_problem: Any) -> None:
+def test_a_vae_that_only_decodes_does_not_use_its_encoder(make_problem: Any) -> None:
     problem = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     vae, use = problem.component("vae"), problem.phases[-1].uses[0]
-    idle = [k.name for k, calls in zip(vae.groups, use.group_calls, strict=True) if calls == 0]
+    idle = [group.name for group, calls in zip(vae.groups, use.group_calls, strict=True) if calls == 0]
     assert idle == ["encoder"]
 
 
-def test_every_allocation_on_the_tape_is_released_or_a_live_value(dry: Any) -> None:
+def test_every_recorded_allocation_is_released(dry: Any) -> None:
     _, probed, _ = dry("flux-tiny")
     live: set[int] = set()
     for item in probed.recording.items:
@@ -130,7 +130,7 @@ def test_every_allocation_on_the_tape_is_released_or_a_live_value(dry: Any) -> N
     assert not live
 
 
-def test_values_live_from_their_consumer_s_first_phase_to_the_last_that_reads_them(make_problem: Any) -> None:
+def test_first_and_last_phase_of_values(make_problem: Any) -> None:
     values = {value.name: value for value in make_problem("flux-tiny", 2**30).values}
     assert (values["encode.embeds"].first_phase, values["encode.embeds"].last_phase) == (2, 2)
     assert (values["denoise.latents"].first_phase, values["denoise.latents"].last_phase) == (3, 3)

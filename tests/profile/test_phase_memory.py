@@ -1,4 +1,4 @@
-"""Hand-written tapes: what lives in each phase's window, by which device. Sizes in units of 512 bytes where nothing is reserved."""
+"""Memory of each phase from hand-written recordings, by device. Sizes are in units of 512 bytes where nothing is reserved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ UNIT = 512
 
 
 def recording(*items: Any) -> Recording:
-    """``(key, units)`` allocates, ``(key, 0)`` releases, ``"a"`` enters component a, ``("a", units, scratch)`` does so and takes
-    memory inside, ``"."`` ends the stage."""
+    """``(key, units)`` allocates, ``(key, 0)`` releases, ``"a"`` enters component a, ``("a", units, scratch)`` does so and
+    allocates inside, ``"."`` ends the stage."""
     found: list[Any] = []
     for item in items:
         if item == ".":
@@ -38,28 +38,28 @@ def phase_memories(*items: Any, device: str = "sim") -> list[PhaseMemory]:
     return phase_memories_of(made, phase_spans(made.entries()), hardware(device))
 
 
-def test_a_window_runs_to_the_next_phase_s_entry_glue_between_stages_included() -> None:
+def test_a_phase_lasts_until_the_next_phase_s_first_entry() -> None:
     first, second = phase_memories((1, 2), "a", (2, 5), (2, 0), ".", (3, 4), "b", ".")
     assert (first.entry_bytes, first.first_bytes) == (2 * UNIT, 7 * UNIT)
     assert second.entry_bytes == 6 * UNIT
 
 
-def test_what_lived_before_the_first_entry_has_to_fit_too() -> None:
+def test_the_peak_before_the_first_entry_counts_as_entry_bytes() -> None:
     (phase_memory,) = phase_memories((1, 9), (1, 0), (2, 1), "a", ".")
     assert phase_memory.entry_bytes == 9 * UNIT
 
 
-def test_the_first_call_and_the_others_are_apart() -> None:
+def test_the_first_call_and_later_calls_have_separate_peaks() -> None:
     (phase_memory,) = phase_memories("a", (1, 3), "a", (2, 4), "a", ".")
     assert (phase_memory.first_bytes, phase_memory.steady_bytes) == (3 * UNIT, 7 * UNIT)
 
 
-def test_first_lasts_until_every_component_of_a_loop_was_entered() -> None:
+def test_the_first_part_lasts_until_every_component_of_a_loop_was_entered() -> None:
     (phase_memory,) = phase_memories("a", (1, 1), "b", (2, 1), *("a", "b") * 3, (3, 5), ".")
     assert (phase_memory.first_bytes, phase_memory.steady_bytes) == (2 * UNIT, 7 * UNIT)
 
 
-def test_what_a_call_takes_inside_counts_beside_what_lives_outside() -> None:
+def test_memory_inside_a_call_adds_to_memory_outside() -> None:
     (phase_memory,) = phase_memories((1, 2), ("a", 6, 0), ".")
     assert phase_memory.first_bytes == 8 * UNIT
 
@@ -71,7 +71,7 @@ def test_scratch_counts_on_a_card_and_not_on_sim() -> None:
 
 
 @pytest.mark.parametrize("device", ["sim", "rtx4090"])
-def test_pages_that_hold_nothing_go_back_when_a_phase_is_entered(device: str) -> None:
+def test_empty_pages_are_released_when_a_phase_is_entered(device: str) -> None:
     units = 64 * MIB // UNIT
     first, second = phase_memories(("a", units, 0), ".", ("b", 1, 0), ".", device=device)
     assert first.first_bytes >= 64 * MIB

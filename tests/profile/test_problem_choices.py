@@ -1,4 +1,4 @@
-"""What a problem offers a plan to choose from: backing stores, where it computes, other ways to run a stage, orders of stages."""
+"""The choices that a problem offers: backing stores, computing on the CPU, stage options, orders of stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def backing_stores(problem: Any, component: str) -> list[str]:
     return [variant.name for variant in problem.component(component).variants]
 
 
-def test_random_weights_have_one_backing_store_that_is_filled_before_the_run(edited: Callable[..., Any]) -> None:
+def test_random_weights_have_one_backing_store_that_is_written_before_the_run(edited: Callable[..., Any]) -> None:
     problem = estimate(edited("flux-tiny"))
     assert all(len(component.variants) == 1 for component in problem.components)
     assert backing_stores(problem, "vae") == ["bfloat16 pinned device"]
@@ -47,11 +47,11 @@ def test_pageable_backing_stores_are_offered_where_page_locked_memory_is_limited
     assert [slow / fast for slow, fast in zip(pageable.load_seconds, pinned.load_seconds, strict=True)] == pytest.approx([2.5] * 3)
 
 
-def test_a_component_says_where_its_master_copy_may_lie(edited: Callable[..., Any]) -> None:
-    graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing store: [pageable]}"))
+def test_a_graph_can_restrict_backing_stores(edited: Callable[..., Any]) -> None:
+    graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [pageable]}"))
     assert backing_stores(estimate(graph), "text_encoder") == ["bfloat16 pageable device"]
-    with pytest.raises(GraphError, match="components.text_encoder.home"):
-        edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing store: [cloud]}"))
+    with pytest.raises(GraphError, match="components.text_encoder.backing_store"):
+        edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, backing_store: [cloud]}"))
 
 
 def test_computing_on_the_cpu_is_offered_where_it_is_allowed_and_copies_nothing(edited: Callable[..., Any]) -> None:
@@ -72,9 +72,9 @@ def test_a_stage_option_is_offered_where_it_changes_the_numbers_and_is_allowed(e
     (split,) = estimate(graph, allow=["split"]).options
     assert (split.stage, split.name, split.needs) == ("denoise", "split", "split")
     (plain,) = [phase for phase in estimate(graph).phases if phase.stage == "denoise"]
-    (cut,) = split.phases
-    assert cut.uses[0].calls == 2 * plain.uses[0].calls
-    assert cut.steady_bytes < plain.steady_bytes
+    (halved,) = split.phases
+    assert halved.uses[0].calls == 2 * plain.uses[0].calls
+    assert halved.steady_bytes < plain.steady_bytes
 
 
 def test_an_option_that_an_op_does_not_have_is_refused(edited: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ def test_an_option_that_an_op_does_not_have_is_refused(edited: Callable[..., Any
         edited("flux-tiny", ("    op: encode_prompt\n", "    op: encode_prompt\n    options: [tiling]\n"))
 
 
-def test_what_may_be_allowed_is_what_the_graph_lists(edited: Callable[..., Any]) -> None:
+def test_only_changes_that_the_graph_lists_can_be_allowed(edited: Callable[..., Any]) -> None:
     graph = edited("flux-tiny", ("dtype: bfloat16}", "dtype: bfloat16, precision: [bfloat16, nf4]}"))
     assert graph.allowed(["precision", "cpu"]) == ("cpu", "nf4")
     assert graph.allowed(["nf4,cpu"]) == ("cpu", "nf4")
@@ -90,7 +90,7 @@ def test_what_may_be_allowed_is_what_the_graph_lists(edited: Callable[..., Any])
         graph.allowed(["int8"])
 
 
-def test_orders_are_open_where_stages_do_not_need_one_another(edited: Callable[..., Any]) -> None:
+def test_independent_stages_may_run_in_any_order(edited: Callable[..., Any]) -> None:
     assert estimate(edited("flux-tiny")).precedence is None
     decode = "op: decode, uses: [vae], with: {latents: $denoise.latents, embeds: $encode.embeds, height: $height, width: $width}"
     second = f"  second: {{{decode}}}\n\noutputs: {{again: $second.image, "
@@ -105,7 +105,7 @@ def test_a_session_has_one_run_at_least(edited: Callable[..., Any], runs: int) -
         estimate(edited("flux-tiny"), runs=runs)
 
 
-def test_pinning_reaches_the_problem(edited: Callable[..., Any]) -> None:
+def test_pin_directives_are_in_the_problem(edited: Callable[..., Any]) -> None:
     problem = estimate(edited("flux-tiny"), pin=["vae"])
     assert problem.demanded("vae") == {"pin"}
     with pytest.raises(InputError, match="pin vea: there is no such component; did you mean 'vae'"):

@@ -1,4 +1,4 @@
-"""Which layers may be blocks of their own, by what a dry run saw: whose reads, in which order, beside what."""
+"""Which layers can be blocks, by what a dry run recorded of their reads, order and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrun.profile.dry_run import Prober
 
 
 class Model(nn.Module):
-    """Every way in which a layer's tensors are read."""
+    """Every way of reading a layer's tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,36 +42,36 @@ def traced() -> tuple[Model, Prober]:
     return model, prober
 
 
-def test_a_layer_is_a_block_where_only_its_own_calls_read_it() -> None:
+def test_a_layer_is_a_block_if_only_its_own_calls_read_it() -> None:
     model, prober = traced()
-    groups = group_layers(model, [call for call, _ in prober._known.values()])
-    blocks = {path for k in groups for path in k.blocks}
+    groups = group_layers(model, [call for call, _ in prober._traces.values()])
+    blocks = {path for group in groups for path in group.blocks}
     assert blocks == {"", "first", "inner.twice", "idle.0"}
     assert {name.split(".weight")[0] for name in _names(model, "", blocks)} >= {"shift", "table", "inner.apart", "inner.never"}
 
 
-def test_layers_that_run_differently_often_are_of_different_classes() -> None:
+def test_layers_with_different_call_counts_are_in_different_groups() -> None:
     model, prober = traced()
-    (call,) = (call for call, _ in prober._known.values())
+    (call,) = (call for call, _ in prober._traces.values())
     assert [span.path for span in call.spans].count("inner.twice") == 2
-    of = {path: k.name for k in group_layers(model, [call]) for path in k.blocks}
+    of = {path: group.name for group in group_layers(model, [call]) for path in group.blocks}
     assert len({of["first"], of["inner.twice"], of["idle.0"]}) == 3
 
 
-def test_what_data_chooses_is_no_block() -> None:
+def test_routed_layers_are_not_blocks() -> None:
     model, prober = traced()
-    calls = [call for call, _ in prober._known.values()]
-    assert "inner.twice" not in {path for k in group_layers(model, calls, {"inner"}) for path in k.blocks}
+    calls = [call for call, _ in prober._traces.values()]
+    assert "inner.twice" not in {path for group in group_layers(model, calls, {"inner"}) for path in group.blocks}
 
 
-def test_a_tensor_of_one_layer_and_of_another_that_is_none_lies_with_the_layer() -> None:
+def test_a_tensor_tied_between_a_block_and_another_layer_belongs_to_the_block() -> None:
     model = Model()
     assert lay_out(model, ["table"])["table"].nbytes == 0
     assert lay_out(model, ["table"], by_layer=True)["table"].nbytes == 32 * 64 * 4
     assert lay_out(model, ["table", "head"], by_layer=True)["table"].nbytes == 0
 
 
-def test_a_span_counts_events_also_where_a_call_was_replayed() -> None:
+def test_spans_index_events_of_replayed_calls_too() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -88,20 +88,20 @@ def test_a_span_counts_events_also_where_a_call_was_replayed() -> None:
     prober = Prober({"model": model})
     with sim.Machine(), prober.interceptor:
         model(torch.zeros(4, 64, device=sim.device))
-    ((call, _),) = prober._known.values()
+    ((call, _),) = prober._traces.values()
     assert [span.path for span in call.spans] == [f"blocks.{n}.{m}" for n in range(3) for m in (0, 2)]
     made = [[nbytes for _, nbytes in call.events[span.begin : span.end] if nbytes > 0] for span in call.spans]
     assert made == [[1024]] * 6
 
 
-def test_a_rest_that_holds_nothing_is_in_no_call_though_a_tied_tensor_has_a_name_there(make_problem: Any) -> None:
-    """T5's table is `shared`, and `encoder.embed_tokens`, the layer that reads it."""
+def test_an_empty_remainder_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor(make_problem: Any) -> None:
+    """T5's table has two names: `shared`, and `encoder.embed_tokens`, the layer that reads it."""
     problem = make_problem("flux-tiny", 1 << 30)
     layers = problem.component("text_encoder_2").layers
     (use,) = (use.layers for phase in problem.phases for use in phase.uses if use.component == "text_encoder_2")
     assert layers.variants[0].block_bytes[0] == 0
     assert use.group_calls[0] == 0
-    assert 0 not in [k for k, _, _ in use.order]
+    assert 0 not in [number for number, _, _ in use.order]
     assert min(use.group_calls[1:]) == 1
 
 

@@ -1,4 +1,4 @@
-"""The traced peak of real components in small against the CPU allocator's own, to the byte."""
+"""The recorded peak of small versions of real components equals the CPU allocator's, to the byte."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def encode(module: Any, device: str) -> Any:
 
 
 def denoise(module: Any, device: str) -> Any:
-    place: dict[str, Any] = {"device": device, "dtype": module.dtype}
+    options: dict[str, Any] = {"device": device, "dtype": module.dtype}
     config = module.config
     return module(
-        hidden_states=torch.zeros(1, TOKENS, config.in_channels, **place),
-        encoder_hidden_states=torch.zeros(1, TOKENS, config.joint_attention_dim, **place),
-        pooled_projections=torch.zeros(1, config.pooled_projection_dim, **place),
-        timestep=torch.zeros(1, **place),
-        guidance=torch.zeros(1, **place),
-        img_ids=torch.zeros(TOKENS, 3, **place),
-        txt_ids=torch.zeros(TOKENS, 3, **place),
+        hidden_states=torch.zeros(1, TOKENS, config.in_channels, **options),
+        encoder_hidden_states=torch.zeros(1, TOKENS, config.joint_attention_dim, **options),
+        pooled_projections=torch.zeros(1, config.pooled_projection_dim, **options),
+        timestep=torch.zeros(1, **options),
+        guidance=torch.zeros(1, **options),
+        img_ids=torch.zeros(TOKENS, 3, **options),
+        txt_ids=torch.zeros(TOKENS, 3, **options),
     )
 
 
