@@ -110,7 +110,7 @@ def block_bytes_by_precision(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
+    layouts = lay_out(module, [path for k in groups for path in k.blocks], split_layers=by_layer)
     return {precision: _block_bytes(layouts, groups, held) for precision, held in _held_in_each(module, dtype).items()}
 
 
@@ -126,7 +126,7 @@ def _block_bytes(
 
 def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
     """Per class the bytes of its largest block, of ``module`` as it is."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
+    layouts = lay_out(module, [path for k in groups for path in k.blocks], split_layers=by_layer)
     return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in groups)
 
 

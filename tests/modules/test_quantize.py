@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphrun.modules.blocks import lay_out
-from graphrun.modules.quantize import convert, ill_suited, quantizable_layers, quantized, settle_layers
+from graphrun.modules.quantize import convert, ill_suited, quantizable_layers, quantized, normalize_quantized_layers
 from graphrun.modules.sources import Composed, RandomSource, Writer
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -65,7 +65,7 @@ def of_bitsandbytes(layer: nn.Linear, precision: str) -> nn.Module:
         made.weight = bnb.nn.Int8Params(layer.weight.data, has_fp16_weights=False, requires_grad=False)
     made.bias = nn.Parameter(layer.bias.data, requires_grad=False)
     made = made.to("cpu").eval()
-    settle_layers(made)
+    normalize_quantized_layers(made)
     return made
 
 

@@ -67,8 +67,8 @@ def test_what_data_chooses_is_no_block() -> None:
 def test_a_tensor_of_one_layer_and_of_another_that_is_none_lies_with_the_layer() -> None:
     model = Model()
     assert lay_out(model, ["table"])["table"].nbytes == 0
-    assert lay_out(model, ["table"], by_layer=True)["table"].nbytes == 32 * 64 * 4
-    assert lay_out(model, ["table", "head"], by_layer=True)["table"].nbytes == 0
+    assert lay_out(model, ["table"], split_layers=True)["table"].nbytes == 32 * 64 * 4
+    assert lay_out(model, ["table", "head"], split_layers=True)["table"].nbytes == 0
 
 
 def test_a_span_counts_events_also_where_a_call_was_replayed() -> None:
@@ -106,4 +106,4 @@ def test_a_rest_that_holds_nothing_is_in_no_call_though_a_tied_tensor_has_a_name
 
 
 def _names(model: nn.Module, path: str, blocks: set[str]) -> set[str]:
-    return {name for entry in lay_out(model, sorted(blocks), by_layer=True)[path].entries for name in entry.names}
+    return {name for entry in lay_out(model, sorted(blocks), split_layers=True)[path].entries for name in entry.names}
