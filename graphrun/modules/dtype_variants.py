@@ -112,8 +112,8 @@ class DtypeVariants:
         return all(dtype_variant.name == name for name, dtype_variant in self._now.items())
 
     def begin(self) -> None:
-        """Switches every component to its original variant. The values of all others are computed anew, since the originals may
-        have changed.
+        """Switches every component to its original variant, whose values may have changed since: all other values will be computed
+        again.
         """
         for name in self._modules:
             self.become(self.known[name])

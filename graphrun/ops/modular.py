@@ -43,7 +43,7 @@ def assemble_blocks(
 ) -> Any:
     """The graph's modular pipeline over ``modules`` and ``parts``, computing on ``device``.
 
-    Parts with state (schedulers, guiders) are created anew from their configuration. Components that the blocks expect and the
+    Parts with state (schedulers, guiders) are created again from their configuration. Components that the blocks expect and the
     graph does not have are None, or the blocks' defaults. Raises GraphError for components, parts and settings that the blocks do
     not know.
     """

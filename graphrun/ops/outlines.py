@@ -32,13 +32,13 @@ def outlined(value: Any) -> Any:
 def materialized(value: Any, device: torch.device) -> Any:
     """``value`` with a tensor on ``device`` for every `Outline` in it: zeros for floating point, ones where it may be a mask."""
 
-    def fill(item: Any) -> Any:
+    def tensor_of(item: Any) -> Any:
         if not isinstance(item, Outline):
             return item
         make = torch.zeros if item.dtype.is_floating_point else torch.ones
         return make(item.shape, dtype=item.dtype, device=device)
 
-    return _each(value, fill)
+    return _each(value, tensor_of)
 
 
 def _short(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def assemble(
 ) -> Any:
     """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` wherever its modules' parameters are.
 
-    Schedulers are created anew from their configs, so that no state passes between stages. Raises GraphError when the pipeline's
+    Schedulers are created again from their configs, so that no state passes between stages. Raises GraphError when the pipeline's
     class needs something that the graph does not have, unless ``partial``: encoding a prompt needs no VAE or transformer, nor their
     sizes.
     """

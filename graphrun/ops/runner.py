@@ -1,6 +1,6 @@
 """Runs the stages of a graph in order, each on a pipeline of its own.
 
-Knows nothing of memory: whoever must act when a component is called has entered a `CallInterceptor` around the modules.
+Knows nothing of memory: to act when a component is called, enter a `CallInterceptor` around the modules.
 """
 
 from __future__ import annotations

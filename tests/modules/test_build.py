@@ -185,8 +185,8 @@ def test_tiny_pipelines_make_images_that_depend_on_the_prompt(name: str) -> None
 
     def picture(prompt: str) -> numpy.ndarray:
         generator = torch.Generator().manual_seed(values["seed"])
-        given = {key: value for key, value in values.items() if key not in ("seed", "prompt")}
-        return pipeline(prompt, generator=generator, output_type="np", **given).images[0]
+        arguments = {key: value for key, value in values.items() if key not in ("seed", "prompt")}
+        return pipeline(prompt, generator=generator, output_type="np", **arguments).images[0]
 
     one, other = picture(values["prompt"]), picture("a cat")
     assert one.shape == (values["height"], values["width"], 3)

@@ -47,7 +47,7 @@ def graph(flux: Graph, file: Path) -> Graph:
     return replace(flux, components={**flux.components, "transformer": held})
 
 
-def filled(component: Component, graph: Graph) -> nn.Module:
+def with_weights(component: Component, graph: Graph) -> nn.Module:
     module, writer = draft(component, graph, "gguf")
     for path, child in module.named_modules():
         for key, like in child._parameters.items():
@@ -83,7 +83,7 @@ def test_the_header_agrees_with_the_gguf_library(file: Path) -> None:
 
 def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path, tmp_path: Path) -> None:
     component = graph.component("transformer")
-    mine, theirs = filled(component, graph), theirs_of(component, graph, file, tmp_path)
+    mine, theirs = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
     names = dict(theirs.named_parameters())
     assert names.keys() == dict(mine.named_parameters()).keys()
     generator, config = torch.Generator().manual_seed(0), theirs.config
@@ -91,7 +91,7 @@ def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
-    given = {
+    arguments = {
         "hidden_states": random(1, 16, config.in_channels),
         "encoder_hidden_states": random(1, 8, config.joint_attention_dim),
         "pooled_projections": random(1, config.pooled_projection_dim),
@@ -102,7 +102,7 @@ def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path
         "return_dict": False,
     }
     with torch.no_grad():
-        out, wanted = mine(**given)[0], theirs(**given)[0]
+        out, wanted = mine(**arguments)[0], theirs(**arguments)[0]
     assert torch.equal(out, wanted)
     assert wanted.isfinite().all()
 
@@ -170,10 +170,10 @@ def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path
     build(plain, flux).save_pretrained(tmp_path)  # type: ignore[operator]
     both = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
     graph = replace(flux, components={**flux.components, "transformer": both})
-    given = {"vram": "9M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}, "keep": ["transformer"]}
+    arguments = {"vram": "9M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}, "keep": ["transformer"]}
     with pytest.raises(Infeasible):  # `keep` all of it: streamed in 16 bit it would fit
-        graphrun.plan(graphrun.estimate(graph, **given))
-    allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **given))
+        graphrun.plan(graphrun.estimate(graph, **arguments))
+    allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
     assert dict(allowed.plan.variants)["transformer"].startswith("gguf")
 
 

@@ -31,7 +31,7 @@ class Two(nn.Module):
         return out
 
 
-def filled(precision: str) -> tuple[nn.Module, nn.Module]:
+def with_weights(precision: str) -> tuple[nn.Module, nn.Module]:
     """A converted module with its weights, and a plain one with the same."""
     plain = Two()
     module = Two()
@@ -71,7 +71,7 @@ def of_bitsandbytes(layer: nn.Linear, precision: str) -> nn.Module:
 
 @pytest.mark.parametrize("precision", ["nf4", "int8"])
 def test_a_layer_computes_bit_for_bit_as_bitsandbytes_own(precision: str) -> None:
-    module, plain = filled(precision)
+    module, plain = with_weights(precision)
     other = of_bitsandbytes(plain.first, precision)
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_layers_that_the_cpu_dequantizes_wrongly_are_named(inputs: int, wrong: b
 
 
 def test_fp8_weights_take_one_byte_and_compute_in_the_inputs_dtype() -> None:
-    module, plain = filled("fp8")
+    module, plain = with_weights("fp8")
     assert module.first.weight.dtype == torch.float8_e4m3fn
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_fp8_weights_take_one_byte_and_compute_in_the_inputs_dtype() -> None:
 
 
 def test_modules_kept_in_fp32_and_other_layers_stay() -> None:
-    module, plain = filled("nf4")
+    module, plain = with_weights("nf4")
     assert list(quantizable_layers(plain, torch.bfloat16)) == ["first"]
     assert type(module.kept) is nn.Linear
     assert torch.equal(module.kept.weight, plain.kept.weight)

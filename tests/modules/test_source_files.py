@@ -107,9 +107,9 @@ def test_an_invalid_source_is_refused_with_its_line(tmp_path: Path, lines: str, 
 
 
 def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub: Path) -> None:
-    given: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
+    arguments: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
     graph = with_vae(flux, "somebody/tiny/vae")
-    solution = graphrun.plan(graphrun.estimate(graph, **given))
+    solution = graphrun.plan(graphrun.estimate(graph, **arguments))
     assert solution.problem.commits == (("somebody/tiny", NEW),)
     trace = graphrun.run(solution, graph, {"steps": 1})
     (read,) = trace.sources
@@ -122,13 +122,13 @@ def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub
         "files": [{"name": name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": "c" * 64}],
     }
     assert json.loads(json.dumps(trace.to_json()))["sources"] == [read]
-    assert graphrun.estimate(flux, **given).commits == ()
+    assert graphrun.estimate(flux, **arguments).commits == ()
 
 
 def test_a_plan_is_refused_at_another_commit(flux: Graph, hub: Path) -> None:
-    given: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
+    arguments: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
     graph, pinned = with_vae(flux, "somebody/tiny/vae"), with_vae(flux, f"somebody/tiny@{NEW}/vae")
-    moving, fixed = (graphrun.plan(graphrun.estimate(each, **given)) for each in (graph, pinned))
+    moving, fixed = (graphrun.plan(graphrun.estimate(each, **arguments)) for each in (graph, pinned))
     (hub / "refs" / "main").write_text(OLD)
     with pytest.raises(PlanError) as caught:
         graphrun.run(moving, graph, {"steps": 1})
@@ -138,7 +138,7 @@ def test_a_plan_is_refused_at_another_commit(flux: Graph, hub: Path) -> None:
     )
     assert graphrun.run(fixed, pinned, {"steps": 1}).sources[0]["commit"] == NEW
     assert graphrun.run(moving, graph, {"steps": 1}, random_weights=True).sources == ()
-    assert graphrun.estimate(graph, **given).digest != moving.problem.digest
+    assert graphrun.estimate(graph, **arguments).digest != moving.problem.digest
 
 
 @pytest.fixture

@@ -220,17 +220,17 @@ def test_estimate_needs_no_config_where_the_source_is_local(
     graph = graphrun.load(file)
     cache = tmp_path / "cache"
     found = graphrun.survey(graph, hardware="sim", cache=cache)
-    given = graphrun.survey(flux, hardware="sim")
+    expected = graphrun.survey(flux, hardware="sim")
     assert len(list(cache.glob("trace-*"))) == 1
     assert [row["weights"]["bfloat16"]["bytes"] for row in found["components"]] == [
-        row["weights"]["bfloat16"]["bytes"] for row in given["components"]
+        row["weights"]["bfloat16"]["bytes"] for row in expected["components"]
     ]
-    assert found["phases"] == given["phases"]
+    assert found["phases"] == expected["phases"]
     t5 = next(row for row in found["components"] if row["name"] == "text_encoder_2")
     assert t5["source"]["dtypes"] == {"float32": t5["source"]["nbytes"]}
     assert t5["source"]["read_as"] == "bfloat16"
     assert t5["weights"]["bfloat16"]["basis"] == "files"
-    assert all(row["source"] is None for row in given["components"])
+    assert all(row["source"] is None for row in expected["components"])
 
 
 def test_new_weights_invalidate_the_trace(flux: Graph, saved: Path, broken: Callable[[str], Path]) -> None:

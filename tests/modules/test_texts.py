@@ -42,8 +42,8 @@ def folder(place: Path, length: object) -> Path:
 
 
 def test_the_process_survives_and_the_error_names_file_and_value(tmp_path: Path) -> None:
-    given = [sys.executable, "-c", SCRIPT, str(folder(tmp_path, 77_000_000_000_000)), str(GRAPHS / "flux-tiny.yaml")]
-    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", SCRIPT, str(folder(tmp_path, 77_000_000_000_000)), str(GRAPHS / "flux-tiny.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     what = f"a text cannot be padded to 77000000000000 tokens (model_max_length in {tmp_path}/tokenizer_config.json)"
     assert f"graph.yaml:9: parts.tokenizer: {what}; give 1 to {MOST_TOKENS}" in done.stderr
