@@ -24,7 +24,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import plainly
-from graphrun.modules.quantize import settle_layers
+from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.ops.modular import blocks_in, is_modular_class
 
 # Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a meta module shares them.
@@ -134,7 +134,7 @@ def meta_module_of(pipe: Any, device: torch.device) -> Any:
     """
     memo: dict[int, Any] = {}
     for module in _all_modules(pipe):
-        settle_layers(module)
+        normalize_quantized_layers(module)
         for tensor in (tensor for child in module.modules() for tensor, *_ in held(child)):
             if id(tensor) not in memo:
                 twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -162,7 +162,7 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     read = {name.split(".")[0] for call in calls for name in call.touched}
     shared = _paths_with_tied_tensors(module)
     idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
-    layouts = lay_out(module, [*called, *idle], by_layer=True)
+    layouts = lay_out(module, [*called, *idle], split_layers=True)
     room = _room_by_layer(calls)
     groups: dict[object, list[str]] = {}
     for path in [path for path in (*called, *idle) if layouts[path].nbytes]:

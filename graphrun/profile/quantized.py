@@ -114,7 +114,7 @@ def block_bytes_by_precision(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
-    layouts = lay_out(module, [path for group in groups for path in group.blocks], by_layer=by_layer)
+    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
     return {precision: _block_bytes(layouts, groups, held) for precision, held in _tensor_bytes_in_each(module, dtype).items()}
 
 
@@ -130,7 +130,7 @@ def _block_bytes(
 
 def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
     """For each group, the bytes of its largest block of ``module`` as it is."""
-    layouts = lay_out(module, [path for group in groups for path in group.blocks], by_layer=by_layer)
+    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
     return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks) for group in groups)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorLocation, lay_out
-from graphrun.modules.quantize import settle_layers
+from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.runtime.backing import Arena, Blocks, Disk
 from graphrun.runtime.devices.device import Device, Mark
 from graphrun.units import round_up
@@ -82,9 +82,9 @@ class Residency:
         self.given = writer is None
         self.granularity, self.device = numbers.granularity, device
         self._writer = writer
-        settle_layers(module)
+        normalize_quantized_layers(module)
         order = blocks_of(numbers, None)
-        layouts = lay_out(module, order, by_layer=numbers.granularity == "layers")
+        layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         _refuse_other_module(numbers, layouts, given=self.given)
         self._variant = variant = numbers.variants[0]

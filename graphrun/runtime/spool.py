@@ -47,7 +47,7 @@ class Spool:
         """
         if getattr(writer, "plain", False):
             return writer
-        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], by_layer=numbers.granularity == "layers")
+        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], split_layers=numbers.granularity == "layers")
         file = self._made() / f"{numbers.name}.safetensors"
         total = sum(layout.nbytes for layout in layouts.values())
         try:

@@ -47,7 +47,7 @@ def refuse_remains(pipe: Any, device: SimulatedDevice, kind: type[Any]) -> None:
     assert device.allocated_bytes == 0
     hooks = [hook for child in modules for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
     assert not [hook for hook in hooks if hook.__module__.startswith("graphrun")]  # transformers keeps some of its own
-    assert not any(hasattr(child, "graphrun_boundary") for child in modules)
+    assert not any(hasattr(child, "graphrun_interceptor") for child in modules)
     assert {t.device.type for child in modules for t in (*child.parameters(), *child.buffers())} == {"cpu"}
 
 

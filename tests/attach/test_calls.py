@@ -102,7 +102,7 @@ def test_a_file_that_is_no_adapter_is_said_with_the_components_line(tmp_path: Pa
         data = yaml.safe_load(path.read_text())
         data["components"][component]["ip_adapters"] = [{"file": f"{file}.safetensors"}]
         (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(data))
-        said = wrong[f"{file}.safetensors"] if component == "unet" else "AutoencoderKL takes none"
+        said = wrong[f"{file}.safetensors"] if component == "unet" else "AutoencoderKL does not support IP-Adapters"
         with pytest.raises(GraphError, match=f"wrong.yaml:.*{component}.ip_adapters.*{said}"):
             made(tmp_path / "wrong.yaml", component)
 

@@ -111,7 +111,7 @@ def test_a_loop_that_is_not_as_it_was_begins_anew_and_says_so(batch: Any, broken
     assert found.outputs[1]["image"].tobytes() == batch(ITEMS[:1]).outputs[1]["image"].tobytes()
     ((stage, why),) = told
     assert stage == "denoise of item 1"
-    assert "remove the state, and begin anew" in why
+    assert "in the saved state: remove it and start again" in why
 
 
 def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_path: Path) -> None:

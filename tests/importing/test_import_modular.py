@@ -191,7 +191,7 @@ def test_a_workflow_that_there_is_not(tmp_path: Path) -> None:
     [
         ("blocks: [denoise]", "blocks: [denois]", "FluxAutoBlocks has no 'denois'; did you mean 'denoise'"),
         ("guidance_scale: $guidance_scale", "guidanc_scale: $guidance_scale", "FluxAutoBlocks takes no 'guidanc_scale'; did you"),
-        ("latents: $denoise.latents", "latents: $denoise.latent", "its blocks make no latent"),
+        ("latents: $denoise.latents", "latents: $denoise.latent", "its blocks do not compute latent"),
     ],
 )
 def test_what_blocks_do_not_know_is_an_error_at_its_stage(before: str, after: str, said: str, tmp_path: Path) -> None:

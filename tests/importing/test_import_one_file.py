@@ -143,7 +143,7 @@ def test_files_that_cannot_be_imported_say_why(
     (tmp_path / "model.ckpt").touch()
     assert "nothing is unpickled" in refused("./model.ckpt")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "flux.safetensors").read_bytes()[:-1])
-    assert "is cut or corrupt" in refused("./cut.safetensors", "--config", str(flux))
+    assert "is truncated or corrupt" in refused("./cut.safetensors", "--config", str(flux))
 
 
 def test_a_file_of_another_size_than_its_configurations_is_refused(flux: Path, tmp_path: Path) -> None:

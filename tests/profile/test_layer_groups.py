@@ -67,8 +67,8 @@ def test_routed_layers_are_not_blocks() -> None:
 def test_a_tensor_tied_between_a_block_and_another_layer_belongs_to_the_block() -> None:
     model = Model()
     assert lay_out(model, ["table"])["table"].nbytes == 0
-    assert lay_out(model, ["table"], by_layer=True)["table"].nbytes == 32 * 64 * 4
-    assert lay_out(model, ["table", "head"], by_layer=True)["table"].nbytes == 0
+    assert lay_out(model, ["table"], split_layers=True)["table"].nbytes == 32 * 64 * 4
+    assert lay_out(model, ["table", "head"], split_layers=True)["table"].nbytes == 0
 
 
 def test_spans_index_events_of_replayed_calls_too() -> None:
@@ -106,4 +106,4 @@ def test_an_empty_remainder_is_in_no_call_even_if_it_has_a_name_of_a_tied_tensor
 
 
 def _names(model: nn.Module, path: str, blocks: set[str]) -> set[str]:
-    return {name for entry in lay_out(model, sorted(blocks), by_layer=True)[path].entries for name in entry.names}
+    return {name for entry in lay_out(model, sorted(blocks), split_layers=True)[path].entries for name in entry.names}

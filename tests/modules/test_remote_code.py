@@ -1,4 +1,4 @@
-"""Code that comes with a checkpoint is never run, whatever stdin answers: not for a part, nor inside a component."""
+"""Code that comes with a checkpoint is never run, whatever stdin answers: neither for a part nor inside a component."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def flux() -> Graph:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tokenizer's folder that names its own classes, whose code leaves the file ``ran``; stdin says yes to everything."""
+    """A tokenizer's folder that names its own classes, whose code would create the file ``ran``; stdin answers yes to
+    everything.
+    """
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 50))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     here = tmp_path / "tokenizer"
@@ -62,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "name", ["AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "CLIPProcessor", "Qwen2VLProcessor"]
 )
-def test_a_parts_folder_runs_none_of_its_code(folder: Path, flux: Graph, name: str, planning: bool) -> None:
+def test_code_in_a_parts_folder_is_not_run(folder: Path, flux: Graph, name: str, planning: bool) -> None:
     part = Part("tokenizer", f"transformers.{name}", {}, source=str(folder), where="graph.yaml:9")
     with pytest.raises(GraphError) as caught:
         build_part(part, flux, planning=planning)
@@ -70,21 +72,21 @@ def test_a_parts_folder_runs_none_of_its_code(folder: Path, flux: Graph, name: s
     assert str(caught.value).startswith("graph.yaml:9: parts.tokenizer: ")
     assert str(folder) in str(caught.value)
     if name in ("AutoTokenizer", "AutoImageProcessor"):
-        assert "asks for code of its own (auto_map)" in str(caught.value)
+        assert "needs its own code (auto_map)" in str(caught.value)
         assert "--trust-package" in str(caught.value)
 
 
-def test_a_class_of_the_library_reads_the_same_folder(folder: Path, flux: Graph) -> None:
+def test_a_library_class_reads_the_same_folder(folder: Path, flux: Graph) -> None:
     part = Part("tokenizer", "transformers.PreTrainedTokenizerFast", {}, source=str(folder), where="graph.yaml:9")
     assert build_part(part, flux).model_max_length == 77
     assert not (folder.parent / "ran").exists()
 
 
-def test_a_component_inside_which_a_configuration_names_a_class_runs_none(folder: Path) -> None:
+def test_code_named_by_a_nested_configuration_is_not_run(folder: Path) -> None:
     inner = {"model_type": "altclip_vision_model", "tie_word_embeddings": False, "auto_map": {"AutoModel": f"{folder}--own.Own"}}
     config = {"text_config": inner, "vision_config": {"model_type": "clip_vision_model", **IMAGES}, "model_type": "llava"}
     component = Component("encoder", "transformers.LlavaModel", None, config, True, "float32", ("float32",), where="graph.yaml:5")
     for of in (component, replace(component, class_path="transformers.LlavaForConditionalGeneration")):
-        with pytest.raises(GraphError, match=r"graph\.yaml:5: components\.encoder: .*asks for code of its own \(auto_map\)"):
+        with pytest.raises(GraphError, match=r"graph\.yaml:5: components\.encoder: .*needs its own code \(auto_map\)"):
             meta_module(of, ())
         assert not (folder.parent / "ran").exists()

@@ -1,4 +1,4 @@
-"""Where sources are: revisions of repositories in the hub's cache, variants of files, shards, and what is not read."""
+"""Sources: revisions of repositories in the hub's cache, variants of files, shards, and files that are ignored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flux() -> Graph:
 
 @pytest.fixture
 def hub(flux: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub's cache with two commits of a repository that has FLUX's VAE in small; main and the tag v2 are at the second."""
+    """A hub cache with two commits of a repository that has a tiny FLUX VAE; main and the tag v2 point to the second."""
     root = tmp_path / "hub" / "models--somebody--tiny"
     vae = build(flux.component("vae"), flux)
     for commit, factor in ((OLD, 1.0), (NEW, 2.0)):
@@ -81,7 +81,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Path, source: str, commit
         ("source: somebody/tiny\nrevision: refs/pr/1", "somebody/tiny@refs%2Fpr%2F1/vae"),
     ],
 )
-def test_a_graph_says_the_revision_either_way(tmp_path: Path, lines: str, source: str) -> None:
+def test_a_graph_may_name_the_revision_in_source_or_beside_it(tmp_path: Path, lines: str, source: str) -> None:
     text = (GRAPHS / "flux-tiny.yaml").read_text().replace("name: flux-tiny", f"name: flux-tiny\n{lines}")
     path = tmp_path / "graph.yaml"
     path.write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
@@ -96,7 +96,7 @@ def test_a_graph_says_the_revision_either_way(tmp_path: Path, lines: str, source
         ("source: model.ckpt", "source: is pickled, and nothing is unpickled: convert it to safetensors"),
     ],
 )
-def test_a_source_that_will_not_do_is_refused_with_its_line(tmp_path: Path, lines: str, said: str) -> None:
+def test_an_invalid_source_is_refused_with_its_line(tmp_path: Path, lines: str, said: str) -> None:
     path = tmp_path / "graph.yaml"
     text = (GRAPHS / "flux-tiny.yaml").read_text().replace("name: flux-tiny", f"name: flux-tiny\n{lines}")
     path.write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
@@ -106,10 +106,10 @@ def test_a_source_that_will_not_do_is_refused_with_its_line(tmp_path: Path, line
     assert str(caught.value).startswith(f"{path}:5: ")
 
 
-def test_a_plan_and_a_trace_name_the_commit_and_the_trace_what_was_read(flux: Graph, hub: Path) -> None:
-    given: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
+def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub: Path) -> None:
+    arguments: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
     graph = with_vae(flux, "somebody/tiny/vae")
-    solution = graphrun.plan(graphrun.estimate(graph, **given))
+    solution = graphrun.plan(graphrun.estimate(graph, **arguments))
     assert solution.problem.commits == (("somebody/tiny", NEW),)
     trace = graphrun.run(solution, graph, {"steps": 1})
     (read,) = trace.sources
@@ -122,13 +122,13 @@ def test_a_plan_and_a_trace_name_the_commit_and_the_trace_what_was_read(flux: Gr
         "files": [{"name": name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": "c" * 64}],
     }
     assert json.loads(json.dumps(trace.to_json()))["sources"] == [read]
-    assert graphrun.estimate(flux, **given).commits == ()
+    assert graphrun.estimate(flux, **arguments).commits == ()
 
 
-def test_a_plan_is_for_its_commit(flux: Graph, hub: Path) -> None:
-    given: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
+def test_a_plan_is_refused_at_another_commit(flux: Graph, hub: Path) -> None:
+    arguments: dict[str, Any] = {"vram": "16M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}}
     graph, pinned = with_vae(flux, "somebody/tiny/vae"), with_vae(flux, f"somebody/tiny@{NEW}/vae")
-    moving, fixed = (graphrun.plan(graphrun.estimate(each, **given)) for each in (graph, pinned))
+    moving, fixed = (graphrun.plan(graphrun.estimate(each, **arguments)) for each in (graph, pinned))
     (hub / "refs" / "main").write_text(OLD)
     with pytest.raises(PlanError) as caught:
         graphrun.run(moving, graph, {"steps": 1})
@@ -138,12 +138,12 @@ def test_a_plan_is_for_its_commit(flux: Graph, hub: Path) -> None:
     )
     assert graphrun.run(fixed, pinned, {"steps": 1}).sources[0]["commit"] == NEW
     assert graphrun.run(moving, graph, {"steps": 1}, random_weights=True).sources == ()
-    assert graphrun.estimate(graph, **given).digest != moving.problem.digest
+    assert graphrun.estimate(graph, **arguments).digest != moving.problem.digest
 
 
 @pytest.fixture
 def variants(flux: Graph, tmp_path: Path) -> Callable[..., Path]:
-    """The folder of FLUX's transformer in small, in fp32 and as variant fp16, each whole or in shards."""
+    """The folder of a tiny FLUX transformer, in fp32 and as variant fp16, each whole or in shards."""
 
     def make(**more: Any) -> Path:
         folder = tmp_path / "transformer"
@@ -156,9 +156,7 @@ def variants(flux: Graph, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "4MB"}])
-def test_a_variant_is_read_where_it_is_asked_for_and_only_there(
-    flux: Graph, variants: Callable[..., Path], shards: dict[str, str]
-) -> None:
+def test_a_variant_is_read_only_where_it_is_named(flux: Graph, variants: Callable[..., Path], shards: dict[str, str]) -> None:
     folder = variants(**shards)
     plain, half = weight_files(folder, ""), weight_files(folder, "", "fp16")
     assert [file.name for file in plain] == ["diffusion_pytorch_model.safetensors"]
@@ -176,24 +174,26 @@ def test_a_variant_is_read_where_it_is_asked_for_and_only_there(
     assert torch.equal(value, module.get_parameter("proj_out.weight"))
 
 
-def test_a_variant_that_is_not_there_names_those_that_are(flux: Graph, variants: Callable[..., Path]) -> None:
+def test_the_error_for_a_missing_variant_names_the_others(flux: Graph, variants: Callable[..., Path]) -> None:
     folder = variants()
-    with pytest.raises(GraphError, match="no safetensors of variant bf16 in .*; it has files of no variant, variant: fp16: say so"):
+    with pytest.raises(
+        GraphError, match="no safetensors of variant bf16 in .*; it has files of no variant, variant: fp16: set variant:"
+    ):
         weight_files(folder, "graph.yaml:3", "bf16")
     (folder / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(GraphError, match="it has files of variant: fp16: say so"):
+    with pytest.raises(GraphError, match="it has files of variant: fp16: set variant:"):
         weight_files(folder, "graph.yaml:3")
 
 
-def test_a_lost_shard_of_a_variant_is_named(variants: Callable[..., Path]) -> None:
+def test_a_missing_shard_of_a_variant_is_named(variants: Callable[..., Path]) -> None:
     folder = variants(max_shard_size="4MB")
     shard = next(iter(sorted(folder.glob("*fp16-00002*"))))
     shard.unlink()
-    with pytest.raises(GraphError, match=f"{shard} is missing; get it again"):
+    with pytest.raises(GraphError, match=f"{shard} is missing; download it again"):
         weight_files(folder, "graph.yaml:3", "fp16")
 
 
-def test_a_graph_s_variant_is_its_components_and_a_source_of_its_own_has_its_own(tmp_path: Path) -> None:
+def test_components_inherit_the_graphs_variant_unless_they_have_their_own_source(tmp_path: Path) -> None:
     text = (GRAPHS / "flux-tiny.yaml").read_text().replace("name: flux-tiny", "name: flux-tiny\nsource: ./here\nvariant: fp16")
     text = text.replace("flux-vae.json", "flux-vae.json, source: ./there")
     path = tmp_path / "graph.yaml"
@@ -202,7 +202,7 @@ def test_a_graph_s_variant_is_its_components_and_a_source_of_its_own_has_its_own
     assert (graph.component("transformer").variant, graph.component("vae").variant) == ("fp16", "")
 
 
-def test_pickles_beside_safetensors_are_nothing_to_look_at(flux: Graph, tmp_path: Path) -> None:
+def test_pickle_files_beside_safetensors_are_ignored(flux: Graph, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     assert [file.name for file in weight_files(tmp_path, "")] == ["model.safetensors"]
