@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.diffusers_.importing.modular import made_by_itself, needed_by, pipeline_of
+from graphrun.diffusers_.importing.modular import default_member, needed_by, pipeline_of
 from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec, dtype_of, is_module, plain_settings, slug
 from graphrun.diffusers_.importing.standin import MARKS
 from graphrun.errors import GraphError, InputError
@@ -56,10 +56,10 @@ def of_class(class_path: str, configs: Mapping[str, str], without: Collection[st
         if text is not None and not classes and not Path(text.rpartition(":")[2]).exists():
             plain[name] = _value(text)
         elif text is not None:
-            members.append(_given(name, text, classes, class_path))
+            members.append(_described_member(name, text, classes, class_path))
         elif (optional := _optional(kind, name, parameter)) or not classes:
             absent += [name] if optional or not classes else []
-        elif (made := _unsaid(name, classes)) is not None:
+        elif (made := _default_member(name, classes)) is not None:
             members.append(made)
         else:
             missing.append(f"--config {name}=FILE ({classes[0].__name__})")
@@ -89,10 +89,10 @@ def _of_blocks(
         if name in without:
             continue
         if name in configs:
-            members.append(_given(name, configs[name], classes, class_path))
+            members.append(_described_member(name, configs[name], classes, class_path))
         elif getattr(pipeline, name) is not None:
-            members += made_by_itself(pipeline, name)
-        elif name in needed and (made := _unsaid(name, classes) if classes else None) is not None:
+            members += default_member(pipeline, name)
+        elif name in needed and (made := _default_member(name, classes) if classes else None) is not None:
             members.append(made)
         elif name in needed:
             missing.append(f"--config {name}=FILE ({classes[0].__name__})" if classes else f"--config {name}=CLASS:FILE")
@@ -136,7 +136,7 @@ def _path_of(kind: type[Any]) -> str:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> MemberSpec:
+def _described_member(name: str, text: str, classes: list[type[Any]], origin: str) -> MemberSpec:
     """The thing that ``--config NAME=TEXT`` describes."""
     asked, colon, file = text.rpartition(":")
     path = Path(file).expanduser()
@@ -148,7 +148,7 @@ def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> Membe
         if not path.is_file():
             raise InputError(f"{where}: there is no file {path}")
     config = dict(read_json(config_file)) if config_file is not None else None
-    class_path = asked if colon else _said(config or {}, classes)
+    class_path = asked if colon else _class_named(config or {}, classes)
     if not class_path:
         named = ", ".join(_path_of(kind) for kind in classes) or "a class"
         raise InputError(f"{where}: which class is it? write --config {name}=CLASS:{file} with {named}")
@@ -163,7 +163,7 @@ def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> Membe
     return replace(made, stand_in=True) if _is_tokenizer(resolve_class(class_path)) else made
 
 
-def _said(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
+def _class_named(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
     """The class that a configuration names itself (diffusers), that the pipeline takes, or that it was saved from."""
     own = config.get("_class_name")
     if isinstance(own, str):
@@ -176,7 +176,7 @@ def _said(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
     return f"transformers.{saved[0]}" if isinstance(saved[0], str) else ""
 
 
-def _unsaid(name: str, classes: list[type[Any]]) -> MemberSpec | None:
+def _default_member(name: str, classes: list[type[Any]]) -> MemberSpec | None:
     """A tokenizer's stand-in, or a scheduler or processor with its defaults; None for a component, whose sizes nobody said."""
     kind = classes[0]
     path = _path_of(kind)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graphrun import sim
-from graphrun.diffusers_.call import described
+from graphrun.diffusers_.call import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import GraphrunError, InputError
 from graphrun.modules.trees import walk
@@ -31,7 +31,7 @@ from graphrun.sim.tensor import SimTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class EntryRecord:
     """One entry into a component, and a digest of what it was handed."""
 
     component: str
@@ -43,21 +43,21 @@ class Entered:
 
 
 class FingerprintRun(Prober):
-    """A prober that answers with numbers made of what it is handed; ``heard`` has the entries of the run that it was in last.
+    """A prober that answers with numbers made of what it is handed; ``entries`` has the entries of the run that it was in last.
 
-    ``seen``: the values of local variables of the function ``watched`` when a component was entered last.
+    ``call_locals``: the values of local variables of the function ``observed`` when a component was entered last.
     """
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], watched: Callable[..., Any]) -> None:
+    def __init__(self, meta_modules: Mapping[str, nn.Module], observed: Callable[..., Any]) -> None:
         super().__init__(meta_modules)
-        self.heard: list[Entered] = []
-        self.seen: dict[str, Any] = {}
-        self._code = inspect.unwrap(watched).__code__
+        self.entries: list[EntryRecord] = []
+        self.call_locals: dict[str, Any] = {}
+        self._code = inspect.unwrap(observed).__code__
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """A context in which components echo, on an unlimited simulated accelerator; global random numbers go on as before."""
-        self.heard, self.seen = [], {}
+        self.entries, self.call_locals = [], {}
         self.recording.items.clear()
         with torch.random.fork_rng(devices=[]), torch.no_grad(), sim.Machine() as machine, self.interceptor:
             machine.hollow_bytes = HOLLOW_BYTES
@@ -65,30 +65,30 @@ class FingerprintRun(Prober):
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The entry is noted, and answered in the shape of what it returns. Raises ProbeError where it cannot be traced."""
-        self._look()
+        self._capture_locals()
         try:
             _, made = self.trace(component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:
             raise ProbeError(
-                f"{component}.{entry}({described(args, kwargs)}) cannot be traced without weights: {type(error).__name__}: {error}"
+                f"{component}.{entry}({describe_arguments(args, kwargs)}) cannot be traced without weights: {type(error).__name__}: {error}"
             ) from error
         digest = digest_of((component, entry, args, kwargs))
-        self.heard.append(Entered(component, entry, digest))
+        self.entries.append(EntryRecord(component, entry, digest))
         generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
-        return walk(made.template, lambda t: _numbers(t, generator).to(sim.device) if t.is_meta else t)
+        return walk(made.template, lambda t: _random_like(t, generator).to(sim.device) if t.is_meta else t)
 
-    def _look(self) -> None:
+    def _capture_locals(self) -> None:
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             if frame.f_code is self._code:
-                self.seen = {name: value for name, value in frame.f_locals.items() if isinstance(value, (int, float))}
+                self.call_locals = {name: value for name, value in frame.f_locals.items() if isinstance(value, (int, float))}
                 return
 
 
-def _numbers(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Numbers near 1 in the shape of ``like``; zeros where they are indices or flags, or too many to be looked at."""
     nbytes = like.numel() * like.element_size()
     if not like.is_floating_point() or nbytes > HOLLOW_BYTES:
@@ -127,7 +127,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
 
 
 @contextmanager
-def explained(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[None]:
+def as_probe_errors(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[None]:
     """Whatever the pipeline's own code raises becomes a ProbeError that says after which entry."""
     try:
         yield
@@ -136,8 +136,8 @@ def explained(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[N
     except InputError:
         raise
     except Exception as error:
-        heard = [str(entered) for entered in fingerprint.heard]
-        after = f"after {heard[-1]} was entered" if heard else "before any component was entered"
+        entries = [str(entered) for entered in fingerprint.entries]
+        after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
         text = " ".join(str(error).split())[:400]
         said = f"in the pipeline's own code: {type(error).__name__}: {text}"
         raise ProbeError(f"the dry run of {what} failed {after}, {said}. {advice}") from error

@@ -13,7 +13,7 @@ from typing import Any
 
 import diffusers
 
-from graphrun.diffusers_.importing.modular import made_by_itself, own_code, pipeline_of
+from graphrun.diffusers_.importing.modular import default_member, own_code, pipeline_of
 from graphrun.diffusers_.importing.spec import (
     MemberSpec,
     PipelineSpec,
@@ -129,7 +129,7 @@ def _of_blocks(folder: Path, source: str, revision: str | None, without: Collect
     for name in (name for name in pipeline._component_specs if name not in without):
         entry = index.get(name)
         if not isinstance(entry, list) or len(entry) != 3:
-            members += made_by_itself(pipeline, name)
+            members += default_member(pipeline, name)
         elif isinstance(said := entry[2], dict) and said.get("pretrained_model_name_or_path"):
             at = str(said.get("subfolder") or "")
             here = bool(at) and (folder / at).is_dir()

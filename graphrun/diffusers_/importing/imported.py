@@ -23,7 +23,7 @@ from graphrun.diffusers_.importing.modular import WORKFLOW, with_workflow
 from graphrun.diffusers_.importing.single import ONE_FILE, of_file
 from graphrun.diffusers_.importing.spec import DTYPES, OF_FILES, PipelineSpec, accepted, slug
 from graphrun.diffusers_.importing.split import lay_out
-from graphrun.diffusers_.importing.trial import in_one_dtype, rehearse
+from graphrun.diffusers_.importing.trial import build_trial, in_one_dtype
 from graphrun.diffusers_.importing.written import document_of
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
@@ -158,7 +158,7 @@ def stage(spec: PipelineSpec, sets: Mapping[str, Any], *, whole: bool = False) -
     """``spec`` with its stages. Raises ProbeError where its call cannot be probed."""
     spec, sets = with_workflow(accepted(spec), sets)
     try:
-        return Imported(spec, lay_out(rehearse(spec), sets, whole=whole))
+        return Imported(spec, lay_out(build_trial(spec), sets, whole=whole))
     except ProbeError:
         if len({member.dtype for member in spec.components.values()}) == 1:
             raise
@@ -170,7 +170,7 @@ def stage(spec: PipelineSpec, sets: Mapping[str, Any], *, whole: bool = False) -
 
 def _in_fp32(spec: PipelineSpec, sets: Mapping[str, Any]) -> Layout | None:
     try:
-        layout = lay_out(rehearse(in_one_dtype(spec)), sets)
+        layout = lay_out(build_trial(in_one_dtype(spec)), sets)
     except ProbeError:
         return None
     return layout if not layout.why else None

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphrun.diffusers_.importing.fingerprint import Entered
-from graphrun.diffusers_.importing.signature import Wanted, further_inputs, media_kind
-from graphrun.diffusers_.importing.trial import Rehearsed
+from graphrun.diffusers_.importing.fingerprint import EntryRecord
+from graphrun.diffusers_.importing.signature import InputSpec, further_inputs, media_kind
+from graphrun.diffusers_.importing.trial import TrialPipeline
 from graphrun.graph.graph import Reference, Stage
 from graphrun.graph.ops import OPERATIONS
 from graphrun.ops.call import FIELDS
@@ -25,13 +25,13 @@ class Layout:
     inputs: Mapping[str, Mapping[str, Any]]
     stages: tuple[Stage, ...]
     outputs: Mapping[str, str]
-    entered: Mapping[str, tuple[Entered, ...]]
+    entered: Mapping[str, tuple[EntryRecord, ...]]
     unused: tuple[str, ...]
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class CallInputs:
     """Of a call: its ``inputs`` (entries), and what it is ``passed``, by its own parameters (``seed`` for a generator). With
     ``arguments`` it goes through. ``parameters``: input -> the parameter that it is handed to."""
 
@@ -41,31 +41,33 @@ class Handed:
     parameters: Mapping[str, str]
 
 
-def handed_in(rehearsed: Rehearsed, plain: Mapping[str, Wanted], arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> Handed:
+def call_inputs(
+    trial: TrialPipeline, plain: Mapping[str, InputSpec], arguments: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> CallInputs:
     """The inputs of a call with ``arguments``: the ``plain`` ones, and media of ``sizes``."""
-    more = {*arguments, *further_inputs(rehearsed.parameters, {})}
+    more = {*arguments, *further_inputs(trial.parameters, {})}
     kept = {name: wanted for name, wanted in plain.items() if wanted.parameter in more or name in ("seed", "steps")}
     if "negative_prompt" in plain:
         kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
     inputs: dict[str, Mapping[str, Any]] = {name: wanted.entry for name, wanted in plain.items() if name in kept}
-    inputs |= {name: _media_entry(name, inputs, sizes) for name in rehearsed.media}
+    inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
     inputs = {name: kept[name].entry if name in kept else entry for name, entry in inputs.items()}
     passed: dict[str, Any] = {}
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name
         passed["seed" if parameter == "generator" else parameter] = Reference("input", name)
-    for name in (name for name in rehearsed.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
+    for name in (name for name in trial.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
         own = [f"{name}_{number}" for number in range(len(arguments[name]))]  # one for each of several ControlNets
         inputs |= dict.fromkeys(own, inputs.pop(name))
         passed[name] = [Reference("input", each) for each in own]
-    passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in rehearsed.media}
+    passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in trial.media}
     parameters = {name: wanted.parameter for name, wanted in kept.items()}
-    return Handed(inputs, passed, arguments, parameters)
+    return CallInputs(inputs, passed, arguments, parameters)
 
 
-def options_of(rehearsed: Rehearsed, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
+def options_of(trial: TrialPipeline, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
     """Other ways to run ``stage`` that its components have: tiles."""
-    able = any(hasattr(rehearsed.meta_modules[name], "enable_tiling") for name in uses)
+    able = any(hasattr(trial.meta_modules[name], "enable_tiling") for name in uses)
     return ("tiling",) if able and "tiling" in OPERATIONS[stage.op].options else ()
 
 
@@ -85,10 +87,10 @@ def outputs_in(made: Any) -> tuple[str, ...]:
 
 
 # What the pipeline's own code raises where it was not written for a part of its call.
-OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
+PIPELINE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
 
 
-def first_words(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """The type of ``error``, and what it says in the room of a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{': ' if text else ''}{text if len(text) <= 80 else text[:77] + '...'}"

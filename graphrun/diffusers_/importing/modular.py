@@ -1,4 +1,4 @@
-"""Modular pipelines as recipes: which class their blocks are of, which way through them is meant, where components come from.
+"""Modular pipelines as recipes: which class their blocks are of, which chosen through them is meant, where components come from.
 
 Decides what a graph file can name: blocks of a class, made as that class makes them, or a workflow of it. Runs no block.
 """
@@ -30,15 +30,15 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
         raise InputError(f"{origin}: {own_code(type(blocks).__name__)}")
     usual = _default_blocks(kind)
     if usual is not None:
-        if _same(usual, blocks):
+        if _same_blocks(usual, blocks):
             return {}, "", ()
         for workflow in usual._workflow_map or {}:
-            if _same(usual.get_workflow(workflow), blocks):
+            if _same_blocks(usual.get_workflow(workflow), blocks):
                 return {}, workflow, ()
     if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
         path, trust = path_of(type(blocks))
-        made = _made(type(blocks))
-        if made is not None and _same(made, blocks):
+        made = _default_instance(type(blocks))
+        if made is not None and _same_blocks(made, blocks):
             return {BLOCKS: path}, "", trust
     raise InputError(
         f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by code, and a graph file names a "
@@ -60,38 +60,38 @@ def _default_blocks(kind: type[Any]) -> Any:
     return resolve_class(f"diffusers.{name}", (), "", "blocks")() if name else None
 
 
-def _made(kind: type[Any]) -> Any:
+def _default_instance(kind: type[Any]) -> Any:
     try:
         return kind()
     except TypeError:
         return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_blocks(one: Any, other: Any) -> bool:
     """Whether two blocks do the same: of one class, with the same settings and the same blocks in them by the same names."""
     if type(one) is not type(other) or list(one.sub_blocks) != list(other.sub_blocks):
         return False
-    mine, theirs = _own(one), _own(other)  # what only one has was set in use
+    mine, theirs = _own_settings(one), _own_settings(other)  # what only one has was set in use
     if any(mine[name] != theirs[name] for name in mine.keys() & theirs.keys()):
         return False
-    return all(_same(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
+    return all(_same_blocks(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
 
 
-def _own(block: Any) -> dict[str, Any]:
-    return {name: _told(value) for name, value in vars(block).items() if name not in NOT_OWN}
+def _own_settings(block: Any) -> dict[str, Any]:
+    return {name: _comparable(value) for name, value in vars(block).items() if name not in NOT_OWN}
 
 
-def _told(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """``value`` as it can be compared; of a parameter's declaration the name, since blocks change the rest of it."""
     if isinstance(value, (list, tuple)):
-        return [_told(item) for item in value]
+        return [_comparable(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _told(item) for key, item in value.items()}
+        return {key: _comparable(item) for key, item in value.items()}
     plain = value is None or isinstance(value, (bool, int, float, str))
     return value if plain else (type(value).__name__, getattr(value, "name", ""))
 
 
-def made_by_itself(pipeline: Any, name: str) -> list[MemberSpec]:
+def default_member(pipeline: Any, name: str) -> list[MemberSpec]:
     """The guider, processor or the like that the blocks of ``pipeline`` make for themselves under ``name``, where a file can show
     it."""
     made = getattr(pipeline, name)
@@ -99,7 +99,7 @@ def made_by_itself(pipeline: Any, name: str) -> list[MemberSpec]:
 
 
 def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
-    """A modular pipeline of class ``kind`` without components, of blocks of the class path ``blocks`` in place of its own.
+    """A modular pipeline of class ``kind`` without components, of blocks of the class path ``blocks`` in path of its own.
 
     Raises InputError where the class alone does not say which blocks it is of.
     """
@@ -112,8 +112,8 @@ def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
 def needed_by(blocks: Any, workflow: str) -> set[str]:
     """Names of the components that ``blocks`` use in ``workflow``, else in the first that they name."""
     workflows = blocks._workflow_map or {}
-    way = workflow if workflow in workflows else next(iter(workflows), None)
-    return set((blocks.get_workflow(way) if way else blocks).component_names)
+    chosen = workflow if workflow in workflows else next(iter(workflows), None)
+    return set((blocks.get_workflow(chosen) if chosen else blocks).component_names)
 
 
 def fresh_configs(pipe: Any) -> dict[str, Any]:
@@ -123,11 +123,11 @@ def fresh_configs(pipe: Any) -> dict[str, Any]:
 
 def loaded_from(spec: Any) -> str | None:
     """The folder or hub path that a component of this specification is loaded from, None where it says none."""
-    place = spec.pretrained_model_name_or_path
-    if not place:
+    path = spec.pretrained_model_name_or_path
+    if not path:
         return None
-    at = f"{place}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(place).is_dir() else str(place)
-    base = str(Path(place).resolve()) if Path(place).is_dir() else at
+    at = f"{path}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(path).is_dir() else str(path)
+    base = str(Path(path).resolve()) if Path(path).is_dir() else at
     return f"{base}/{spec.subfolder}" if spec.subfolder else base
 
 

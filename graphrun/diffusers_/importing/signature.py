@@ -27,11 +27,11 @@ BOUNDED = ("max_sequence_length",)
 # Parameters that take pictures, videos and sound, by what they are called.
 MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
 NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
-MEASURES = ("height", "width", "frames", "rate", "seconds")
+MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class InputSpec:
     """An input: the parameter that it is handed to (``generator`` for a seed), and its entry in the graph file."""
 
     name: str
@@ -66,12 +66,12 @@ def media_kind(name: str) -> str | None:
     return next((kind for kind, pattern in MEDIA.items() if re.search(pattern, name)), None)
 
 
-def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, Wanted]:
+def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, InputSpec]:
     """The plain inputs of ``pipeline``'s call by name: texts, sizes, counts, scales. ``seen``: what its code made of sizes that the
     signature leaves open; without one an input is left out."""
     parameters = call_parameters(pipeline)
-    found: dict[str, Wanted] = {}
-    for parameter in ORDER:
+    found: dict[str, InputSpec] = {}
+    for parameter in INPUT_ORDER:
         if parameter not in parameters:
             continue
         default = parameters[parameter].default
@@ -80,11 +80,11 @@ def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dic
         entry = _entry(kind, pipeline, parameter, default)
         name = PARAMETERS.get(parameter, "seed" if parameter == "generator" else parameter)
         if entry is not None and name not in found:
-            found[name] = Wanted(name, parameter, entry)
+            found[name] = InputSpec(name, parameter, entry)
     return found
 
 
-ORDER = (
+INPUT_ORDER = (
     "prompt",
     "negative_prompt",
     "height",
@@ -103,23 +103,28 @@ ORDER = (
 
 
 # What else of a call is worth an input where the call is run whole; everything keeps the pipeline's own default.
-MORE = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$")
+FURTHER_INPUTS = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$")
 
 
-def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[str, Wanted]) -> dict[str, Wanted]:
+def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[str, InputSpec]) -> dict[str, InputSpec]:
     """Numbers that a call run whole is asked for beside `plain_inputs`: a prior's steps, a second guidance."""
     known = {wanted.parameter for wanted in taken.values()}
-    found: dict[str, Wanted] = {}
+    found: dict[str, InputSpec] = {}
     for name, parameter in parameters.items():
         default = parameter.default
-        if name not in known and MORE.search(name) and isinstance(default, (int, float)) and not isinstance(default, bool):
-            found[name] = Wanted(name, name, {"type": type(default).__name__, "default": default})
+        if (
+            name not in known
+            and FURTHER_INPUTS.search(name)
+            and isinstance(default, (int, float))
+            and not isinstance(default, bool)
+        ):
+            found[name] = InputSpec(name, name, {"type": type(default).__name__, "default": default})
     return found
 
 
 def set_inputs(
-    kind: type[Any], parameters: Mapping[str, inspect.Parameter], plain: Mapping[str, Wanted], sets: Mapping[str, Any]
-) -> dict[str, Wanted]:
+    kind: type[Any], parameters: Mapping[str, inspect.Parameter], plain: Mapping[str, InputSpec], sets: Mapping[str, Any]
+) -> dict[str, InputSpec]:
     """``plain`` with the defaults in ``sets``; other ``parameters`` of the call that are set there become inputs too.
 
     Raises InputError for what the call has not.
@@ -127,13 +132,13 @@ def set_inputs(
     found = {name: replace(w, entry={**w.entry, "default": sets[name]}) if name in sets else w for name, w in plain.items()}
     taken = {wanted.parameter for wanted in plain.values()} | {"self"}
     for name, value in sets.items():
-        if name in plain or name in MEASURES:
+        if name in plain or name in MEDIA_SIZES:
             continue
         parameter = next((key for key, own in PARAMETERS.items() if own == name and key in parameters), name)
         if parameter not in parameters or parameter in taken:
             raise InputError(f"--set {name}: {kind.__name__} takes no such argument{did_you_mean(name, [*plain, *parameters])}")
         if isinstance(value, (bool, int, float, str)):
-            found[name] = Wanted(name, parameter, {"type": type(value).__name__, "default": value})
+            found[name] = InputSpec(name, parameter, {"type": type(value).__name__, "default": value})
     return found
 
 

@@ -1,6 +1,6 @@
-"""A recipe's pipeline on meta, run whole and in stages by its own code, and what was heard.
+"""A recipe's pipeline on meta, run run_whole and in stages by its own code, and what was entries.
 
-Decides how a pipeline is called for a probe: which media it is handed, how its errors are said. Must not know how it is cut.
+Decides how a pipeline is find_arguments for a probe: which media it is handed, how its errors are said. Must not know how it is cut.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.diffusers_.importing.fingerprint import Entered, FingerprintRun, digest_of, explained
-from graphrun.diffusers_.importing.signature import Wanted, call_parameters, media_kind
+from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, as_probe_errors, digest_of
+from graphrun.diffusers_.importing.signature import InputSpec, call_parameters, media_kind
 from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
@@ -34,7 +34,7 @@ HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the sta
 
 
 @dataclass(slots=True)
-class Rehearsed:
+class TrialPipeline:
     """A recipe with its components on meta and its parts for real, and the echo that all runs of it share."""
 
     spec: PipelineSpec
@@ -43,8 +43,8 @@ class Rehearsed:
     parts: dict[str, Any]
     fingerprint: FingerprintRun
     media: tuple[str, ...] = ()
-    made: Any = None  # what the last whole call returned
-    known: dict[Any, tuple[Entered, ...]] = field(default_factory=dict)
+    output: Any = None  # what the last run_whole call returned
+    whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
     _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
 
     @property
@@ -56,7 +56,7 @@ class Rehearsed:
 
     @property
     def modular(self) -> bool:
-        """Whether it is a modular pipeline, made of blocks."""
+        """Whether it is a modular pipeline, output of blocks."""
         return is_modular_class(self.spec.kind)
 
     @property
@@ -64,40 +64,42 @@ class Rehearsed:
         """Put together anew: schedulers keep state."""
         return assemble(self.graph, self.meta_modules, self.parts, sim.device)
 
-    def whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[Entered, ...]:
+    def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[EntryRecord, ...]:
         """What is entered in the uncut call with ``arguments``. Raises ProbeError."""
         key = digest_of((dict(arguments), seed))
-        if key not in self.known:
+        if key not in self.whole_runs:
             given = dict(arguments)
             if "num_inference_steps" in self.parameters:  # of which a strength leaves only a share
                 given.setdefault("num_inference_steps", few_steps(given.get("strength")))
             if "generator" in self.parameters:
                 given["generator"] = torch.Generator("cpu").manual_seed(seed)
-            with self.explained(given), self.fingerprint.listening():
+            with self.as_probe_errors(given), self.fingerprint.running():
                 pipeline = self.pipeline
                 if "padding_mask_crop" not in given:
                     without_pictures(pipeline)
-                self.made = pipeline(**given)
+                self.output = pipeline(**given)
             if self.modular:
-                self.made = self.made.values
-                self.fingerprint.seen = {name: value for name, value in self.made.items() if isinstance(value, (int, float))}
-            self.known[key] = tuple(self.fingerprint.heard)
-        return self.known[key]
+                self.output = self.output.values
+                self.fingerprint.call_locals = {
+                    name: value for name, value in self.output.items() if isinstance(value, (int, float))
+                }
+            self.whole_runs[key] = tuple(self.fingerprint.entries)
+        return self.whole_runs[key]
 
     @contextmanager
-    def explained(self, given: Iterable[str]) -> Iterator[None]:
+    def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
         """Whatever the call with the arguments ``given`` raises here is a ProbeError that says after which entry."""
-        with explained(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
+        with as_probe_errors(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
             yield
 
-    def staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[Entered, ...]]:
+    def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
         """What each stage of ``graph`` enters for ``values``. Raises whatever the ops raise."""
-        found: dict[str, tuple[Entered, ...]] = {}
+        found: dict[str, tuple[EntryRecord, ...]] = {}
 
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
-            found[stage] = tuple(self.fingerprint.heard[sum(map(len, found.values())) :])
+            found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
 
-        with quietly(), self.fingerprint.listening():
+        with quietly(), self.fingerprint.running():
             means = {"parts": self.parts, "meta_modules": self.meta_modules, "planning": True, "after_stage": after_stage}
             run_stages(graph, self.meta_modules, sim.device, values, **means)
         return found
@@ -113,7 +115,7 @@ class Rehearsed:
                 name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
             ]
         without = f"; without {', '.join(absent)}" if absent else ""
-        return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
+        return f"It was find_arguments with {', '.join(components)}{without}. {HAND_WRITTEN}"
 
 
 def few_steps(strength: float | None) -> int:
@@ -121,13 +123,13 @@ def few_steps(strength: float | None) -> int:
     return math.ceil(STEPS / (strength or 1))
 
 
-def rehearse(spec: PipelineSpec) -> Rehearsed:
-    """``spec`` made on meta. Raises GraphError naming the component or part that cannot be made."""
+def build_trial(spec: PipelineSpec) -> TrialPipeline:
+    """``spec`` output on meta. Raises GraphError naming the component or part that cannot be output."""
     graph = spec.graph()
     meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
     members = {member.name: member for member in spec.members}
     parts = {name: _part(members[name], part, graph) for name, part in graph.parts.items()}
-    return Rehearsed(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
+    return TrialPipeline(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
 
 
 def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
@@ -141,15 +143,15 @@ def in_one_dtype(spec: PipelineSpec) -> PipelineSpec:
     return replace(spec, members=tuple(replace(t, dtype="float32") if t.is_component else t for t in spec.members))
 
 
-def called(
-    rehearsed: Rehearsed, plain: Mapping[str, Wanted], sizes: Mapping[str, Any], literals: Mapping[str, Any]
+def find_arguments(
+    trial: TrialPipeline, plain: Mapping[str, InputSpec], sizes: Mapping[str, Any], literals: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``rehearsed.media``).
+    """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``trial.media``).
 
     ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the try ran into that
     got furthest, the first of these.
     """
-    parameters = rehearsed.parameters
+    parameters = trial.parameters
     arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
@@ -157,40 +159,40 @@ def called(
         arguments["prompt"] = PLANNING_TEXT
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
-    needed = [name for name in candidates if _leads(name, parameters, rehearsed.modular)]
-    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
+    needed = [name for name in candidates if _is_required(name, parameters, trial.modular)]
+    empty, whole_runs = inspect.Parameter.empty, {*arguments, *candidates, "self"}
     tensors = [
         n
         for n, p in parameters.items()
-        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is empty and n not in whole_runs and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if tensors:
         raise ProbeError(
-            f"{rehearsed.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"{trial.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
     optional = [name for name in candidates if name not in needed]
     failed: ProbeError | None = None
     furthest = -1
-    lists = (value for value in rehearsed.spec.settings.values() if isinstance(value, list))
+    lists = (value for value in trial.spec.settings.values() if isinstance(value, list))
     several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
     for count in sorted({1, several}):
-        for chosen in _more_and_more(needed, optional):
+        for chosen in _media_choices(needed, optional):
             pictures = {name: blank(candidates[name], sizes) for name in chosen}
             given = {**arguments, **{n: p if count == 1 or isinstance(p, list) else [p] * count for n, p in pictures.items()}}
             try:
-                rehearsed.whole(given)
+                trial.run_whole(given)
             except ProbeError as error:
-                if len(rehearsed.fingerprint.heard) > furthest:
-                    failed, furthest = error, len(rehearsed.fingerprint.heard)
+                if len(trial.fingerprint.entries) > furthest:
+                    failed, furthest = error, len(trial.fingerprint.entries)
                 continue
-            rehearsed.media = tuple(chosen)
+            trial.media = tuple(chosen)
             return given
     assert failed is not None
     raise failed
 
 
-def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
+def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
     """The needed ones, those with one more, then with two more, ..."""
     yield list(needed)
     for name in optional:
@@ -199,7 +201,7 @@ def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[l
         yield [*needed, *optional[:count]]
 
 
-def _leads(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
+def _is_required(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
     """Whether the parameter has to be given, or stands before the prompt in a signature: what the pipeline is about."""
     names = list(parameters)
     before = not modular and "prompt" in names and names.index(name) < names.index("prompt")

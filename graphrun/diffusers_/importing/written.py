@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from graphrun.diffusers_.importing.fingerprint import Entered
+from graphrun.diffusers_.importing.fingerprint import EntryRecord
 from graphrun.diffusers_.importing.layout import Layout
 from graphrun.diffusers_.importing.spec import OF_CONFIG, OF_FILES, MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in_words
@@ -121,7 +121,7 @@ def _config(member: MemberSpec, name: str, files: dict[str, Any]) -> Any:
     return path
 
 
-def _stage(stage: Stage, entered: Iterable[Entered]) -> list[str]:
+def _stage(stage: Stage, entered: Iterable[EntryRecord]) -> list[str]:
     times = Counter(map(str, entered))
     heard = ", ".join(key if count == 1 else f"{key} {count} times" for key, count in times.items())
     passed = {key: _said(value) for key, value in stage.arguments.items()}
