@@ -83,12 +83,14 @@ def _placement_of(component: str, path: str, placements: Mapping[str, Placement]
     on a device if any entry is. Raises InputError where the map does not cover ``path``.
     """
     if not path and "" not in placements:
-        return next((place for place in placements.values() if not isinstance(place, str)), "cpu")
+        return next((placement for placement in placements.values() if not isinstance(placement, str)), "cpu")
     best = max((key for key in placements if not key or path == key or path.startswith(f"{key}.")), key=len, default=None)
-    inside = [place for key, place in placements.items() if key.startswith(f"{path}.")]
+    inside = [placement for key, placement in placements.items() if key.startswith(f"{path}.")]
     if best is None and not inside:
-        raise InputError(f"device map for {component}: it says nothing of {path}")
-    found = placements[best] if best is not None else next((place for place in inside if isinstance(place, str)), inside[0])
+        raise InputError(f"device map for {component}: it has no entry for {path}")
+    found = (
+        placements[best] if best is not None else next((placement for placement in inside if isinstance(placement, str)), inside[0])
+    )
     return "cpu" if found in ("cpu", "disk", "meta") else 0 if isinstance(found, str) else found
 
 

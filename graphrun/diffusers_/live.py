@@ -73,7 +73,7 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
     found = {name: module for name, module in found.items() if id(module) not in inner}
     if not found:
-        raise InputError(f"{type(pipe).__name__} holds no module with weights: hand in a pipeline with its components")
+        raise InputError(f"{type(pipe).__name__} holds no module with weights: pass a pipeline with its components")
     return found
 
 

@@ -52,7 +52,7 @@ def test_sources_that_are_none(graphrun: Cli, pipeline: Path, tmp_path: Path) ->
     said = refused(graphrun, "owner/name")
     assert "cannot get the configurations of owner/name from the hub" in said
     assert "give a folder" in said
-    assert "is no folder here, no hub id" in refused(graphrun, "what is this")
+    assert "is not a folder, a hub id" in refused(graphrun, "what is this")
 
 
 def test_folders_that_lack_something(graphrun: Cli, copied: Path) -> None:
@@ -104,7 +104,7 @@ def test_options_that_mean_nothing(graphrun: Cli, pipeline: Path) -> None:
     assert "did you mean 'unet'" in refused(graphrun, pipeline, "--dtype", "unt=float16")
     assert "it is bfloat16, float16, float32" in refused(graphrun, pipeline, "--dtype", "int8")
     assert "--config is for a pipeline's class" in refused(graphrun, pipeline, "--config", "unet=x.json")
-    assert "--revision is of a repository" in refused(graphrun, pipeline, "--revision", "main")
+    assert "--revision is for a repository" in refused(graphrun, pipeline, "--revision", "main")
 
 
 def test_a_graph_file_that_is_there_stays(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:

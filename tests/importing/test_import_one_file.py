@@ -131,9 +131,9 @@ def test_files_that_cannot_be_imported_say_why(
 
     save_file(transformer, tmp_path / "flux.safetensors")
     said = refused("./flux.safetensors")
-    assert "has no configurations: cannot get the configurations of black-forest-labs/FLUX.1-dev from the hub" in said
+    assert "has no configurations of its own: cannot get the configurations of black-forest-labs/FLUX.1-dev from the hub" in said
     assert "--config FOLDER names a folder" in said
-    assert "of a file it is --config FOLDER" in refused("./flux.safetensors", "--config", "vae=x.json")
+    assert "for a file it is --config FOLDER" in refused("./flux.safetensors", "--config", "vae=x.json")
     assert "no such file" in refused("./none.safetensors")
     save_file({"something": torch.zeros(2)}, tmp_path / "other.safetensors")
     assert "diffusers does not know which pipeline" in refused("./other.safetensors")
@@ -151,7 +151,7 @@ def test_a_file_of_another_size_than_its_configurations_is_refused(flux: Path, t
     graph, file = graphrun.load(GRAPHS / "flux-tiny.yaml"), tmp_path / "flux.safetensors"
     state = dict(build(graph.component("transformer"), graph).state_dict())
     save_file({**state, "context_embedder.weight": torch.zeros(8, 8)}, file)
-    with pytest.raises(GraphError, match=r"context_embedder.weight is \[8, 8\].*--config names whose configurations"):
+    with pytest.raises(GraphError, match=r"context_embedder.weight is \[8, 8\].*--config names the source"):
         import_source(str(file), Asked({"": str(flux)}, {}))
     save_file({name: tensor for name, tensor in state.items() if name != "context_embedder.bias"}, file)
     with pytest.raises(GraphError, match="lacks 1 tensors, such as context_embedder.bias"):

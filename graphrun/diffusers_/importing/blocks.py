@@ -1,10 +1,14 @@
-"""Stages for a modular pipeline: its top-level blocks, where handing on what they make changes nothing, which is tried.
+"""Stages of a modular pipeline: its top-level blocks, where a dry run shows that splitting there changes nothing.
 
     FluxAutoBlocks    text_encoder --prompt_embeds, ...--> denoise --latents--> decode       blocks that ran for these inputs
-    input, denoise    joined where one enters no component, where a part that the next one reads keeps state (a scheduler's steps),
-                      where what is call on is more than tensors, plain data and pictures
 
-Decides which blocks make a stage, and what each takes from where: values that its own code reads of the state. Knows no YAML.
+    Blocks stay in one stage where
+      - one enters no component (FLUX's `input` block joins its neighbour),
+      - one reads a part whose state another changed (a scheduler's timesteps),
+      - one passes another a value that is not a tensor, plain data or a picture.
+
+Decides which blocks make a stage, and the source of each argument, by the values that the blocks' own code reads of the pipeline
+state. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -27,14 +31,18 @@ from graphrun.ops.call import FIELDS
 from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import begun
 
-# Names that mean something of their own among a stage's arguments and outputs.
+# Names with a meaning of their own among a stage's arguments and outputs.
 RESERVED_NAMES = frozenset({"blocks", "seed", *FIELDS})
 
 
 @dataclass(slots=True)
 class _BlockRun:
-    """A block in a dry run: what it ``reads`` of the state (name -> the number of the block that wrote it, None: nobody), what it
-    ``writes``, what it enters, whether it ``drew`` random numbers, and which parts it ``changed``."""
+    """One block's run in a dry run.
+
+    ``reads``: state values that it read, name -> number of the block that wrote it (None: an input). ``writes``: names that it
+    wrote. ``entered``: the component entries. ``drew``: whether it drew random numbers. ``changed``: names of parts whose state it
+    changed.
+    """
 
     name: str
     reads: dict[str, int | None]
@@ -45,8 +53,10 @@ class _BlockRun:
 
 
 class _TracedState(dict[str, Any]):
-    """A state's values that note who reads and writes them; ``ran`` ends with the block that runs. ``unpassable``: (writer, reader) of
-    values that a graph cannot hand on."""
+    """The values of a pipeline state, with a record of which block reads and writes them.
+
+    The last of ``ran`` is the running block. ``unpassable``: (writer, reader) for values that a graph cannot pass between stages.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -59,7 +69,7 @@ class _TracedState(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, as a block asks for it."""
+        """As ``dict.get``, recorded as a read."""
         self._read(name)
         return super().get(name, default)
 
@@ -79,7 +89,7 @@ class _TracedState(dict[str, Any]):
 
 
 def _is_passable(value: Any) -> bool:
-    """Whether ``value`` can be call from stage to stage, and be kept: tensors, plain data, pictures, and containers of them."""
+    """Whether ``value`` can be passed between stages and cached: a tensor, plain data, a picture, or a container of these."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_passable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -89,7 +99,7 @@ def _is_passable(value: Any) -> bool:
 
 
 def split_at_blocks(trial: TrialPipeline, call: CallInputs, why: str) -> Layout:
-    """The stages of a modular pipeline: several, or one where ``why`` is given or they would not be the same pipeline.
+    """The stages of a modular pipeline: several, or one where ``why`` (a reason against several) is not empty or a trial differs.
 
     Raises ProbeError naming the call that failed.
     """
@@ -116,11 +126,11 @@ def _is_sequential(blocks: Any) -> bool:
 
 
 def _split(trial: TrialPipeline, call: CallInputs) -> Layout | str:
-    """Several stages, or what speaks against them. An input whose values lead two ways is left out."""
+    """Several stages, or the reason against them. An input for which the stages differ from the whole call is left out."""
     observed = _trace_blocks(trial, call.arguments)
     groups = _group_blocks(observed, trial.pipeline)
     if len(groups) < 2:
-        return "its blocks hand on to each other what no graph holds, or enter components in one block alone"
+        return "its blocks pass each other values that a graph cannot hold, or only one block enters components"
     made = {name: observed.get(name) for number in groups[-1] for name in observed.ran[number].writes}
     stages, entered = _stages(observed.ran, groups, call, outputs_in(made)), dict[str, dict[EntryRecord, None]]()
     outputs = {name: f"${stages[-1].name}.{name}" for name in stages[-1].outputs}
@@ -142,7 +152,7 @@ def _split(trial: TrialPipeline, call: CallInputs) -> Layout | str:
 
 
 def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _TracedState:
-    """The blocks of a call with ``arguments``, one after another. Raises ProbeError."""
+    """Runs the blocks of a call with ``arguments`` one after another, recording their reads and writes. Raises ProbeError."""
     generator = torch.Generator("cpu").manual_seed(0)
     given = {"num_inference_steps": few_steps(arguments.get("strength")), **arguments, GENERATOR: generator}
     with trial.as_probe_errors(arguments), trial.fingerprint.running():
@@ -161,14 +171,14 @@ def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _Traced
 
 
 def _part_digests(pipeline: Any) -> dict[str, str]:
-    """Digests of what the pipeline's parts keep: a scheduler its steps."""
+    """Digests of the state of the pipeline's parts (a scheduler's timesteps), by part name."""
     parts = {name: part for name, part in pipeline.components.items() if hasattr(part, "from_config")}
     parts = {name: part for name, part in parts.items() if not isinstance(part, torch.nn.Module)}
     return {name: digest_of({k: v for k, v in vars(part).items() if k != "_internal_dict"}) for name, part in parts.items()}
 
 
 def _group_blocks(observed: _TracedState, pipeline: Any) -> list[list[int]]:
-    """Numbers of the blocks that make a stage each: blocks that were skipped are in none."""
+    """The block numbers of each stage. Blocks that were skipped in the dry run are in none."""
     ran, blocks = observed.ran, pipeline._blocks.sub_blocks
     groups = [[number] for number, each in enumerate(ran) if each.entered or each.writes]
 
@@ -184,14 +194,14 @@ def _group_blocks(observed: _TracedState, pipeline: Any) -> list[list[int]]:
             if each.changed & expected and any(other in group for group in groups):
                 join(one, other)
     while len(groups) > 1 and (idle := [g for g in groups if not any(ran[number].entered for number in g)]):
-        place = groups.index(idle[0])
-        near = groups[place + 1] if place + 1 < len(groups) else groups[place - 1]
-        join(min(idle[0][0], near[0]), max(idle[0][-1], near[-1]))
+        index = groups.index(idle[0])
+        neighbour = groups[index + 1] if index + 1 < len(groups) else groups[index - 1]
+        join(min(idle[0][0], neighbour[0]), max(idle[0][-1], neighbour[-1]))
     return groups
 
 
 def _stages(ran: Sequence[_BlockRun], groups: Sequence[Sequence[int]], call: CallInputs, outputs: tuple[str, ...]) -> list[Stage]:
-    """A stage for each of ``groups``, called as the block that enters most; the last one makes ``outputs``."""
+    """A stage for each of ``groups``, named after its block with the most component entries. The last stage makes ``outputs``."""
     names: dict[int, str] = {}
     for group in groups:
         name = max((ran[number] for number in group), key=lambda each: len(each.entered)).name.replace(".", "_")
@@ -217,7 +227,7 @@ def _stages(ran: Sequence[_BlockRun], groups: Sequence[Sequence[int]], call: Cal
 
 
 def _values(call: CallInputs) -> dict[str, Any]:
-    """The value of each input: its default, a text for a prompt, a picture as the call goes through with."""
+    """The value of each input in a trial: its default, the planning text for a prompt, the media of ``call.arguments``."""
     found: dict[str, Any] = {}
     for name, entry in call.inputs.items():
         parameter = call.parameters.get(name, name)
@@ -226,7 +236,7 @@ def _values(call: CallInputs) -> dict[str, Any]:
 
 
 def _trials(call: CallInputs) -> Iterator[dict[str, Any]]:
-    """Inputs to be tried in place of the defaults."""
+    """Inputs to try in place of the defaults, one trial each: the defaults, a batch of two, a negative prompt."""
     few = few_steps(call.arguments.get("strength"))
     steps = {name: few for name, parameter in call.parameters.items() if parameter == "num_inference_steps"}
     yield {}
@@ -238,7 +248,8 @@ def _trials(call: CallInputs) -> Iterator[dict[str, Any]]:
 def _compare(
     trial: TrialPipeline, call: CallInputs, stages: Sequence[Stage], outputs: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[bool, Any]:
-    """Whether ``stages`` enter what the uncut call enters for ``values``, with the same numbers; what they enter, or why not."""
+    """(True, entries by stage) where ``stages`` enter the same components with the same values as the whole call does for
+    ``values``; else (False, the reason)."""
     everything = tuple(trial.meta_modules)
     referred = {name: Reference("stage", text[1:].partition(".")[0], name) for name, text in outputs.items()}
     graph = replace(trial.graph, stages=tuple(replace(s, uses=everything) for s in stages), outputs=referred)
@@ -248,9 +259,9 @@ def _compare(
         whole = trial.run_whole({**call.arguments, **given}, seed)
         found = trial.run_staged(graph, values)
     except (GraphrunError, *PIPELINE_ERRORS) as error:
-        return False, f"cut at its blocks its own code fails: {error_line(error)}"
+        return False, f"split at its blocks, its own code fails: {error_line(error)}"
     if tuple(each for entries in found.values() for each in entries) != whole:
-        return False, "cut at its blocks it enters its components with other numbers"
+        return False, "split at its blocks, it enters its components with other values"
     return True, found
 
 
@@ -271,7 +282,8 @@ def _layout(
     why: str,
     entered: Mapping[str, Mapping[EntryRecord, None]] | None = None,
 ) -> Layout:
-    """``stages`` with what they use: what they enter in any trial, and what nothing enters where a block expects it."""
+    """``stages`` with the components they use: those entered in any trial. A component that no stage enters goes to the first stage
+    with a block that expects it, else to the last stage."""
     entered = entered or {name: dict.fromkeys(entries) for name, entries in first.items()}
     uses = {stage.name: list(dict.fromkeys(each.component for each in entered[stage.name])) for stage in stages}
     unused = tuple(name for name in trial.meta_modules if not any(name in names for names in uses.values()))

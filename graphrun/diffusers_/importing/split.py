@@ -1,10 +1,12 @@
-"""Stages for a pipeline: three where cutting its call changes nothing, which is tried, else one that runs the call whole.
+"""Stages of a pipeline: encode_prompt, denoise and decode where splitting its call changes nothing, else one stage for the call.
 
-    op call        pipe(...)                            everything
-    three stages   encode_prompt | denoise | decode     where both ways enter every component with the same numbers, for several
-                                                        settings: as they are, without guidance, with a negative prompt, a batch
+    one stage       op `call`: pipe(...)
+    three stages    encode_prompt | denoise | decode
 
-Decides stages, which components each uses, and which inputs are left. Must not know YAML.
+Whether splitting changes nothing is tried with fingerprint runs: the stages and the whole call must enter every component with the
+same values, for the default settings, without guidance, with a negative prompt and with a batch of two.
+
+Decides the stages, the components that each uses, and the inputs. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
 
-# Inputs that the three ops take, by the argument they are passed as.
+# Arguments of the three ops: argument -> name of the input.
 ENCODE = {
     "prompt": "prompt",
     "negative_prompt": "negative_prompt",
@@ -43,7 +45,7 @@ ENCODE = {
 }
 SIZES = {"height": "height", "width": "width", "num_frames": "frames", "use_resolution_binning": "use_resolution_binning"}
 DENOISE = {**SIZES, "steps": "steps", "guidance_scale": "guidance_scale", "true_cfg_scale": "true_cfg_scale", "seed": "seed"}
-# What the op `encode_prompt` takes only where the pipeline's own `encode_prompt` does, and under which names.
+# Inputs that the op `encode_prompt` gets only where the pipeline's own `encode_prompt` has one of these parameters.
 OF_ENCODER = {
     "guidance_scale": ("do_classifier_free_guidance",),
     "batch": ("num_images_per_prompt", "num_videos_per_prompt"),
@@ -52,15 +54,15 @@ OF_ENCODER = {
 
 
 def lay_out(trial: TrialPipeline, sets: Mapping[str, Any], *, whole: bool = False) -> Layout:
-    """The stages of a recipe that is on meta. ``sets``: defaults of inputs in place of the pipeline's; ``whole``: do not cut.
+    """The stages of ``trial``'s pipeline. ``sets``: defaults of inputs in place of the pipeline's; ``whole``: one stage.
 
-    Raises ProbeError naming the call that failed, InputError where components come to share weights.
+    Raises ProbeError naming the call that failed, InputError where the pipeline makes components share weights.
     """
     kind, pipeline = trial.spec.kind, trial.pipeline
     if shared := [name.replace("_and_", " and ") for name in merge_shared(trial.meta_modules) if name not in trial.meta_modules]:
         raise InputError(
-            f"{trial.spec.pipeline} gives {shared[0]} weights in common, and the components of a graph have none: attach "
-            "to the live pipeline (graphrun.attach), where they are one"
+            f"{trial.spec.pipeline} makes {shared[0]} share weights, and components of a graph cannot: attach to the live "
+            "pipeline (graphrun.attach), which places them as one component"
         )
     parameters = trial.parameters
     sets = {PARAMETERS.get(name, name) if name in parameters else name: value for name, value in sets.items()}
@@ -84,7 +86,7 @@ def lay_out(trial: TrialPipeline, sets: Mapping[str, Any], *, whole: bool = Fals
 
 
 def _picture_sizes(pipeline: Any, plain: Mapping[str, InputSpec], sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Height and width of a picture that nobody gives: the call's, else those that the denoiser was made for."""
+    """Sizes of media inputs: those in ``sets``, else the call's, else for pictures the denoiser's ``sample_size`` in pixels."""
     sample = next((s for n in ("unet", "transformer", "prior") if (s := _sample_size(getattr(pipeline, n, None)))), 64)
     own = sample * (getattr(pipeline, "vae_scale_factor", None) or 8)
     usual = {"height": own, "width": own, "frames": 9, "rate": 44100, "seconds": 1.0}
@@ -97,7 +99,7 @@ def _sample_size(module: Any) -> int | None:
 
 
 def _reason_not_to_split(trial: TrialPipeline, plain: Sequence[str]) -> str:
-    """Why the call with the inputs ``plain`` cannot be cut in three, by the looks of it; empty where it may be tried."""
+    """The reason why a call with the inputs ``plain`` cannot be split in three, by its signature; empty where it can be tried."""
     parameters = trial.parameters
     if trial.media:
         return f"it takes {', '.join(trial.media)}"
@@ -113,13 +115,13 @@ def _reason_not_to_split(trial: TrialPipeline, plain: Sequence[str]) -> str:
 
 
 def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec]) -> Layout | str:
-    """Three stages, or what speaks against them. An input whose values lead two ways is left out."""
+    """Three stages, or the reason against them. An input for which the stages differ from the whole call is left out."""
     inputs = {name: wanted for name, wanted in plain.items() if name in {*ENCODE.values(), *DENOISE.values()}}
     encoder = inspect.signature(trial.spec.kind.encode_prompt).parameters
     base = {name: PLANNING_TEXT if name == "prompt" else wanted.default for name, wanted in inputs.items()}
     few = {"steps": STEPS}
     if "negative_prompt" in inputs and _differ(trial, inputs, base | few, base | few | {"negative_prompt": None}):
-        base["negative_prompt"] = None  # its absence means something else than an empty text
+        base["negative_prompt"] = None  # leaving it out is not the same as an empty text
     trials: list[tuple[dict[str, Any], tuple[str, ...]]] = [({}, ())]
     trials += [({"guidance_scale": scale, **few}, ()) for scale in (1.0, 0.0) if "guidance_scale" in inputs]
     trials += [({"batch": 2, **few}, ("batch",))] if "batch" in inputs else []
@@ -174,7 +176,7 @@ def _layout(
 
 
 def _staged(graph: Graph, inputs: Mapping[str, InputSpec], encoder: Mapping[str, Any]) -> Graph:
-    """``graph`` in three stages that all may use everything."""
+    """``graph`` with three stages, each of which may use every component."""
     everything = tuple(graph.components)
 
     def passed(table: Mapping[str, str]) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def _stage(name: str, op: str, uses: tuple[str, ...], arguments: dict[str, Any])
 
 
 def _whole_entries(trial: TrialPipeline, inputs: Mapping[str, InputSpec], values: Mapping[str, Any]) -> tuple[EntryRecord, ...]:
-    """What the uncut call enters for the inputs ``values``."""
+    """The component entries of the whole call for the input ``values``."""
     arguments = {inputs[n].parameter: v for n, v in values.items() if v is not None and inputs[n].parameter != "generator"}
     return trial.run_whole(arguments, seed=values.get("seed") or 0)
 
@@ -215,7 +217,7 @@ def _flat(found: Mapping[str, Iterable[EntryRecord]]) -> tuple[EntryRecord, ...]
 def _one_stage(
     trial: TrialPipeline, plain: Mapping[str, InputSpec], arguments: Mapping[str, Any], sizes: Mapping[str, Any], why: str
 ) -> Layout:
-    """One stage that runs the call whole."""
+    """One stage that runs the whole call. ``why``: the reason why it was not split."""
     steps = {"num_inference_steps": plain["steps"].default} if "steps" in plain else {}
     entries = trial.run_whole({**arguments, **steps})
     call = call_inputs(trial, plain, arguments, sizes)

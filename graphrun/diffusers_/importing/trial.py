@@ -1,6 +1,6 @@
-"""A recipe's pipeline on meta, run run_whole and in stages by its own code, and what was entries.
+"""Trial runs of an imported pipeline on meta: its own code runs as one call or in stages, and its component entries are recorded.
 
-Decides how a pipeline is find_arguments for a probe: which media it is handed, how its errors are said. Must not know how it is cut.
+Decides the arguments of the call (which media it needs) and the text of its errors. Does not know how the call is split.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
 
-STEPS = 2
+STEPS = 2  # denoising steps of a trial
 HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
 
 
 @dataclass(slots=True)
 class TrialPipeline:
-    """A recipe with its components on meta and its parts for real, and the echo that all runs of it share."""
+    """A pipeline spec with components on meta and real parts, and the prober that all its fingerprint runs share.
+
+    ``media``: parameters that got media in the last successful `find_arguments`. ``whole_runs``: entries by digest of the
+    arguments.
+    """
 
     spec: PipelineSpec
     graph: Graph
@@ -43,33 +47,33 @@ class TrialPipeline:
     parts: dict[str, Any]
     fingerprint: FingerprintRun
     media: tuple[str, ...] = ()
-    output: Any = None  # what the last run_whole call returned
+    output: Any = None  # what the last whole call returned
     whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
     _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Of the pipeline's call."""
+        """The parameters of the pipeline's call."""
         if not self._parameters:
             self._parameters.update(call_parameters(self.pipeline, self.spec.workflow))
         return self._parameters
 
     @property
     def modular(self) -> bool:
-        """Whether it is a modular pipeline, output of blocks."""
+        """Whether the pipeline is modular, that is, made of blocks."""
         return is_modular_class(self.spec.kind)
 
     @property
     def pipeline(self) -> Any:
-        """Put together anew: schedulers keep state."""
+        """The pipeline, assembled anew for each run because schedulers keep state."""
         return assemble(self.graph, self.meta_modules, self.parts, sim.device)
 
     def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[EntryRecord, ...]:
-        """What is entered in the uncut call with ``arguments``. Raises ProbeError."""
+        """The component entries of the whole call with ``arguments``. Raises ProbeError."""
         key = digest_of((dict(arguments), seed))
         if key not in self.whole_runs:
             given = dict(arguments)
-            if "num_inference_steps" in self.parameters:  # of which a strength leaves only a share
+            if "num_inference_steps" in self.parameters:  # a strength below 1 runs only a share of them
                 given.setdefault("num_inference_steps", few_steps(given.get("strength")))
             if "generator" in self.parameters:
                 given["generator"] = torch.Generator("cpu").manual_seed(seed)
@@ -88,12 +92,12 @@ class TrialPipeline:
 
     @contextmanager
     def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
-        """Whatever the call with the arguments ``given`` raises here is a ProbeError that says after which entry."""
+        """Turns errors of the call with the arguments ``given`` into a ProbeError that names the entry before it."""
         with as_probe_errors(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
             yield
 
     def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
-        """What each stage of ``graph`` enters for ``values``. Raises whatever the ops raise."""
+        """The component entries of each stage of ``graph`` for the inputs ``values``. Raises whatever the ops raise."""
         found: dict[str, tuple[EntryRecord, ...]] = {}
 
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
@@ -115,16 +119,16 @@ class TrialPipeline:
                 name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
             ]
         without = f"; without {', '.join(absent)}" if absent else ""
-        return f"It was find_arguments with {', '.join(components)}{without}. {HAND_WRITTEN}"
+        return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
 
 
 def few_steps(strength: float | None) -> int:
-    """Steps of which a call of ``strength`` runs two."""
+    """The number of steps of which a call with ``strength`` (None: 1) runs two."""
     return math.ceil(STEPS / (strength or 1))
 
 
 def build_trial(spec: PipelineSpec) -> TrialPipeline:
-    """``spec`` output on meta. Raises GraphError naming the component or part that cannot be output."""
+    """``spec`` with its components built on meta. Raises GraphError naming the component or part that cannot be built."""
     graph = spec.graph()
     meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
     members = {member.name: member for member in spec.members}
@@ -139,17 +143,17 @@ def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
 
 
 def in_one_dtype(spec: PipelineSpec) -> PipelineSpec:
-    """``spec`` with every component in fp32: whether a cut changes something does not depend on dtypes."""
+    """``spec`` with every component in fp32: whether splitting changes something does not depend on dtypes."""
     return replace(spec, members=tuple(replace(t, dtype="float32") if t.is_component else t for t in spec.members))
 
 
 def find_arguments(
     trial: TrialPipeline, plain: Mapping[str, InputSpec], sizes: Mapping[str, Any], literals: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``trial.media``).
+    """Arguments with which the call runs: the required ones, and as few media as it needs (noted in ``trial.media``).
 
-    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the try ran into that
-    got furthest, the first of these.
+    ``sizes`` are those of the media; ``literals`` are passed as they are. Raises ProbeError where no choice of media works: the
+    error of the try that entered most components, the first of these.
     """
     parameters = trial.parameters
     arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
@@ -160,11 +164,11 @@ def find_arguments(
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
     needed = [name for name in candidates if _is_required(name, parameters, trial.modular)]
-    empty, whole_runs = inspect.Parameter.empty, {*arguments, *candidates, "self"}
+    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
     tensors = [
         n
         for n, p in parameters.items()
-        if p.default is empty and n not in whole_runs and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if tensors:
         raise ProbeError(
@@ -193,7 +197,7 @@ def find_arguments(
 
 
 def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
-    """The needed ones, those with one more, then with two more, ..."""
+    """The choices of media to try: the needed ones, these with each optional one, then with the first two, three, ... of them."""
     yield list(needed)
     for name in optional:
         yield [*needed, name]
@@ -202,7 +206,7 @@ def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[l
 
 
 def _is_required(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
-    """Whether the parameter has to be given, or stands before the prompt in a signature: what the pipeline is about."""
+    """Whether the parameter has no default, or comes before the prompt in a signature, which marks the pipeline's main input."""
     names = list(parameters)
     before = not modular and "prompt" in names and names.index(name) < names.index("prompt")
     return before or parameters[name].default is inspect.Parameter.empty
