@@ -1,4 +1,4 @@
-"""Changes to an attached pipeline, between its calls or in one: the results are the plain pipeline's, or an error says what to do."""
+"""Changes to an attached pipeline between or inside its calls: the plain pipeline's results, or an error that says what to do."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Case:
         return pipe
 
     def call(self, pipe: Any, put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Any:
-        """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument tensors to the caller's device."""
+        """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument tensors to a device."""
         torch.manual_seed(1)
         given = {name: put(value) if isinstance(value, torch.Tensor) else value for name, value in self.arguments().items()}
         generator = {} if self.steps == 0 else {"generator": torch.Generator().manual_seed(3)}
