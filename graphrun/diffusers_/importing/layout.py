@@ -52,10 +52,10 @@ def call_inputs(
 ) -> CallInputs:
     """The inputs of a call with ``arguments``: the ``plain`` ones, and media with the ``sizes`` given."""
     more = {*arguments, *further_inputs(trial.parameters, {})}
-    kept = {name: wanted for name, wanted in plain.items() if wanted.parameter in more or name in ("seed", "steps")}
+    kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in ("seed", "steps")}
     if "negative_prompt" in plain:
         kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
-    inputs: dict[str, Mapping[str, Any]] = {name: wanted.entry for name, wanted in plain.items() if name in kept}
+    inputs: dict[str, Mapping[str, Any]] = {name: input_spec.entry for name, input_spec in plain.items() if name in kept}
     inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
     inputs = {name: kept[name].entry if name in kept else entry for name, entry in inputs.items()}
     passed: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def call_inputs(
         inputs |= dict.fromkeys(own, inputs.pop(name))
         passed[name] = [Reference("input", each) for each in own]
     passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in trial.media}
-    parameters = {name: wanted.parameter for name, wanted in kept.items()}
+    parameters = {name: input_spec.parameter for name, input_spec in kept.items()}
     return CallInputs(inputs, passed, arguments, parameters)
 
 
@@ -80,8 +80,8 @@ def options_of(trial: TrialPipeline, stage: Stage, uses: tuple[str, ...]) -> tup
 def _media_entry(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a media input. Its sizes refer to inputs of the call where there are such, and are numbers otherwise."""
     kind = media_kind(name) or "image"
-    wanted = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(kind, ("height", "width"))
-    return {"type": kind, **{size: f"${size}" if size in inputs else sizes[size] for size in wanted}}
+    names = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(kind, ("height", "width"))
+    return {"type": kind, **{size: f"${size}" if size in inputs else sizes[size] for size in names}}
 
 
 def outputs_in(made: Any) -> tuple[str, ...]:

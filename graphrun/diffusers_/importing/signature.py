@@ -114,7 +114,7 @@ FURTHER_INPUTS = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_fra
 
 def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[str, InputSpec]) -> dict[str, InputSpec]:
     """Numeric inputs of a call run in one stage besides `plain_inputs`: a prior's steps, a second guidance scale."""
-    known = {wanted.parameter for wanted in taken.values()}
+    known = {input_spec.parameter for input_spec in taken.values()}
     found: dict[str, InputSpec] = {}
     for name, parameter in parameters.items():
         default = parameter.default
@@ -136,7 +136,7 @@ def set_inputs(
     Raises InputError for a name that is not a parameter of the call.
     """
     found = {name: replace(w, entry={**w.entry, "default": sets[name]}) if name in sets else w for name, w in plain.items()}
-    taken = {wanted.parameter for wanted in plain.values()} | {"self"}
+    taken = {input_spec.parameter for input_spec in plain.values()} | {"self"}
     for name, value in sets.items():
         if name in plain or name in MEDIA_SIZES:
             continue

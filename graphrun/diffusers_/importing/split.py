@@ -116,9 +116,9 @@ def _reason_not_to_split(trial: TrialPipeline, plain: Sequence[str]) -> str:
 
 def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec]) -> Layout | str:
     """Three stages, or the reason against them. An input for which the stages differ from the whole call is left out."""
-    inputs = {name: wanted for name, wanted in plain.items() if name in {*ENCODE.values(), *DENOISE.values()}}
+    inputs = {name: input_spec for name, input_spec in plain.items() if name in {*ENCODE.values(), *DENOISE.values()}}
     encoder = inspect.signature(trial.spec.kind.encode_prompt).parameters
-    base = {name: PLANNING_TEXT if name == "prompt" else wanted.default for name, wanted in inputs.items()}
+    base = {name: PLANNING_TEXT if name == "prompt" else input_spec.default for name, input_spec in inputs.items()}
     few = {"steps": STEPS}
     if "negative_prompt" in inputs and _differ(trial, inputs, base | few, base | few | {"negative_prompt": None}):
         base["negative_prompt"] = None  # leaving it out is not the same as an empty text
@@ -142,7 +142,7 @@ def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec]) -> Layout | str
         if why and not blamed:
             return why
         if why:
-            inputs = {name: wanted for name, wanted in inputs.items() if name not in blamed}
+            inputs = {name: input_spec for name, input_spec in inputs.items() if name not in blamed}
             continue
         first = first or found
         for stage, entries in found.items():
@@ -167,7 +167,7 @@ def _layout(
     unused = tuple(name for name in trial.meta_modules if name not in used)
     uses = {**uses, "denoise": (*uses["denoise"], *unused)}
     return Layout(
-        inputs={name: wanted.entry for name, wanted in inputs.items()},
+        inputs={name: input_spec.entry for name, input_spec in inputs.items()},
         stages=tuple(replace(s, uses=uses[s.name], options=options_of(trial, s, uses[s.name])) for s in graph.stages),
         outputs={"image": "$decode.image"},
         entered=entered,

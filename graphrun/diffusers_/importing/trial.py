@@ -156,7 +156,7 @@ def find_arguments(
     error of the try that entered most components, the first of these.
     """
     parameters = trial.parameters
-    arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
+    arguments = {input_spec.parameter: input_spec.default for input_spec in plain.values() if input_spec.parameter != "generator"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
     if "prompt" in parameters:
