@@ -1,4 +1,4 @@
-"""Lets this folder's tests import `executor_small`; the long sweeps run when they are asked for."""
+"""Lets this folder's tests import `small_component`; the long sweeps run when they are asked for."""
 
 from __future__ import annotations
 

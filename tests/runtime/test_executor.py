@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from executor_small import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
 
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.plan import Plan

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from executor_small import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
+from small_component import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
 
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.model.plan import Plan
@@ -126,7 +126,7 @@ def test_an_error_that_came_from_the_devices_is_typed(case: Case) -> None:
 
 
 def test_a_component_entered_out_of_turn_breaks_the_plan_before_it_computes(case: Case) -> None:
-    with pytest.raises(BrokenPlan, match="b was entered out of turn at the start"):
+    with pytest.raises(BrokenPlan, match="b was called out of order at the start"):
         run(case.problem, case.plan, case.host, case.device, ["b"])
     case.ends_clean()
     with pytest.raises(BrokenPlan, match="before the plan did"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from executor_whole import Whole, pixels, planned
+from tiny_pipelines import Whole, pixels, planned
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.choices import apply_choices
@@ -106,7 +106,7 @@ def test_killed_at_fifty_moments(case: OnDisk, tmp_path: Path) -> None:
 
 def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    folder = spool._made()
+    folder = spool._create_folder()
     assert remove_stale(tmp_path) == []
     assert folder.is_dir()
     stale = tmp_path / f"{PREFIX}{2**22 + 1}-gone"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from executor_small import WIDE, Small, device_of, hardware, plan_of, problem, run, use
+from small_component import WIDE, Small, device_of, hardware, plan_of, problem, run, use
 
 from graphrun.runtime.host import Host
 from graphrun.verify.simulate import simulate

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_whole import Whole, pixels, planned
+from tiny_pipelines import Whole, pixels, planned
 from safetensors.torch import load_file
 
 from graphrun.errors import OutOfMemory
@@ -71,7 +71,7 @@ def test_memory_that_vanishes_in_a_stage_has_the_rest_planned_again(whole: Whole
     assert len(told) == len(trace.notes) == 1
     assert "slot denoise/0:transformer first: sim out of memory" in told[0]
     assert "planned again with" in told[0]
-    assert told[0].endswith("going on from denoise, from its begin")
+    assert told[0].endswith("continuing from denoise, from its start")
     assert entered.count("text_encoder") == entered.count("text_encoder_2") == 1, "what was finished is not done again"
     assert max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode"))) <= less
     assert [slot.part for slot in trace.slots][-1] == "end"
@@ -86,7 +86,7 @@ def test_it_goes_on_behind_the_last_finished_step(call: int) -> None:
         trace = run(whole, problem, told)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
-    assert told[0].endswith(f"going on from denoise, behind step {call - 1} of 5")
+    assert told[0].endswith(f"continuing from denoise, after step {call - 1} of 5")
     assert entered.count("transformer") == 5 + 1, "the step that broke is taken twice, and no other one"
     assert sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise") and slot.part != "load") == 6 - call
     assert whole.device.allocated_bytes == 0
@@ -98,7 +98,7 @@ def test_a_loop_that_cannot_be_begun_in_its_middle_begins_again_and_the_line_say
     with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, 4) as entered:
         trace = run(whole, roomy(whole), told)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert told[0].endswith("going on from denoise, from its begin")
+    assert told[0].endswith("continuing from denoise, from its start")
     assert entered.count("transformer") == 3 + 1 + 4
 
 
@@ -110,7 +110,7 @@ def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: Whole) -> 
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
     assert "before denoise, " in told[0]
-    assert " are left of the " in told[0]
+    assert " are available of the " in told[0]
     assert entered.count("transformer") == 2, "the stage did not have to fail"
 
 
@@ -134,14 +134,14 @@ def test_when_no_plan_fits_it_stops_with_what_was_made_saved_and_named(whole: Wh
         run(whole, problem, told, tmp_path / "kept")
     assert not told
     text = str(caught.value)
-    assert "no plan fits what is left (nothing fits: " in text
-    assert f"what was made is in {tmp_path}/kept/values.safetensors: " in text
-    assert text.endswith(": denoise.latents behind step 1 of 2, encode.embeds")
+    assert "no plan fits the remaining stages (nothing fits: " in text
+    assert f"finished values are saved in {tmp_path}/kept/values.safetensors: " in text
+    assert text.endswith(": denoise.latents after step 1 of 2, encode.embeds")
     found = load_file(tmp_path / "kept" / "values.safetensors")
     embeds = whole.run(whole.problem, planned(whole.problem))  # nothing is left behind by the failure
     assert np.array_equal(pixels(embeds.outputs["image"]), whole.image)
     assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= found.keys()
-    assert "denoise.latents behind step 1 of 2" in found
+    assert "denoise.latents after step 1 of 2" in found
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
     assert [file.name for file in (tmp_path / "kept").iterdir()] == ["values.safetensors"]
     assert whole.device.allocated_bytes == 0
@@ -176,5 +176,5 @@ def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: Whole) 
     finally:
         hook.remove()
         whole.device.machine.fail_copy = None
-    assert "no plan fits what is left (encode.embeds could not be copied from the device)" in str(caught.value)
+    assert "no plan fits the remaining stages (encode.embeds could not be copied from the device)" in str(caught.value)
     assert whole.device.allocated_bytes == 0

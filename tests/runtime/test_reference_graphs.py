@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import Whole, pixels, planned, streamed
+from tiny_pipelines import Whole, pixels, planned, streamed
 
 from graphrun.verify.simulate import simulate
 

@@ -16,6 +16,6 @@ sys.path.append(str(HERE.parent.parent / "benchmarks"))
 @pytest.fixture(scope="session")
 def flux() -> Any:
     """Its graph, plans, host memory, and the picture of the plain pipeline."""
-    from executor_whole import Whole
+    from tiny_pipelines import Whole
 
     return Whole("flux-tiny", {"steps": 2, "height": 64, "width": 64})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from executor_small import Small, hardware, problem, use
-from executor_whole import Whole, pixels
+from small_component import Small, hardware, problem, use
+from tiny_pipelines import Whole, pixels
 from scenario_graphs import GRAPHS, Encoding, Pages, encode, equal, nbytes, offloaded
 
 from graphrun import sim

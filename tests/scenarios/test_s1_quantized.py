@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from executor_small import Small, device_of, hardware, problem, run, use
+from small_component import Small, device_of, hardware, problem, run, use
 from scenario_graphs import GRAPHS
 from torch import nn
 

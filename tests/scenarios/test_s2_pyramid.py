@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_whole import GRAPHS, Whole, pixels, planned, streamed
+from tiny_pipelines import GRAPHS, Whole, pixels, planned, streamed
 from scenario_graphs import nbytes, offloaded
-from test_twins import pipeline
+from test_diffusers_offload import pipeline
 
 from graphrun.graph.loading import load
 from graphrun.model.directives import directed

@@ -8,9 +8,9 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, run, use
-from executor_small import problem as small_problem
-from executor_whole import Whole, pixels, planned, streamed
+from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, run, use
+from small_component import problem as small_problem
+from tiny_pipelines import Whole, pixels, planned, streamed
 
 import graphrun
 from graphrun.errors import InputError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import AMPLE, Whole, pixels
+from tiny_pipelines import AMPLE, Whole, pixels
 
 from graphrun.errors import OutOfMemory
 from graphrun.graph.graph import Graph

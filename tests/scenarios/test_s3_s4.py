@@ -9,7 +9,7 @@ import accelerate
 import psutil
 import pytest
 import torch
-from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, use
+from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, use
 from scenario_graphs import AMPLE, GLM_ENCODE, Encoding, encode, equal, graph_of
 
 from graphrun.model.plan import Load, Stream

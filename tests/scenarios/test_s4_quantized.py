@@ -48,7 +48,7 @@ def test_s4_3_a_budget_that_takes_4_bit_layers_one_by_one_is_infeasible() -> Non
 
 
 def test_s4_3_8_bit_layers_pass_one_by_one() -> None:
-    """With the bits of resident ones: tests/runtime/test_by_layer.py."""
+    """With the bits of resident ones: tests/runtime/test_layer_granularity.py."""
     assert smallest_budget(encoding("int8")) < smallest_budget(by_blocks(encoding("int8")))
 
 

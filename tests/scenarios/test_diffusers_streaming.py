@@ -13,10 +13,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from executor_whole import Whole
+from tiny_pipelines import Whole
 from peers_machine import Sim
 from scenario_graphs import GLM_ENCODE, Encoding, encode, graph_of, nbytes, offloaded
-from test_twins import picture, pipeline
+from test_diffusers_offload import picture, pipeline
 from torch import nn
 
 from graphrun import sim

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import Whole, pixels, planned, ranges_of, streamed
+from tiny_pipelines import Whole, pixels, planned, ranges_of, streamed
 from torch import nn
 
 from graphrun.errors import OutOfMemory, TransferFailed
@@ -84,7 +84,7 @@ class Faulty:
     """One denoising step of FLUX on a small picture, run again and again with one fault each; with ``parts`` of it alone."""
 
     def __init__(self, whole: Whole, parts: Sequence[str] = ()) -> None:
-        self.whole, self.graph, self.given = whole, whole.graph, dict[str, Any]()
+        self.whole, self.graph, self.precomputed = whole, whole.graph, dict[str, Any]()
         self.problem = whole.smallest()
         self.plan = planned(self.problem)
         if parts:
@@ -98,16 +98,16 @@ class Faulty:
 
     def _leave_out(self, done: Sequence[str]) -> None:
         def keep(stage: str, outputs: Mapping[str, Any]) -> None:
-            self.given |= {f"{stage}.{name}": to_host(value) for name, value in outputs.items()}
+            self.precomputed |= {f"{stage}.{name}": to_host(value) for name, value in outputs.items()}
 
         self.whole.run(self.problem, self.plan, after_stage=keep)
         self.graph = self.graph.with_precomputed(done)
-        self.given = {str(of)[1:]: self.given[str(of)[1:]] for of in self.graph.given}
+        self.precomputed = {str(of)[1:]: self.precomputed[str(of)[1:]] for of in self.graph.precomputed}
         self.problem = without(self.problem, [stage.name for stage in self.graph.stages], done, self.graph.digest)
         self.plan = planned(self.problem)
 
     def run(self) -> Trace:
-        return self.whole.run(self.problem, self.plan, self.graph, given=self.given)
+        return self.whole.run(self.problem, self.plan, self.graph, precomputed=self.precomputed)
 
     def succeeds(self) -> None:
         assert np.array_equal(pixels(self.run().outputs["image"]), self.whole.image)

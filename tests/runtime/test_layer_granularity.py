@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import AMPLE, GRAPHS, Whole, pixels, streamed
+from tiny_pipelines import AMPLE, GRAPHS, Whole, pixels, streamed
 
 from graphrun.graph.loading import load
 from graphrun.model.choices import apply_choices

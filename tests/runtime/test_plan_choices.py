@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_whole import GRAPHS, pixels, plain_image
+from tiny_pipelines import GRAPHS, pixels, plain_image
 from safetensors.torch import save_file
 
 from graphrun.graph.graph import Graph, Lora

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from executor_small import (
+from small_component import (
     ON,
     PREFETCH,
     THIN,

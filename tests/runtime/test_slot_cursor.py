@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from executor_small import Small, hardware, plan_of, problem, use
+from small_component import Small, hardware, plan_of, problem, use
 
 from graphrun.errors import BrokenPlan
 from graphrun.runtime.slots import SlotCursor
@@ -63,19 +63,19 @@ def test_a_phase_with_the_same_component_begins_when_the_planned_calls_are_done(
 
 
 def test_out_of_turn_names_the_component_the_slot_and_what_was_expected() -> None:
-    with pytest.raises(BrokenPlan, match="b was entered out of turn at the start: the plan expects a next"):
+    with pytest.raises(BrokenPlan, match="b was called out of order at the start: the plan expects a next"):
         two().enter("b")
     at = two()
     for component in "aaab":
         at.enter(component)
-    with pytest.raises(BrokenPlan, match="a was entered out of turn in slot s1/0:b first: the plan expects nothing more"):
+    with pytest.raises(BrokenPlan, match="a was called out of order in slot s1/0:b first: the plan expects nothing more"):
         at.enter("a")
 
 
 def test_a_phase_left_before_its_rest_is_broken() -> None:
     at = two()
     at.enter("a")
-    with pytest.raises(BrokenPlan, match="b was entered in slot .* before that phase had its planned calls"):
+    with pytest.raises(BrokenPlan, match="b was called in slot .* before that phase had its planned calls"):
         at.enter("b")
 
 
@@ -83,7 +83,7 @@ def test_a_second_entry_where_the_plan_has_one_is_broken() -> None:
     at = two()
     for component in "aaab":
         at.enter(component)
-    with pytest.raises(BrokenPlan, match="b was entered again in s1/0:b, for which the plan has one call"):
+    with pytest.raises(BrokenPlan, match="b was called again in s1/0:b, for which the plan has one call"):
         at.enter("b")
 
 

@@ -14,7 +14,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from executor_whole import Whole, pixels, planned, streamed
+from tiny_pipelines import Whole, pixels, planned, streamed
 from peers_tools import modules_of
 from scenario_graphs import GRAPHS, Pages, nbytes, offloaded
 from test_s1_quantized import build_again, quantized_by_bitsandbytes
@@ -36,7 +36,7 @@ def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda 
 
 
 def picture(pipe: Any, flux: Whole) -> Any:
-    """As `executor_whole.plain_image` asks for it."""
+    """As `tiny_pipelines.plain_image` asks for it."""
     inputs = flux.inputs
     call = {name: inputs[name] for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from executor_drafts import at_home, hosted, machine_of, saved
-from executor_small import THIN, WIDE, Small, hardware, plain, plan_of, problem, run, use
+from stored_component import in_backing_store, host_of, machine_of, saved
+from small_component import THIN, WIDE, Small, hardware, plain, plan_of, problem, run, use
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.plan import Plan
@@ -75,12 +75,12 @@ class Case:
     def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
         phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
         of = problem({}, phases, ON)
-        self.problem: Problem = replace(of, components=tuple(at_home(backing_store, name, ON) for name in ("a", "b")))
+        self.problem: Problem = replace(of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")))
         self.plan: Plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
         self.calls, self.backing_store = calls, backing_store
         self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
         self.device: SimulatedDevice = machine_of(self.problem)
-        self.host: Host = hosted(self.problem, self.folders, self.device)
+        self.host: Host = host_of(self.problem, self.folders, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, calls)
 
     def run(self) -> Trace:
@@ -163,7 +163,7 @@ def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, what: str
         case.run()
     assert case.device.allocated_bytes == 0
     saved(case.folders["b"], 1)
-    case.host = hosted(case.problem, case.folders, case.device)
+    case.host = host_of(case.problem, case.folders, case.device)
     assert torch.equal(case.run().outputs["x"], case.expected)
 
 
@@ -179,7 +179,7 @@ def test_fills_may_be_done_by_a_thread(make: Make, monkeypatch: pytest.MonkeyPat
 
 def test_what_was_handed_in_is_not_read_from_disk(make: Make) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
-    with pytest.raises(InputError, match="a was handed in, and the plan reads it from disk: leave it out"):
+    with pytest.raises(InputError, match="a was passed in, but the plan reads it from disk: leave it out"):
         Host({"a": Small(), "b": Small(1)}, case.problem, case.device)
 
 
@@ -187,7 +187,7 @@ def test_a_plan_that_frees_what_was_handed_in_is_refused(make: Make) -> None:
     case = make("pinned", BESIDE, ["a", "a", "b"])
     modules = {"a": Small(), "b": Small(1)}
     host = Host(modules, case.problem, case.device)
-    with pytest.raises(PlanError, match="frees a, which was handed in"):
+    with pytest.raises(PlanError, match="drops the backing store of a, which was passed in"):
         run(case.problem, case.plan, host, case.device, case.calls)
     assert torch.equal(plain(modules, case.calls), case.expected)
     del host
@@ -218,9 +218,9 @@ MIXED = """
 def test_a_fill_keeps_step_with_reads_for_copies_as_simulated(tmp_path: Path) -> None:
     case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
     a = case.problem.components[0]
-    case.problem = replace(case.problem, components=(a, at_home("pinned", "b", ON)))
+    case.problem = replace(case.problem, components=(a, in_backing_store("pinned", "b", ON)))
     case.plan = plan_of(case.problem, MIXED.format(ring=2 * WIDE))
-    case.host = hosted(case.problem, case.folders, case.device)
+    case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     measured, simulated = (
@@ -255,9 +255,9 @@ BESIDE_STREAM = """
 
 def test_what_is_streamed_passes_by_a_prefetch_that_is_still_being_read_as_simulated(tmp_path: Path) -> None:
     case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
-    case.problem = replace(case.problem, components=(at_home("pinned", "a", ON), case.problem.components[1]))
+    case.problem = replace(case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1]))
     case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring=2 * WIDE))
-    case.host = hosted(case.problem, case.folders, case.device)
+    case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     kinds = ("fetch", "load", "stream")
