@@ -83,7 +83,7 @@ class Trace:
     sources: tuple[dict[str, Any], ...] = ()  # where weights were read from: component, source, commit, files
 
     def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
-        """Pairs of planned and measured slots with equal phase and part, without planned slots that were not run (after a replan)."""
+        """Pairs of planned and measured slots with equal phase and part; planned slots that did not run are left out."""
         measured = {(slot.phase, slot.part): slot for slot in self.slots}
         return [(slot, measured[slot.phase, slot.part]) for slot in planned if (slot.phase, slot.part) in measured]
 

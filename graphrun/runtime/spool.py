@@ -159,7 +159,7 @@ def _is_running(name: str) -> bool:
 
 
 def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:
-    """Writes a safetensors file with one uint8 tensor per block, holding one block at a time. Returns block -> offset in the file."""
+    """Writes a safetensors file with one uint8 tensor per block, one block in memory at a time. Returns block -> file offset."""
     header, begin = dict[str, Any](), 0
     for path, layout in layouts.items():
         header[path or "remainder"] = {"dtype": "U8", "shape": [layout.nbytes], "data_offsets": [begin, begin + layout.nbytes]}
