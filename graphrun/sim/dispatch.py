@@ -3,8 +3,8 @@
     sim tensors --unwrap--> CPU tensors --same operator--> CPU results --count new storages--> wrap --> sim tensors
 
 Results are counted after they were computed, and only if all results of the operator fit: a refusal changes no counter. Results
-that share a counted storage are views and cost nothing. Operators count on the machine of their inputs, not on the active one. Operators
-with special rules are in ``special.py``.
+that share a counted storage are views and cost nothing. Operators count on the machine of their inputs, not on the active one.
+Operators with special rules are in ``special.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor subclass of the simulated device: holds a CPU tensor and reports the device ``sim:0``. Operators are in ``dispatch.py``."""
+"""Tensor subclass of the simulated device: holds a CPU tensor and reports device ``sim:0``. Operators: ``dispatch.py``."""
 
 from __future__ import annotations
 

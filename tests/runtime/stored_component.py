@@ -1,4 +1,4 @@
-"""The small component without its weights: they lie in a file, and come when its backing store is filled."""
+"""The small component with its weights in a file: parameters on meta, read when its backing store is read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_component import Small, device_of, numbers
 from safetensors.torch import save_file
+from small_component import Small, device_of, numbers
 
 from graphrun.model.problem import ComponentNumbers, Hardware, Problem
 from graphrun.modules.source_files import stored_tensors
@@ -42,7 +42,7 @@ def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
 
 
 def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:
-    """The small component in ``backing_store``, to be filled by the plan where it is in RAM."""
+    """The small component in ``backing_store``; if that is in RAM, the plan reads it."""
     plain = numbers(name, Small(), on)
     variant = plain.variants[0]
     read = tuple(nbytes / on.disk_bytes_per_second for nbytes in variant.block_bytes)

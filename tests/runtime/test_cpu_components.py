@@ -1,4 +1,4 @@
-"""A component that computes on the CPU: its weights stay, its inputs and outputs travel, its seconds are the host's."""
+"""A component that computes on the CPU: weights stay on the host, inputs and outputs are copied, time is the CPU's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_component import in_backing_store, host_of, machine_of, saved
 from small_component import Small, hardware, plain, plan_of, problem, run, use
+from stored_component import host_of, in_backing_store, machine_of, saved
 
 from graphrun.model.problem import Problem
 from graphrun.verify.simulate import simulate

@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device, where there is one."""
+"""Bitwise results, cleanup and the memory limit on a CUDA device; skipped without one."""
 
 from __future__ import annotations
 

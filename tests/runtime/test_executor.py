@@ -1,4 +1,4 @@
-"""Runs follow their plan, twice the same; plans that do not fit are refused before anything is built."""
+"""Runs follow their plan and are repeatable; plans that do not fit the problem are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) 
 def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(of: Problem, plan: Plan) -> None:
     device = device_of(of)
     broken = replace(plan, slots=(replace(plan.slots[0], actions=()), *plan.slots[1:]))
-    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*rest"):
+    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*remainder"):
         run(of, broken, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS)
     assert device.machine.allocations == 0
 

@@ -1,4 +1,4 @@
-"""Killed at any moment, on a disk that is full, in a group with little RAM: nothing half-written counts, and the next run works."""
+"""Killed processes, a full disk, a cgroup with little RAM: no partial files count, and the next run works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_pipelines import Whole, pixels, planned
+from tiny_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.choices import apply_choices
@@ -32,7 +32,7 @@ class OnDisk:
     """FLUX in small, its random weights spooled to disk: a run that writes, reads, computes and saves a picture."""
 
     def __init__(self) -> None:
-        self.whole = Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32})
+        self.whole = TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32})
         least = self.whole.smallest()
         components = []
         for c in least.components:

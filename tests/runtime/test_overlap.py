@@ -1,4 +1,4 @@
-"""Copies hide behind compute: a streamed stage takes at most 1.03 x max(compute, transfer) and one block."""
+"""Copies overlap with compute: a streamed stage takes at most 1.03 x max(compute, transfer) plus one block."""
 
 from __future__ import annotations
 

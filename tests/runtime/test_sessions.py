@@ -1,4 +1,4 @@
-"""Runs of one plan, one after another: what is kept stays, further runs follow their own slots, closing returns everything."""
+"""Several runs of one plan: kept weights stay, later runs execute their own slots, closing releases everything."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_component import in_backing_store, host_of, machine_of, saved
 from small_component import WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+from stored_component import host_of, in_backing_store, machine_of, saved
 
 from graphrun.errors import PlanError, TransferFailed
 from graphrun.runtime.executor import Session
