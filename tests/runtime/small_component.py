@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """``skip``: blocks that a call leaves out. ``inside`` is called after the third block; ``reverse``: blocks run in reverse order."""
+    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``: reverse block order."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
