@@ -80,7 +80,7 @@ class LiveHost(Host):
         if dtype_variant in self.residencies:
             self.residencies[dtype_variant].join()
 
-    def settle_in(self, problem: Problem) -> None:
+    def match_layout(self, problem: Problem) -> None:
         """Nothing is left to do: `arrange` has laid out what ``problem`` says."""
 
     def restore(self) -> None:

@@ -119,7 +119,7 @@ class Session:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
         if not self._begun:
             self._baseline_bytes = self._device.allocated_bytes
-            self._host.settle_in(self._problem)
+            self._host.match_layout(self._problem)
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
         slots_planned = self._simulation.again if self._begun else self._simulation.slots

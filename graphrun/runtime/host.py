@@ -137,7 +137,7 @@ class Host:
         """Whether ``problem``, with choices applied, has the graph and the blocks that this was built for."""
         return _layout_key(problem) == self._layout
 
-    def settle_in(self, problem: Problem) -> None:
+    def match_layout(self, problem: Problem) -> None:
         """Lays out anew the components whose granularity (block or layer) differs in ``problem``, which has its choices applied.
 
         Called at the start of a run. Raises InputError when ``problem`` differs in anything else: graph, blocks or variants.

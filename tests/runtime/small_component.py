@@ -163,7 +163,7 @@ def untouched(module: nn.Module) -> bool:
 ON = hardware()
 WIDE, THIN = numbers("a", Small(), ON).variants[0].block_bytes[1:]
 
-# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b arrives beside a's last three calls.
+# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's last three calls.
 PREFETCH = """
     slot s0/0:a load
       load a remainder[0] from pinned

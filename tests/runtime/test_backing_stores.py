@@ -118,9 +118,9 @@ def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(make
     case = make(backing_store, BESIDE, ["a", "a", "b"])
     trace, planned = case.run(), case.planned()
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
-    fill = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
+    read_seconds = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
     copies = trace.moved_bytes / (ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second)
-    assert fill < trace.seconds < fill + 0.75 * copies, "copies and compute lie beside the reads"
+    assert read_seconds < trace.seconds < read_seconds + 0.75 * copies, "copies and compute overlap with the reads"
     loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
     reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
     assert all(loads[path] >= reads[path] - 1e-9 for path in reads)

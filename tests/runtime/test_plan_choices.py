@@ -191,7 +191,7 @@ TWICE = """
 
 @pytest.fixture
 def twice(tmp_path: Path) -> Graph:
-    """FLUX that encodes two prompts before it denoises the first: ``encode.embeds`` waits beside a stage that does not read it."""
+    """FLUX that encodes two prompts before it denoises the first: ``encode.embeds`` waits during a stage that does not read it."""
     for name in ("configs", "tokenizers"):
         (tmp_path / name).symlink_to(GRAPHS / name)
     lines = []

@@ -60,7 +60,7 @@ class TinyPipeline:
         return follow(problem, plan, self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:
-        """Bytes of the largest component and of what lives beside it when it runs: what a run without streaming needs."""
+        """Bytes of the largest component and of the activation while it runs: what a run without streaming needs."""
         largest = max(self.problem.components, key=lambda c: c.weight_bytes())
         phases = [p for p in self.problem.phases if any(u.component == largest.name for u in p.uses)]
         return largest.weight_bytes() + max(max(p.first_bytes, p.steady_bytes) for p in phases)

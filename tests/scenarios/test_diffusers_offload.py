@@ -36,7 +36,7 @@ def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda 
 
 
 def picture(pipe: Any, flux: TinyPipeline) -> Any:
-    """As `tiny_pipelines.plain_image` asks for it."""
+    """The picture for the inputs of `tiny_pipelines.plain_image`."""
     inputs = flux.inputs
     call = {name: inputs[name] for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
@@ -80,7 +80,7 @@ def test_s0_4_and_s3_5_under_diffusers_offloading_every_run_copies_everything_ag
 def test_s0_5_under_diffusers_offloading_reserved_memory_falls_when_the_next_component_comes(
     flux: TinyPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No defect where a next one comes. Behind an encoding alone none does (S0.1)."""
+    """No defect where a next one comes. After an encoding alone none does (S0.1)."""
     pipe = pipeline("flux-tiny")
     with offloaded(pipe) as machine:
         pages = Pages(machine)
@@ -117,7 +117,7 @@ def test_s3_4_under_diffusers_offloading_a_component_larger_than_the_card_does_n
 
 
 def test_s3_3_under_diffusers_offloading_later_runs_are_as_the_second_one(flux: TinyPipeline) -> None:
-    """No defect on the device: hooks are reset at the end of a whole call, unlike behind an encoding alone (S0.1)."""
+    """No defect on the device: hooks are reset at the end of a whole call, unlike after an encoding alone (S0.1)."""
     pipe, peaks, seconds = pipeline("flux-tiny"), [], []
     with offloaded(pipe) as machine:
         for _ in range(4):

@@ -76,14 +76,14 @@ def test_s2_3_resident_output_is_the_same(whole: TinyPipeline) -> None:
 def test_s2_4_tables_and_rings_are_counted(whole: TinyPipeline) -> None:
     """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its component."""
     numbers = whole.problem.component("text_encoder")
-    rest = numbers.variants[0].block_bytes[[k.name for k in numbers.groups].index("remainder")]
+    remainder_bytes = numbers.variants[0].block_bytes[[k.name for k in numbers.groups].index("remainder")]
     module = whole.modules["text_encoder"]
     table = max(m.weight.nbytes for m in module.modules() if isinstance(m, torch.nn.Embedding))
-    assert rest >= table
+    assert remainder_bytes >= table
     of = whole.smallest()
     for slot in simulate(of, planned(of)).slots:
         if "text_encoder" in slot.phase and slot.part == "first":
-            assert slot.resident_bytes >= rest
+            assert slot.resident_bytes >= remainder_bytes
 
 
 @pytest.mark.parametrize("mib", [6, 8, 16])

@@ -18,7 +18,7 @@ from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 
 RUNS = 100
-WARM = 20  # behind them Python's own caches (classes, code, free lists) hold what they will hold
+WARM = 20  # runs after which Python's own caches (classes, code, free lists) are full
 
 
 def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift() -> None:
@@ -90,7 +90,7 @@ def test_s4_2_glm_gives_the_same_bits_resident_swapped_and_streamed(glm: Encodin
         of = glm.within(smallest_budget(whole), by_layer=True)
     solution = solve(of)
     of, plan = solution.problem, solution.plan
-    if mode == "swapped":  # all of it before the first call, nothing beside the compute
+    if mode == "swapped":  # loaded whole before the first call, no copies during compute
         text = "slot encode/0:text_encoder load\n  load text_encoder all from pinned\nslot encode/0:text_encoder first\n  run\n"
         plan = plan_of(of, text + "slot encode/0:text_encoder steady x1\n  run\nslot end\n  evict text_encoder all")
     actions = [a for slot in plan.slots for a in slot.actions]
