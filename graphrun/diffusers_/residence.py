@@ -86,7 +86,7 @@ class LiveHost(Host):
         if dtype_variant in self.residencies:
             self.residencies[dtype_variant].join()
 
-    def settle_in(self, problem: Problem) -> None:
+    def match_layout(self, problem: Problem) -> None:
         """Does nothing: `lay_out` has laid out the components of ``problem`` already."""
 
     def restore(self) -> None:

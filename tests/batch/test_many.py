@@ -187,6 +187,6 @@ def test_memory_that_vanishes_in_an_item_has_the_rest_of_it_planned_again(batch:
     for number in (1, 2):
         assert np.array_equal(np.asarray(found.outputs[number]["image"]), np.asarray(expected.outputs[number]["image"]))
     assert found.outputs.keys() == {1, 2, 3}, "items behind it run too, with what memory there is"
-    assert lines[0].endswith("going on from denoise, behind step 1 of 3")
+    assert lines[0].endswith("continuing from denoise, after step 1 of 3")
     assert len(calls) == 3 * 3 + 1, "one step is taken twice"
     assert device.allocated_bytes == 0

@@ -1,4 +1,4 @@
-"""A component small enough to try everything on: a rest with ties, buffers and mixed dtypes, and two classes of blocks."""
+"""A small test component: a remainder with tied weights, buffers and mixed dtypes, and two block groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrun.trace import Trace
 from graphrun.units import round_up
 
 WIDTH, ROWS = 64, 16
-CLASSES = (
+GROUPS = (
     BlockGroup("remainder", ("",), False),
     BlockGroup("wide", tuple(f"wide.{i}" for i in range(4)), True),
     BlockGroup("thin", tuple(f"thin.{i}" for i in range(6)), True),
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """``skip``: blocks that a call leaves out. ``probe`` is called inside the third block, ``order`` changes the blocks' order."""
+    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``: reverse block order."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ def hardware(h2d: float = 1e9, flops: float = 1e11) -> Hardware:
 
 
 def numbers(name: str, module: nn.Module, on: Hardware) -> ComponentNumbers:
-    layouts = lay_out(module, [path for k in CLASSES for path in k.blocks])
-    sizes = tuple(round_up(layouts[k.blocks[0]].nbytes, ALLOCATION_BYTES) for k in CLASSES)
+    layouts = lay_out(module, [path for k in GROUPS for path in k.blocks])
+    sizes = tuple(round_up(layouts[k.blocks[0]].nbytes, ALLOCATION_BYTES) for k in GROUPS)
     loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
-    host_bytes = sum(size * len(k.blocks) for size, k in zip(sizes, CLASSES, strict=True))
-    return ComponentNumbers(name, 0, CLASSES, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),))
+    host_bytes = sum(size * len(k.blocks) for size, k in zip(sizes, GROUPS, strict=True))
+    return ComponentNumbers(name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),))
 
 
 def use(name: str, calls: int, on: Hardware, group_calls: tuple[int, ...] | None = None) -> Use:
@@ -124,11 +124,11 @@ def device_of(of: Problem) -> SimulatedDevice:
     )
 
 
-def calls_to(modules: Mapping[str, Any], calls: Sequence[str], place: torch.device | None) -> dict[str, torch.Tensor]:
+def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None) -> dict[str, torch.Tensor]:
     """Calls ``a``, ``a.encode`` and the like one after another, each on what the last returned."""
     x = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
-    if place is not None:
-        x = x.to(place)
+    if device is not None:
+        x = x.to(device)
     for call in calls:
         name, _, entry = call.partition(".")
         x = (getattr(modules[name], entry) if entry else modules[name])(x)
@@ -163,7 +163,7 @@ def untouched(module: nn.Module) -> bool:
 ON = hardware()
 WIDE, THIN = numbers("a", Small(), ON).variants[0].block_bytes[1:]
 
-# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b arrives beside a's last three calls.
+# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's last three calls.
 PREFETCH = """
     slot s0/0:a load
       load a remainder[0] from pinned

@@ -1,4 +1,4 @@
-"""What a plan may choose, on whole pipelines: backing stores, precisions, the CPU, options, orders, spilled values, LoRAs. Same pictures."""
+"""Choices of a plan on whole pipelines: backing stores, precisions, CPU, stage order, spills, LoRAs. The output is unchanged."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_whole import GRAPHS, pixels, plain_image
 from safetensors.torch import save_file
+from tiny_pipelines import GRAPHS, pixels, plain_image
 
 from graphrun.graph.graph import Graph, Lora
 from graphrun.graph.loading import load
@@ -191,7 +191,7 @@ TWICE = """
 
 @pytest.fixture
 def twice(tmp_path: Path) -> Graph:
-    """FLUX that encodes two prompts before it denoises the first: ``encode.embeds`` waits beside a stage that does not read it."""
+    """FLUX that encodes two prompts before it denoises the first: ``encode.embeds`` waits during a stage that does not read it."""
     for name in ("configs", "tokenizers"):
         (tmp_path / name).symlink_to(GRAPHS / name)
     lines = []
@@ -255,7 +255,7 @@ def lora(flux: Case, tmp_path: Path) -> Graph:
     return replace(flux.graph, components={**flux.graph.components, "transformer": styled})
 
 
-def test_backing_stores_on_disk_are_cut_anew_where_what_is_left_fits_by_layer_only(
+def test_disk_backing_stores_are_split_into_layers_when_the_remaining_stages_fit_only_so(
     flux: Case, image: Any, stored: Graph, lora: Graph
 ) -> None:
     styled = replace(stored.components["transformer"], loras=lora.components["transformer"].loras)

@@ -1,4 +1,4 @@
-"""The small component without its weights: they lie in a file, and come when its backing store is filled."""
+"""The small component with its weights in a file: parameters on meta, read when its backing store is read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from executor_small import Small, device_of, numbers
 from safetensors.torch import save_file
+from small_component import Small, device_of, numbers
 
 from graphrun.model.problem import ComponentNumbers, Hardware, Problem
 from graphrun.modules.source_files import stored_tensors
@@ -26,7 +26,7 @@ def saved(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def drafted(folder: Path) -> tuple[Small, Writer]:
+def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
     """A module whose parameters are on meta, and the writer of its blocks."""
     module = Small()
     buffers = dict(module.named_buffers())
@@ -41,8 +41,8 @@ def drafted(folder: Path) -> tuple[Small, Writer]:
     return module, Writer(Composed(FileSource(stored), buffers, stored), "float32", {})
 
 
-def at_home(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:
-    """The small component in ``backing_store``, to be filled by the plan where it is in RAM."""
+def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:
+    """The small component in ``backing_store``; if that is in RAM, the plan reads it."""
     plain = numbers(name, Small(), on)
     variant = plain.variants[0]
     read = tuple(nbytes / on.disk_bytes_per_second for nbytes in variant.block_bytes)
@@ -63,8 +63,8 @@ def machine_of(of: Problem) -> SimulatedDevice:
     return device
 
 
-def hosted(of: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:
-    """Host memory of drafted components."""
-    drafts = {name: drafted(folder) for name, folder in folders.items()}
+def host_of(of: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:
+    """Host memory of meta_module_and_writer components."""
+    drafts = {name: meta_module_and_writer(folder) for name, folder in folders.items()}
     modules = {name: module for name, (module, _) in drafts.items()}
     return Host(modules, of, device, {name: writer for name, (_, writer) in drafts.items()})

@@ -1,6 +1,6 @@
-"""The same pipelines under diffusers' own offloading on `sim`: which defects of S2 and S4 they have there.
+"""Pipelines under diffusers' own offloading on `sim`: which defects of S2 and S4 occur there.
 
-Model offloading streams nothing; where a scenario is about streaming, diffusers' sequential and group offloading are what is asked.
+Model offloading does not stream; for scenarios about streaming, diffusers' sequential and group offloading are tested.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from executor_whole import Whole
 from peers_machine import Sim
 from scenario_graphs import GLM_ENCODE, Encoding, encode, graph_of, nbytes, offloaded
-from test_twins import picture, pipeline
+from test_diffusers_offload import picture, pipeline
+from tiny_pipelines import TinyPipeline
 from torch import nn
 
 from graphrun import sim
@@ -28,7 +28,7 @@ def leaves(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
 
 
-def test_s2_2_under_diffusers_offloading_a_second_mover_is_found_in_some_orders_only(flux: Whole) -> None:
+def test_s2_2_under_diffusers_offloading_a_second_mover_is_found_in_some_orders_only(flux: TinyPipeline) -> None:
     pipe = pipeline("flux-tiny")
     accelerate.cpu_offload(pipe.transformer, "cpu")
     with offloaded(pipe):  # takes accelerate's hooks off
@@ -45,7 +45,7 @@ def test_s2_2_under_diffusers_offloading_a_second_mover_is_found_in_some_orders_
 
 
 @pytest.mark.parametrize("tool", STREAMING)
-def test_s2_3_and_s2_6_under_diffusers_streaming_the_bits_and_the_clock_are_right(flux: Whole, tool: str) -> None:
+def test_s2_3_and_s2_6_under_diffusers_streaming_the_bits_and_the_clock_are_right(flux: TinyPipeline, tool: str) -> None:
     """No defect. No mode predicts seconds, so none can predict too few: the measured ones are never below bytes over bandwidth."""
     assert not [
         name for name in dir(diffusers.DiffusionPipeline) if any(word in name for word in ("predict", "estimate", "seconds"))
@@ -59,7 +59,7 @@ def test_s2_3_and_s2_6_under_diffusers_streaming_the_bits_and_the_clock_are_righ
         assert machine.bytes_in >= twice, "two steps, and nothing stays resident"
 
 
-def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody_says_so_before(flux: Whole) -> None:
+def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody_says_so_before(flux: TinyPipeline) -> None:
     peaks = {}
     for tool in ("model offload", "group offload, block", "group offload, leaf"):
         pipe = pipeline("flux-tiny")
@@ -78,7 +78,7 @@ def test_s2_4_under_diffusers_streaming_the_peak_is_the_largest_leafs_and_nobody
     assert not [name for name in asked if "memory" in name.replace("low_cpu_mem_usage", "") or "budget" in name]
 
 
-def test_s4_1_under_diffusers_offloading_whole_components_have_their_inputs_where_they_are(flux: Whole) -> None:
+def test_s4_1_under_diffusers_offloading_whole_components_have_their_inputs_where_they_are(flux: TinyPipeline) -> None:
     """No defect: a component is wholly on the device when it is entered. Under offloading by leaf its device is meta (S4.1)."""
     pipe, seen = pipeline("flux-tiny"), list[tuple[str, str]]()
     with offloaded(pipe) as machine:
@@ -119,7 +119,7 @@ def test_s4_2_under_diffusers_offloading_glm_gives_the_same_bits_since_its_pipel
     ],
 )
 def test_s4_4_under_diffusers_offloading_a_move_fails_in_torch_and_says_no_remedy(
-    flux: Whole, tool: str, error: type[Exception], told: str
+    flux: TinyPipeline, tool: str, error: type[Exception], told: str
 ) -> None:
     pipe = pipeline("flux-tiny")
     hook = pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: move(pipe.transformer))
@@ -131,7 +131,7 @@ def test_s4_4_under_diffusers_offloading_a_move_fails_in_torch_and_says_no_remed
 
 
 def test_s4_4_under_diffusers_group_offloading_a_move_is_left_out_with_a_warning(
-    flux: Whole, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    flux: TinyPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No defect. transformers' modules have no such guard."""
     monkeypatch.setattr(diffusers.utils.logging.get_logger("diffusers"), "propagate", True)

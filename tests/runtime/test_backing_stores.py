@@ -1,4 +1,4 @@
-"""Backing stores: filled and freed when the plan says, or read from disk: the same bits, the planned bytes and the planned seconds."""
+"""Backing stores are read and dropped as planned, or stay on disk: same bits, planned bytes, planned seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from executor_drafts import at_home, hosted, machine_of, saved
-from executor_small import THIN, WIDE, Small, hardware, plain, plan_of, problem, run, use
+from small_component import THIN, WIDE, Small, hardware, plain, plan_of, problem, run, use
+from stored_component import host_of, in_backing_store, machine_of, saved
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.plan import Plan
@@ -24,30 +24,30 @@ from graphrun.verify.simulate import simulate
 
 ON = replace(hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
 
-# ``a`` computes twice while ``b`` is read; then a's backing store is not needed any more, and b is copied from its own.
+# ``a`` computes twice while ``b`` is read; then the backing store of a is dropped, and b is copied from its own.
 BESIDE = """
     slot s0/0:a load
       read a
-      load a remainder[0] from {backing store}
+      load a remainder[0] from {backing_store}
     slot s0/0:a first
       read b
-      load a wide[0-3] thin[0-5] from {backing store}
+      load a wide[0-3] thin[0-5] from {backing_store}
       run
     slot s0/0:a steady x1
       run
     slot s1/0:b load
       drop a
       evict a all
-      load b remainder[0] from {backing store}
+      load b remainder[0] from {backing_store}
     slot s1/0:b first
-      load b wide[0-3] thin[0-5] from {backing store}
+      load b wide[0-3] thin[0-5] from {backing_store}
       run
     slot end
       drop b
       evict b all
 """
 
-# a streams from disk, keeping one block of each class; b is loaded whole beside it.
+# a streams from disk, keeping one block of each group; b is loaded whole at the same time.
 FROM_DISK = """
     slot s0/0:a load
       load a remainder[0] from disk
@@ -75,12 +75,12 @@ class Case:
     def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
         phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
         of = problem({}, phases, ON)
-        self.problem: Problem = replace(of, components=tuple(at_home(backing_store, name, ON) for name in ("a", "b")))
+        self.problem: Problem = replace(of, components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")))
         self.plan: Plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
         self.calls, self.backing_store = calls, backing_store
         self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
         self.device: SimulatedDevice = machine_of(self.problem)
-        self.host: Host = hosted(self.problem, self.folders, self.device)
+        self.host: Host = host_of(self.problem, self.folders, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, calls)
 
     def run(self) -> Trace:
@@ -99,7 +99,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
-def test_backing_stores_are_filled_and_freed_as_planned_with_the_same_bits(make: Make, backing_store: str) -> None:
+def test_backing_stores_are_read_and_dropped_as_planned_with_the_same_bits(make: Make, backing_store: str) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
     for _ in range(2):
         assert case.device.arenas.nbytes("arenas") == 0, "nothing is read before the run"
@@ -114,13 +114,13 @@ def test_backing_stores_are_filled_and_freed_as_planned_with_the_same_bits(make:
 
 
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
-def test_copies_wait_for_their_own_blocks_fill_in_the_planned_seconds(make: Make, backing_store: str) -> None:
+def test_copies_wait_for_the_read_of_their_own_block_in_the_planned_seconds(make: Make, backing_store: str) -> None:
     case = make(backing_store, BESIDE, ["a", "a", "b"])
     trace, planned = case.run(), case.planned()
     assert trace.seconds == pytest.approx(planned.seconds, rel=0.02)
-    fill = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
+    read_seconds = 2 * case.problem.components[0].weight_bytes() / ON.disk_bytes_per_second
     copies = trace.moved_bytes / (ON.h2d_bytes_per_second if backing_store == "pinned" else ON.pageable_bytes_per_second)
-    assert fill < trace.seconds < fill + 0.75 * copies, "copies and compute lie beside the reads"
+    assert read_seconds < trace.seconds < read_seconds + 0.75 * copies, "copies and compute overlap with the reads"
     loads = {e.detail: e.start_seconds for e in trace.events if e.kind == "load" and e.component == "a"}
     reads = {e.detail: e.end_seconds for e in trace.events if e.kind == "read" and e.component == "a"}
     assert all(loads[path] >= reads[path] - 1e-9 for path in reads)
@@ -140,7 +140,7 @@ def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_mem
     assert torch.equal(case.run().outputs["x"], case.expected)
 
 
-def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_freed(make: Make) -> None:
+def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(make: Make) -> None:
     case = make("pinned", BESIDE, ["a", "a", "b"])
     case.run()
     assert all(parameter.is_meta for module in case.host.modules.values() for parameter in module.parameters())
@@ -163,11 +163,11 @@ def test_a_file_that_is_not_what_it_was_is_refused_by_name(make: Make, what: str
         case.run()
     assert case.device.allocated_bytes == 0
     saved(case.folders["b"], 1)
-    case.host = hosted(case.problem, case.folders, case.device)
+    case.host = host_of(case.problem, case.folders, case.device)
     assert torch.equal(case.run().outputs["x"], case.expected)
 
 
-def test_fills_may_be_done_by_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_may_run_on_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     case = make("pageable", BESIDE, ["a", "a", "b"])
@@ -177,17 +177,17 @@ def test_fills_may_be_done_by_a_thread(make: Make, monkeypatch: pytest.MonkeyPat
     assert case.device.arenas.nbytes("arenas") == 0
 
 
-def test_what_was_handed_in_is_not_read_from_disk(make: Make) -> None:
+def test_a_module_passed_in_is_not_read_from_disk(make: Make) -> None:
     case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
-    with pytest.raises(InputError, match="a was handed in, and the plan reads it from disk: leave it out"):
+    with pytest.raises(InputError, match="a was passed in, but the plan reads it from disk: leave it out"):
         Host({"a": Small(), "b": Small(1)}, case.problem, case.device)
 
 
-def test_a_plan_that_frees_what_was_handed_in_is_refused(make: Make) -> None:
+def test_a_plan_that_drops_a_module_passed_in_is_refused(make: Make) -> None:
     case = make("pinned", BESIDE, ["a", "a", "b"])
     modules = {"a": Small(), "b": Small(1)}
     host = Host(modules, case.problem, case.device)
-    with pytest.raises(PlanError, match="frees a, which was handed in"):
+    with pytest.raises(PlanError, match="drops the backing store of a, which was passed in"):
         run(case.problem, case.plan, host, case.device, case.calls)
     assert torch.equal(plain(modules, case.calls), case.expected)
     del host
@@ -215,12 +215,12 @@ MIXED = """
 """
 
 
-def test_a_fill_keeps_step_with_reads_for_copies_as_simulated(tmp_path: Path) -> None:
+def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path) -> None:
     case = Case(tmp_path, "disk", MIXED, ["a", "a", "a", "b"])
     a = case.problem.components[0]
-    case.problem = replace(case.problem, components=(a, at_home("pinned", "b", ON)))
+    case.problem = replace(case.problem, components=(a, in_backing_store("pinned", "b", ON)))
     case.plan = plan_of(case.problem, MIXED.format(ring=2 * WIDE))
-    case.host = hosted(case.problem, case.folders, case.device)
+    case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     measured, simulated = (
@@ -253,11 +253,11 @@ BESIDE_STREAM = """
 """
 
 
-def test_what_is_streamed_passes_by_a_prefetch_that_is_still_being_read_as_simulated(tmp_path: Path) -> None:
+def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(tmp_path: Path) -> None:
     case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
-    case.problem = replace(case.problem, components=(at_home("pinned", "a", ON), case.problem.components[1]))
+    case.problem = replace(case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1]))
     case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring=2 * WIDE))
-    case.host = hosted(case.problem, case.folders, case.device)
+    case.host = host_of(case.problem, case.folders, case.device)
     trace, planned = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
     kinds = ("fetch", "load", "stream")

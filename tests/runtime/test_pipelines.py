@@ -1,4 +1,4 @@
-"""FLUX and SDXL in small, under budgets that force streaming: the plain pipeline's image, the planned bytes, and nothing left."""
+"""Tiny FLUX and SDXL under budgets that force streaming: the plain pipeline's image, planned bytes, nothing left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import Whole, pixels, planned, ranges_of, streamed
+from tiny_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
 from torch import nn
 
 from graphrun.errors import OutOfMemory, TransferFailed
@@ -20,15 +20,15 @@ from graphrun.verify.simulate import simulate
 
 
 @pytest.fixture(scope="module", params=["flux-tiny", "sdxl-tiny"])
-def whole(request: pytest.FixtureRequest) -> Whole:
-    return Whole(request.param, {"steps": 3})
+def whole(request: pytest.FixtureRequest) -> TinyPipeline:
+    return TinyPipeline(request.param, {"steps": 3})
 
 
 def peaks(trace: Trace) -> list[int]:
     return [slot.peak_bytes for slot in trace.slots]
 
 
-def as_built(whole: Whole) -> bool:
+def as_built(whole: TinyPipeline) -> bool:
     """All tensors on the CPU, classes as they were, and no hook of graphrun's (transformers leaves its own on text encoders)."""
     inner = [m for module in whole.modules.values() for m in module.modules()]
     hooks = [hook for m in inner for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
@@ -38,7 +38,7 @@ def as_built(whole: Whole) -> bool:
 
 
 @pytest.mark.parametrize("room", [0.0, 0.1, 0.6], ids=["smallest", "a tenth more", "more"])
-def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(whole: Whole, room: float) -> None:
+def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(whole: TinyPipeline, room: float) -> None:
     least = whole.smallest()
     problem = whole.within(int(least.budget_bytes + room * (whole.largest_with_activation() - least.budget_bytes)))
     assert problem.budget_bytes < whole.largest_with_activation()
@@ -55,12 +55,12 @@ def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(whole: Whole, roo
     assert as_built(whole)
 
 
-def test_with_room_for_all_nothing_streams_and_the_image_is_the_same(whole: Whole) -> None:
+def test_with_room_for_all_nothing_streams_and_the_image_is_the_same(whole: TinyPipeline) -> None:
     plan = planned(whole.problem)
     assert np.array_equal(pixels(whole.run(whole.problem, plan).outputs["image"]), whole.image)
 
 
-def test_a_second_run_has_the_same_peaks_and_actions(whole: Whole) -> None:
+def test_a_second_run_has_the_same_peaks_and_actions(whole: TinyPipeline) -> None:
     problem = whole.smallest()
     plan = planned(problem)
     first, second = whole.run(problem, plan), whole.run(problem, plan)
@@ -69,7 +69,7 @@ def test_a_second_run_has_the_same_peaks_and_actions(whole: Whole) -> None:
     assert told[0] == told[1]
 
 
-def test_peaks_do_not_depend_on_when_garbage_is_collected(whole: Whole) -> None:
+def test_peaks_do_not_depend_on_when_garbage_is_collected(whole: TinyPipeline) -> None:
     problem = whole.smallest()
     plan = planned(problem)
     expected = peaks(whole.run(problem, plan))
@@ -83,8 +83,8 @@ def test_peaks_do_not_depend_on_when_garbage_is_collected(whole: Whole) -> None:
 class Faulty:
     """One denoising step of FLUX on a small picture, run again and again with one fault each; with ``parts`` of it alone."""
 
-    def __init__(self, whole: Whole, parts: Sequence[str] = ()) -> None:
-        self.whole, self.graph, self.given = whole, whole.graph, dict[str, Any]()
+    def __init__(self, whole: TinyPipeline, parts: Sequence[str] = ()) -> None:
+        self.whole, self.graph, self.precomputed = whole, whole.graph, dict[str, Any]()
         self.problem = whole.smallest()
         self.plan = planned(self.problem)
         if parts:
@@ -98,16 +98,16 @@ class Faulty:
 
     def _leave_out(self, done: Sequence[str]) -> None:
         def keep(stage: str, outputs: Mapping[str, Any]) -> None:
-            self.given |= {f"{stage}.{name}": to_host(value) for name, value in outputs.items()}
+            self.precomputed |= {f"{stage}.{name}": to_host(value) for name, value in outputs.items()}
 
         self.whole.run(self.problem, self.plan, after_stage=keep)
         self.graph = self.graph.with_precomputed(done)
-        self.given = {str(of)[1:]: self.given[str(of)[1:]] for of in self.graph.given}
+        self.precomputed = {str(of)[1:]: self.precomputed[str(of)[1:]] for of in self.graph.precomputed}
         self.problem = without(self.problem, [stage.name for stage in self.graph.stages], done, self.graph.digest)
         self.plan = planned(self.problem)
 
     def run(self) -> Trace:
-        return self.whole.run(self.problem, self.plan, self.graph, given=self.given)
+        return self.whole.run(self.problem, self.plan, self.graph, precomputed=self.precomputed)
 
     def succeeds(self) -> None:
         assert np.array_equal(pixels(self.run().outputs["image"]), self.whole.image)
@@ -131,7 +131,7 @@ class Faulty:
 
 @pytest.fixture(scope="module")
 def faulty() -> Faulty:
-    made = Faulty(Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32}))
+    made = Faulty(TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32}))
     gc.freeze()  # each failed run collects garbage, and the pipeline was imported only now
     return made
 
@@ -158,7 +158,7 @@ def test_every_allocation_of_the_encoder_may_fail(faulty: Faulty) -> None:
 
 
 def test_every_allocation_of_the_decoder_may_fail(faulty: Faulty) -> None:
-    """Behind the stages before it now and then, and each in a run that is handed what those make."""
+    """Behind the stages before it now and then, and each in a run that gets their outputs as precomputed values."""
     decoder = faulty.whole.modules["vae"].decoder
     sweep_allocations_in(faulty, decoder, every=10)
     sweep_allocations_in(Faulty(faulty.whole, ["decode"]), decoder)

@@ -1,4 +1,4 @@
-"""Pipelines streamed layer by layer, under the least budget of all: the plain pipeline's bits, the planned bytes and time."""
+"""Pipelines streamed at layer granularity under the smallest budget: the plain pipeline's bits, planned bytes and time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import AMPLE, GRAPHS, Whole, pixels, streamed
+from tiny_pipelines import AMPLE, GRAPHS, TinyPipeline, pixels, streamed
 
 from graphrun.graph.loading import load
 from graphrun.model.choices import apply_choices
@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_output_is_the_plain_pipelines_in_the_planned_bytes_and_time(name: str) -> None:
-    whole = Whole(name, {"steps": 2, **CASES[name]})
+    whole = TinyPipeline(name, {"steps": 2, **CASES[name]})
     least = smallest_budget(whole.within(1 << 40, by_layer=True))
     assert least < smallest_budget(whole.problem), "blocks need no more"
     solution = solve(whole.within(least, by_layer=True))
@@ -53,8 +53,8 @@ def test_the_output_is_the_plain_pipelines_in_the_planned_bytes_and_time(name: s
     assert trace.left_bytes == whole.device.allocated_bytes == 0
 
 
-def test_a_second_run_and_one_by_block_after_it_are_the_same() -> None:
-    whole = Whole("flux-tiny", {"steps": 1})
+def test_a_second_run_and_one_at_block_granularity_after_it_are_the_same() -> None:
+    whole = TinyPipeline("flux-tiny", {"steps": 1})
     solution = solve(whole.within(smallest_budget(whole.within(1 << 40, by_layer=True)), by_layer=True))
     first, second = (whole.run(solution.problem, solution.plan) for _ in range(2))
     assert [slot.peak_bytes for slot in first.slots] == [slot.peak_bytes for slot in second.slots]

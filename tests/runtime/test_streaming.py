@@ -1,4 +1,4 @@
-"""Streaming changes no bit of the result, holds its bytes, keeps its time, and leaves nothing behind."""
+"""Streaming keeps the result bitwise equal, stays within its planned bytes and time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from executor_small import (
+from small_component import (
     ON,
     PREFETCH,
     THIN,
@@ -40,8 +40,8 @@ def kept(count: int, of: str, total: int) -> str:
     return f"{of}[{','.join(map(str, sorted(keep_order(total)[:count])))}]" if count else ""
 
 
-def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, rest: int) -> Plan:
-    """Loads ``wide`` and ``thin`` blocks of each class beforehand and streams the others through ``ring_bytes``."""
+def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) -> Plan:
+    """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others through ``ring_bytes``."""
     keep = " ".join(filter(None, ("remainder[0]", kept(wide, "wide", 4), kept(thin, "thin", 6))))
     stream = f"stream a keep {keep} ring {ring_bytes} B" if wide + thin < 10 else ""
     return plan_of(
@@ -52,7 +52,7 @@ def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, rest: int) -> P
         slot s0/0:a first
           {stream}
           run
-        slot s0/0:a steady x{rest}
+        slot s0/0:a steady x{steady}
           {stream}
           run
         slot end
@@ -226,8 +226,8 @@ def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: floa
     device = device_of(of)
     trace = run(of, plan, Host({"a": module}, of, device), device, ["a"])
     first = trace.slots[1].end_seconds - trace.slots[1].start_seconds
-    rest, _, thin = use("a", 1, on).seconds
-    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=rest + 5e-6), "the rest's head computes last here"
+    remainder, _, thin = use("a", 1, on).seconds
+    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=remainder + 5e-6), "the head computes last here"
     copies = {e.detail: e for e in trace.events if e.kind == "load"}
     call = next(e for e in trace.events if e.kind == "run")
     assert list(copies) == [path for k in of.components[0].groups for path in k.blocks]

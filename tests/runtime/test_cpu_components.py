@@ -1,4 +1,4 @@
-"""A component that computes on the CPU: its weights stay, its inputs and outputs travel, its seconds are the host's."""
+"""A component that computes on the CPU: weights stay on the host, inputs and outputs are copied, time is the CPU's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from executor_drafts import at_home, hosted, machine_of, saved
-from executor_small import Small, hardware, plain, plan_of, problem, run, use
+from small_component import Small, hardware, plain, plan_of, problem, run, use
+from stored_component import host_of, in_backing_store, machine_of, saved
 
 from graphrun.model.problem import Problem
 from graphrun.verify.simulate import simulate
@@ -34,14 +34,14 @@ TEXT = """
 
 def case(slowdown: float) -> Problem:
     of = problem({"b": Small()}, [[use("a", 1, ON)], [use("b", 1, ON)], [use("a", 1, ON)]], ON)
-    on_cpu = at_home("pageable", "a", ON, device="cpu", streamable=False, slowdown=slowdown, load_seconds=(0.0,) * 3)
+    on_cpu = in_backing_store("pageable", "a", ON, device="cpu", streamable=False, slowdown=slowdown, load_seconds=(0.0,) * 3)
     return replace(of, components=(on_cpu, *of.components))
 
 
 def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path: Path) -> None:
     of = case(10.0)
     device = machine_of(of)
-    host = hosted(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
+    host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
     seen: list[tuple[str, str]] = []
     host.modules["a"].inside = lambda x: seen.append((x.device.type, host.modules["a"].device.type))
     trace = run(of, plan_of(of, TEXT), host, device, CALLS)

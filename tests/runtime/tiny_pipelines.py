@@ -1,4 +1,4 @@
-"""Whole pipelines in small: a graph, its plans, its host memory, and what diffusers makes of it."""
+"""Tiny versions of whole pipelines: graph, plans, host memory, and the output of diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 AMPLE = 1 << 40
 
 
-class Whole:
+class TinyPipeline:
     """The graph ``name``, estimated once for ``inputs``, with a device and host memory that all its runs share."""
 
     def __init__(self, name: str, inputs: Mapping[str, Any]) -> None:
@@ -47,12 +47,12 @@ class Whole:
         self.host = Host.of_graph(self.graph, self.problem, self.device, self.modules)
 
     def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
-        """Its problem; only where ``by_layer`` it may be cut into layers."""
+        """Its problem; only with ``by_layer`` may components be split into layers."""
         found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
         return found if by_layer else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
 
     def smallest(self) -> Problem:
-        """The problem with the least budget that can be planned."""
+        """The problem with the smallest budget for which a plan exists."""
         return self.within(smallest_budget(self.problem))
 
     def run(self, problem: Problem, plan: Any, graph: Graph | None = None, **more: Any) -> Trace:
@@ -60,7 +60,7 @@ class Whole:
         return follow(problem, plan, self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:
-        """Bytes of the largest component and of what lives beside it when it runs: what a run without streaming needs."""
+        """Bytes of the largest component and of the activation while it runs: what a run without streaming needs."""
         largest = max(self.problem.components, key=lambda c: c.weight_bytes())
         phases = [p for p in self.problem.phases if any(u.component == largest.name for u in p.uses)]
         return largest.weight_bytes() + max(max(p.first_bytes, p.steady_bytes) for p in phases)

@@ -1,6 +1,6 @@
-"""The same pipelines under diffusers' own ``enable_model_cpu_offload`` on `sim`: which defects of S0, S1 and S3 they have there.
+"""Pipelines under diffusers' own ``enable_model_cpu_offload`` on `sim`: which defects of S0, S1 and S3 occur there.
 
-S0.1 and S0.2 have theirs beside graphrun's tests. A test whose name says ``under`` says what another tool does, good or bad.
+Those of S0.1 and S0.2 are next to graphrun's tests. Tests with ``under`` in their name describe another tool, good or bad.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from executor_whole import Whole, pixels, planned, streamed
 from peers_tools import modules_of
 from scenario_graphs import GRAPHS, Pages, nbytes, offloaded
 from test_s1_quantized import build_again, quantized_by_bitsandbytes
+from tiny_pipelines import TinyPipeline, pixels, planned, streamed
 from torch import nn
 
 from graphrun import sim
@@ -35,8 +35,8 @@ def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda 
     return assemble(graph, modules, {n: build_part(part, graph) for n, part in graph.parts.items()}, torch.device("cpu"))
 
 
-def picture(pipe: Any, flux: Whole) -> Any:
-    """As `executor_whole.plain_image` asks for it."""
+def picture(pipe: Any, flux: TinyPipeline) -> Any:
+    """The picture for the inputs of `tiny_pipelines.plain_image`."""
     inputs = flux.inputs
     call = {name: inputs[name] for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])
@@ -65,7 +65,7 @@ def test_s0_3_under_diffusers_offloading_the_encoder_stays_beside_the_vae_that_r
     )
 
 
-def test_s0_4_and_s3_5_under_diffusers_offloading_every_run_copies_everything_again(flux: Whole) -> None:
+def test_s0_4_and_s3_5_under_diffusers_offloading_every_run_copies_everything_again(flux: TinyPipeline) -> None:
     pipe = pipeline("flux-tiny")
     weights = nbytes(pipe.text_encoder, pipe.text_encoder_2, pipe.transformer, pipe.vae)
     with offloaded(pipe) as machine:
@@ -78,9 +78,9 @@ def test_s0_4_and_s3_5_under_diffusers_offloading_every_run_copies_everything_ag
 
 
 def test_s0_5_under_diffusers_offloading_reserved_memory_falls_when_the_next_component_comes(
-    flux: Whole, monkeypatch: pytest.MonkeyPatch
+    flux: TinyPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No defect where a next one comes. Behind an encoding alone none does (S0.1)."""
+    """No defect where a next one comes. After an encoding alone none does (S0.1)."""
     pipe = pipeline("flux-tiny")
     with offloaded(pipe) as machine:
         pages = Pages(machine)
@@ -103,7 +103,7 @@ def test_s1_1_under_diffusers_offloading_bitsandbytes_layers_do_not_get_to_sim(p
         pipe.encode_prompt("a", "a", max_sequence_length=16)
 
 
-def test_s3_4_under_diffusers_offloading_a_component_larger_than_the_card_does_not_run(flux: Whole) -> None:
+def test_s3_4_under_diffusers_offloading_a_component_larger_than_the_card_does_not_run(flux: TinyPipeline) -> None:
     least = flux.smallest()
     plan = planned(least)
     assert "transformer" in streamed(plan)
@@ -116,8 +116,8 @@ def test_s3_4_under_diffusers_offloading_a_component_larger_than_the_card_does_n
     assert machine.peak_bytes <= least.effective_bytes
 
 
-def test_s3_3_under_diffusers_offloading_later_runs_are_as_the_second_one(flux: Whole) -> None:
-    """No defect on the device: hooks are reset at the end of a whole call, unlike behind an encoding alone (S0.1)."""
+def test_s3_3_under_diffusers_offloading_later_runs_are_as_the_second_one(flux: TinyPipeline) -> None:
+    """No defect on the device: hooks are reset at the end of a whole call, unlike after an encoding alone (S0.1)."""
     pipe, peaks, seconds = pipeline("flux-tiny"), [], []
     with offloaded(pipe) as machine:
         for _ in range(4):
@@ -133,7 +133,7 @@ def test_s3_3_under_diffusers_offloading_later_runs_are_as_the_second_one(flux: 
 
 
 def test_s1_1_under_diffusers_offloading_an_8_bit_component_of_old_stays_beside_all_later_ones(
-    flux: Whole, monkeypatch: pytest.MonkeyPatch
+    flux: TinyPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With bitsandbytes before 0.48, as diffusers asks for it: it gets no hook, is counted nowhere, and the log alone says so."""
     own, ask = diffusers.pipelines.pipeline_utils, diffusers.pipelines.pipeline_utils._check_bnb_status
@@ -150,7 +150,7 @@ def test_s1_1_under_diffusers_offloading_an_8_bit_component_of_old_stays_beside_
     assert max(seen) < nbytes(*modules_of(pipe).values())
 
 
-def test_s1_2_under_diffusers_offloading_a_second_owner_keeps_the_bytes_and_nobody_is_told(flux: Whole) -> None:
+def test_s1_2_under_diffusers_offloading_a_second_owner_keeps_the_bytes_and_nobody_is_told(flux: TinyPipeline) -> None:
     pipe = pipeline("flux-tiny")
     layer = pipe.text_encoder_2.encoder.block[1].layer[0].SelfAttention.q
     with offloaded(pipe) as machine:
@@ -164,7 +164,7 @@ def test_s1_2_under_diffusers_offloading_a_second_owner_keeps_the_bytes_and_nobo
         assert machine.allocated_bytes == left - layer.weight.nbytes
 
 
-def test_s1_3_under_diffusers_offloading_tied_weights_are_copied_once(flux: Whole) -> None:
+def test_s1_3_under_diffusers_offloading_tied_weights_are_copied_once(flux: TinyPipeline) -> None:
     """No defect: a module is moved whole, and its aliases with it. By leaf, to disk, they come apart (benchmarks/defects)."""
     pipe = pipeline("flux-tiny")
     encoder, tokens = pipe.text_encoder_2, torch.arange(16)[None]
@@ -193,7 +193,7 @@ def test_s1_3_and_s1_4_under_transformers_a_footprint_leaves_statistics_and_outl
         assert module.get_memory_footprint() == counted
 
 
-def test_s3_1_under_diffusers_offloading_ram_has_no_budget_and_holds_everything(flux: Whole) -> None:
+def test_s3_1_under_diffusers_offloading_ram_has_no_budget_and_holds_everything(flux: TinyPipeline) -> None:
     """graphrun reads the same components from disk where RAM is half of the largest one's bytes."""
     asked = {name for name in inspect.signature(diffusers.DiffusionPipeline.enable_model_cpu_offload).parameters if name != "self"}
     assert asked == {"gpu_id", "device"}
@@ -203,7 +203,7 @@ def test_s3_1_under_diffusers_offloading_ram_has_no_budget_and_holds_everything(
         assert on_host(pipe) == nbytes(*modules_of(pipe).values())
 
 
-def test_s3_2_under_diffusers_offloading_what_no_later_component_needs_goes_back_to_ram(flux: Whole) -> None:
+def test_s3_2_under_diffusers_offloading_what_no_later_component_needs_goes_back_to_ram(flux: TinyPipeline) -> None:
     pipe, seen = pipeline("flux-tiny"), list[int]()
     encoders = nbytes(pipe.text_encoder, pipe.text_encoder_2)
     with offloaded(pipe) as machine:
