@@ -56,21 +56,22 @@ def estimate(
 ) -> Problem:
     """The planning problem of running ``graph`` within its budgets, from a dry run: needs no weights and no GPU.
 
-    ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device; ``ram="auto"`` is what the machine
-                       (or its cgroup) has left, plus what modules passed in take
+    ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device; ``ram="auto"`` is what the
+                       machine (or its cgroup) has left, plus what modules passed in take
     ``pinned``         limit of page-locked RAM; ``disk``: limit of bytes written to disk
     ``runs``           above 1: a session, a cold first run and ``runs - 1`` warm ones
-    ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``, ``split``
-    ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that ``graphrun calibrate`` saved in ``cache``;
-                       None: the CUDA device found, else rtx4090
+    ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``,
+                       ``split``
+    ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that ``graphrun calibrate`` saved in
+                       ``cache``; None: the CUDA device found, else rtx4090
     ``inputs``         inputs of the graph; of a pipeline (`from_pipeline`) the arguments of a call
     ``keep``           components that stay on the device from their first use to the end
     ``exclude``        components that are always streamed, with no block kept on the device
     ``pin``            components whose backing store is page-locked
     ``reserve``        part of the VRAM budget left to other programs. All four add to the graph's own directives
     ``until``          a stage: only what its outputs need is planned, and a run returns these outputs
-    ``precomputed``    names of values (or of their stages) that a run gets ready-made, such as those that `precomputed` finds: their
-                       stages are not planned, and components that only they use are not loaded
+    ``precomputed``    names of values (or of their stages) that a run gets ready-made, such as those that `precomputed` finds:
+                       their stages are not planned, and components that only they use are not loaded
     ``cache``          a folder of dry runs and problems; a problem found there is returned without importing torch
 
     Raises InputError for arguments that mean nothing.
@@ -124,8 +125,8 @@ def precomputed(
     """Stage outputs that earlier runs with the same ``inputs`` cached in the folder ``cache``, by name as in ``encode.embeds``.
 
     Pass them to `estimate` and `run` as ``precomputed``: their stages are then neither planned nor run, and components that only
-    they use are not loaded. ``what``: ``encoded`` for the outputs of `encode_prompt`, ``all`` for latents too. A value is found only
-    where everything it depends on is equal: weights, precision, code, versions, device, inputs.
+    they use are not loaded. ``what``: ``encoded`` for the outputs of `encode_prompt`, ``all`` for latents too. A value is found
+    only where everything it depends on is equal: weights, precision, code, versions, device, inputs.
     """
     from graphrun.batch.cache.reuse import reuse_for
 
@@ -159,8 +160,8 @@ def survey(
 def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
     """The fastest plan that fits, with its proof. Raises Infeasible, which names what does not fit and which budgets would do.
 
-    ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is called with the seconds that solving
-    took, and not where the plan was found.
+    ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is called with the seconds that
+    solving took, and not where the plan was found.
     """
     from graphrun.files import Store
     from graphrun.store import solution_for
@@ -292,9 +293,9 @@ def run_many(
     """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts. ``common``: inputs that all requests share.
 
     Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
-    from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder for
-    the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and ends
-    with the same bits. ``sink`` is called with the outputs of each request as they are finished and returns the files it wrote;
+    from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder
+    for the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and
+    ends with the same bits. ``sink`` is called with the outputs of each request as they are finished and returns the files it wrote;
     without it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error
     instead. Other arguments are as for `run`.
     """

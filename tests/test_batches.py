@@ -85,7 +85,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_stops_nothing(graphrun: Cli,
     own_cache.parent.touch()
     code, _, err = graphrun(*RUN, "--prompt", "x")
     assert code == 0
-    assert err.count("outputs cannot be kept there") >= 1
+    assert err.count("outputs cannot be cached there") >= 1
 
 
 def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> None:

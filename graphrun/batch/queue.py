@@ -91,9 +91,9 @@ class BatchContext:
 def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
     """Runs every request that has no error. Requests with equal settings share plans and loaded weights.
 
-    A request whose run fails on the device gets an error and the others run, unless ``context.strict``. Raises what planning raises,
-    and InputError where the journal is of another batch or cannot be written; outputs finished by then are with the sink. Closes
-    the journal.
+    A request whose run fails on the device gets an error and the others run, unless ``context.strict``. Raises what planning
+    raises, and InputError where the journal is of another batch or cannot be written; outputs finished by then are with the sink.
+    Closes the journal.
     """
     with contextlib.ExitStack() as closing:
         if context.journal is not None:

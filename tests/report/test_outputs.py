@@ -60,7 +60,7 @@ def test_an_mp4_holds_every_frame_at_its_rate(tmp_path: Path, size: tuple[int, i
     (written,) = save_outputs({"film": frames(9, size)}, tmp_path / "a.mp4", fps=12.5)
     with av.open(str(written)) as container:
         assert float(container.streams.video[0].average_rate) == 12.5
-    found = media.given("video", written).open()
+    found = media.accept("video", written).open()
     assert (len(found), found[0].size) == (9, size)
     assert abs(found[8].getpixel((3, 3))[0] - 160) <= 4, "compressed, and still this frame"
 
@@ -74,10 +74,10 @@ def test_formats_are_what_their_names_say(tmp_path: Path) -> None:
 def test_sound_is_as_it_was_made(tmp_path: Path) -> None:
     samples = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
     (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.wav")
-    assert media.given("audio", written, rate=16000).open().tolist() == samples.tolist()
+    assert media.accept("audio", written, rate=16000).open().tolist() == samples.tolist()
     pytest.importorskip("soundfile")
     (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.flac")
-    assert np.abs(media.given("audio", written, rate=16000).open() - samples).max() < 2**-14
+    assert np.abs(media.accept("audio", written, rate=16000).open() - samples).max() < 2**-14
 
 
 def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
