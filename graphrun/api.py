@@ -295,9 +295,9 @@ def run_many(
     Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
     from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder
     for the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and
-    ends with the same bits. ``sink`` is called with the outputs of each request as they are finished and returns the files it wrote;
-    without it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error
-    instead. Other arguments are as for `run`.
+    ends with the same bits. ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
+    it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
+    Other arguments are as for `run`.
     """
     from graphrun.batch import queue
     from graphrun.batch.cache.reuse import reuse_for

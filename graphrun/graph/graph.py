@@ -318,9 +318,9 @@ class Graph:
 
     def _of(self, kept: tuple[Stage, ...]) -> Graph:
         """The graph with only the stages ``kept``, and the directives for components they use."""
-        used, demands = {component for stage in kept for component in stage.uses}, self.directives
-        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (demands.keep, demands.exclude, demands.pin))
-        return replace(self, stages=kept, directives=Directives(keep, exclude, demands.reserve_bytes, pin))
+        used, own = {component for stage in kept for component in stage.uses}, self.directives
+        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (own.keep, own.exclude, own.pin))
+        return replace(self, stages=kept, directives=Directives(keep, exclude, own.reserve_bytes, pin))
 
     def without_sources(self) -> Graph:
         """The same graph with random weights, to be run without a checkpoint.

@@ -143,7 +143,7 @@ class DirectivesSpec(Spec):
         default_factory=list, description="Components that stay on the device from their first use to the end."
     )
     pin: list[Name] = Field(default_factory=list, description="Components whose master copy is in page-locked memory.")
-    exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with nothing kept.")
+    exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with no block kept.")
     reserve: Text | None = Field(default=None, description="A part of the VRAM budget left to other programs, such as 1G.")
 
 
@@ -174,6 +174,6 @@ class GraphSpec(Spec):
 
 
 def schema_text() -> str:
-    """The JSON Schema of a graph file, for editors, as it is kept in ``graphs/graphrun.schema.json``."""
+    """The JSON Schema of a graph file, for editors, as stored in ``graphs/graphrun.schema.json``."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **GraphSpec.model_json_schema()}
     return json.dumps(schema, indent=2) + "\n"
