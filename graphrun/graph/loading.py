@@ -582,7 +582,7 @@ class _Reader:
         local = text.startswith((".", "/", "~")) or len(parts) < 2 or (len(parts) == 2 and text.endswith(FILES)) or path.exists()
         problem = ""
         if text.endswith(PICKLED):
-            problem = "is a pickle, which is never loaded: convert it to safetensors"
+            problem = "is pickled, and nothing is unpickled: convert it to safetensors"
         elif local and revision is not None:
             problem = f"{path} is on this machine, and only a repository has revisions: leave revision: out"
         elif not local and revision is not None and "@" in text:

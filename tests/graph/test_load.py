@@ -1,4 +1,4 @@
-"""A graph file is accepted or refused; a refusal names the line, the place, what is wrong and what was meant."""
+"""A graph file is accepted or refused; a refusal names the line, the entry, what is wrong and what was meant."""
 
 from __future__ import annotations
 

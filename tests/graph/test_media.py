@@ -114,7 +114,7 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
 
 
 def test_sound_of_another_rate_is_refused_and_says_both(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has 8000 samples a second, and 44100 are wanted"):
+    with pytest.raises(ValueError, match="has 8000 samples per second, and 44100 are needed"):
         media.accept("audio", sound(tmp_path / "a.wav"), rate=44100)
 
 

@@ -89,9 +89,9 @@ def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
 def test_named_outputs_go_where_each_is_sent_and_others_nowhere(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    place = output_file_of([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
+    target = output_file_of([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
     outputs = {"image": frames(1)[0], "film": frames(3), "latents": torch.ones(2), "sound": Sound(np.zeros((1, 2)), 8)}
-    written = save_outputs(outputs, place)
+    written = save_outputs(outputs, target)
     assert [str(path.relative_to(tmp_path)) for path in written] == ["l.safetensors", *(f"film/000{n}.png" for n in range(3))]
     assert load_file(written[0])["latents"].tolist() == [1.0, 1.0]
     assert names(sorted(tmp_path.iterdir())) == ["film", "l.safetensors"]
@@ -128,14 +128,14 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
     [
         (["imgae=a.png"], "there is no output 'imgae'; there are film, image, latents, sound"),
         (["image="], "names no file"),
-        (["image=a.xyz"], "a.xyz: .xyz is not known; files are .png"),
+        (["image=a.xyz"], "a.xyz: .xyz is not known; output files are .png"),
         (["a.xyz"], ".xyz is not known"),
         (["image=a.wav"], "image is image, and .wav is not; .png"),
         (["film=a.wav"], "film is video, and .wav is not; .mp4"),
         (["sound=a.png"], "sound is audio, and .png is not; .wav"),
         (["latents=a"], "latents is latents, and a folder is not; .safetensors"),
-        (["a.png", "b.png"], "say of which output it is"),
-        (["image=a.png", "b.png"], "say of which output it is"),
+        (["a.png", "b.png"], "say for which output"),
+        (["image=a.png", "b.png"], "say for which output"),
         (["image=a.png", "film=a.png"], "two outputs go to one file"),
         (["image=/proc/none/a.png"], "cannot be written"),
     ],
