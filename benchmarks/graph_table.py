@@ -48,8 +48,8 @@ pipeline's own code. Times are of one cold run, weights read from disk, predicte
 each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
 
 Pyramid-Flow (miniFLUX, 768p) is measured on a stand-in, since its code is not a package. `tests/standins` has its parameters
-and its calls (units, stages, steps, a history that grows, a VAE that decodes piece by piece in tiles), not what its convolutions keep of the
-piece before.
+and its calls (units, stages, steps, a growing history, a VAE that decodes piece by piece in tiles), not what its convolutions
+cache of the previous piece.
 
 ## Components
 
