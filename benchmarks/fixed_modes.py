@@ -21,7 +21,7 @@ from graphrun.verify.simulate import simulate  # noqa: E402
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
     """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
-    None: it does not fit. The modes pass whole blocks, as ``problem`` has them, also where the plan cuts finer."""
+    None: it does not fit. The modes stream whole blocks, even where the plan splits a component into layers."""
     found = dict[str, Any]()
     for mode in BASELINES:
         fitting = [other for other in _plans(problem, plan, mode) if not check(problem, other)]
@@ -35,12 +35,12 @@ def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def _plans(problem: Problem, plan: Plan, mode: Baseline) -> Iterator[Plan]:
-    arranged = reorder(problem, plan.order, dict(plan.options))
+    reordered = reorder(problem, plan.order, dict(plan.options))
     names = dict(plan.variants)
     variants = []
     for component in problem.components:
         every = [variant.name for variant in component.variants]
         variants.append((every.index(names.get(component.name, every[0])),))
-    program = program_of(arranged, variants)
+    program = program_of(reordered, variants)
     for choice in fitting(program, mode):
         yield plan_of(program, choice, problem, plan.options, plan.order)

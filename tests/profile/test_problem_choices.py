@@ -108,5 +108,5 @@ def test_a_session_has_one_run_at_least(edited: Callable[..., Any], runs: int) -
 def test_pin_directives_are_in_the_problem(edited: Callable[..., Any]) -> None:
     problem = estimate(edited("flux-tiny"), pin=["vae"])
     assert problem.demanded("vae") == {"pin"}
-    with pytest.raises(InputError, match="pin vea: there is no such component; did you mean 'vae'"):
+    with pytest.raises(InputError, match="pin vea: no such component; did you mean 'vae'"):
         estimate(edited("flux-tiny"), pin=["vea"])

@@ -1,4 +1,4 @@
-"""A broken line is named by its number; the others stay."""
+"""Lists of requests from files: a broken line is reported by its number, the others are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphrun.batch.requests import listed, read_requests, refuse_broken, resolved
+from graphrun.batch.requests import read_requests, refuse_broken, requests_from, resolved
 from graphrun.errors import InputError
 
 
@@ -47,7 +47,7 @@ def test_csv(flux: Any, tmp_path: Path) -> None:
 
 def test_what_is_common_to_all_is_refused_at_once(flux: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="unknown input 'hight'"):
-        resolved(listed(["a"]), flux, {"hight": 3})
+        resolved(requests_from(["a"]), flux, {"hight": 3})
     for name, content in (("none.jsonl", None), ("empty.jsonl", "\n")):
         if content is not None:
             (tmp_path / name).write_text(content)
