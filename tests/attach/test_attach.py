@@ -280,12 +280,12 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
     pipe = SD.build()
     live = graphrun.from_pipeline(pipe)
     inputs = {"prompt": PROMPT, "height": 16, "width": 16, "num_inference_steps": 2}
-    problem = graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs)
+    problem = graphrun.estimate(live, vram="1G", ram="8G", hardware="sim", inputs=inputs)
     assert dict(problem.settings)["height"] == "16"
     assert [use.component for phase in problem.phases for use in phase.uses] == ["text_encoder", "unet", "vae"]
     for part in (pipe.text_encoder, pipe.unet, pipe.vae):
         part.to("meta")
-    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", hardware="sim", inputs=inputs)
+    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", ram="8G", hardware="sim", inputs=inputs)
     assert bare == problem
     assert graphrun.plan(bare).plan == graphrun.plan(problem).plan
     with pytest.raises(InputError, match="until"):

@@ -13,10 +13,14 @@ from tiny_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
 from torch import nn
 
 from graphrun.errors import OutOfMemory, TransferFailed
+from graphrun.model.choices import apply_choices
 from graphrun.model.precomputed import without
 from graphrun.ops.runner import to_host
+from graphrun.runtime.host import Host
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
+
+ONE_STEP = {"steps": 1, "height": 32, "width": 32}
 
 
 @pytest.fixture(scope="module", params=["flux-tiny", "sdxl-tiny"])
@@ -105,6 +109,8 @@ class Faulty:
         self.precomputed = {str(of)[1:]: self.precomputed[str(of)[1:]] for of in self.graph.precomputed}
         self.problem = without(self.problem, [stage.name for stage in self.graph.stages], done, self.graph.digest)
         self.plan = planned(self.problem)
+        modules = {component.name: self.whole.modules[component.name] for component in self.problem.components}
+        self.whole.host = Host.of_graph(self.graph, apply_choices(self.problem, self.plan), self.whole.device, modules)
 
     def run(self) -> Trace:
         return self.whole.run(self.problem, self.plan, self.graph, precomputed=self.precomputed)
@@ -131,7 +137,7 @@ class Faulty:
 
 @pytest.fixture(scope="module")
 def faulty() -> Faulty:
-    made = Faulty(TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32}))
+    made = Faulty(TinyPipeline("flux-tiny", ONE_STEP))
     gc.freeze()  # each failed run collects garbage, and the pipeline was imported only now
     return made
 
@@ -161,7 +167,8 @@ def test_every_allocation_of_the_decoder_may_fail(faulty: Faulty) -> None:
     """Behind the stages before it now and then, and each in a run that gets their outputs as precomputed values."""
     decoder = faulty.whole.modules["vae"].decoder
     sweep_allocations_in(faulty, decoder, every=10)
-    sweep_allocations_in(Faulty(faulty.whole, ["decode"]), decoder)
+    alone = Faulty(TinyPipeline("flux-tiny", ONE_STEP), ["decode"])
+    sweep_allocations_in(alone, alone.whole.modules["vae"].decoder)
 
 
 def test_a_hundred_other_allocations_may_fail(faulty: Faulty) -> None:
