@@ -118,7 +118,9 @@ def _read_plan(path: Path, asked: Asked, cache: Path | None, to_run: bool, rando
 
 
 def load(path: Path, asked: Asked) -> Any:
-    """The graph in the file at ``path``, trusted and cut as ``asked``."""
+    """The graph in the file at ``path``, trusted and cut as ``asked``. Raises InputError for a plan (JSON)."""
+    if path.suffix == ".json":
+        raise InputError(f"{path} is a plan; name the graph (YAML) that it is of")
     graph = api.load(path, trust=asked.trust_package or ())
     return graph if asked.until is None else graph.until(asked.until)
 

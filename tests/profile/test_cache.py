@@ -170,7 +170,7 @@ def test_a_warm_plan_imports_no_torch_no_solver_and_says_the_same(made: list[str
     kept = sorted(folder.iterdir())
     code = f"""
 import sys
-from graphrun import cli
+from graphrun.cli import main as cli
 sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G", "--hardware", "sim", "--json"]
 try:
     cli.main()
