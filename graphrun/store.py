@@ -210,7 +210,7 @@ def _stamp(package: str) -> tuple[str, int] | None:
 @functools.cache
 def own_source() -> str:
     """A digest of every Python file of graphrun, as it was when first asked: whatever changes there, nothing kept before counts."""
-    root, total = Path(__file__).parent.parent, hashlib.sha256()
+    root, total = Path(__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return total.hexdigest()[:32]

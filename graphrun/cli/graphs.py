@@ -43,14 +43,15 @@ def graph(
 
 
 def _estimate(graph: Any, asked: Asked, hardware: Any, cache: Path | None) -> dict[str, Any] | None:
-    """What ``graph`` takes; None where no dry run can be made, for a reason that is said and is not in the inputs given."""
+    """What ``graph`` takes; None where no dry run can be made, which is said. Raises InputError for the inputs given."""
     inputs = asked.inputs
+    if inputs:
+        graph.for_planning(inputs)
     try:
         return api.survey(graph, hardware=hardware, inputs=inputs, cache=cache)
-    except GraphrunError as error:
-        if inputs and isinstance(error, InputError):
-            raise
-        say(f"graphrun: drawn without bytes, since no dry run can be made: {error}")
+    except Exception as error:  # noqa: BLE001  (whatever the pipeline's own code raises: a graph can be drawn without it)
+        what = str(error) if isinstance(error, GraphrunError) else f"{type(error).__name__}: {error}"
+        say(f"graphrun: drawn without bytes, since there is no dry run: {what}")
         return None
 
 
