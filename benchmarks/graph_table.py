@@ -51,10 +51,11 @@ Pyramid-Flow (miniFLUX, 768p) is a stand-in's: its own code is no package. `test
 (units, stages, steps, a history that grows, a VAE that decodes piece by piece in tiles), not what its convolutions keep of the
 piece before.
 
-`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph, `--as mermaid` and `--as dot` write it as text: stages, the
-components that they use, and the values between them, with the bytes that `graphrun estimate` shows. An arrow that longer paths imply
-is left out; its value says who else reads it. In Python `graphrun.load(file).to_networkx()` is the same as a `networkx.DiGraph`, with
-nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, `input:prompt` and `output:image`.
+`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the components they use, and the values
+between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write it as text. An edge that a
+longer path implies is left out, and its value names the other readers. In Python, `graphrun.load(file).to_networkx()` returns a
+`networkx.DiGraph`, with nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, `input:prompt` and
+`output:image`.
 
 ## Components
 

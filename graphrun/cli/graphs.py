@@ -27,7 +27,7 @@ def graph(
     trust_package: Trust = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Draw a graph: stages, the components they use, the values between them, and the bytes of both as estimate shows them."""
+    """Draw a graph: its stages, the components they use, the values between them, with bytes as in estimate. No weights, no GPU."""
     if kind not in KINDS:
         raise InputError(f"--as {kind!r} is not known; it is mermaid, dot or svg")
     asked = Asked(hardware=hardware, device=device, set_=set_, trust_package=trust_package)

@@ -18,7 +18,7 @@ reads       from an input or a value to the stage that takes it as an argument; 
 produces    from a stage to its value
 uses        from a component to the stage that runs it
 
-This module is imported when it is needed: a plan from the cache must not import networkx.
+Import this module inside functions only: a plan that comes from the cache must not import networkx.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graphrun.graph.values import Input
 
 
 class Pipeline(Protocol):
-    """What is read of a `Graph`, whose module this one cannot import: `Graph.to_networkx` is defined there."""
+    """The part of `Graph` that is read here. `Graph.to_networkx` imports this module, so this one cannot import `Graph`."""
 
     @property
     def name(self) -> str: ...
@@ -82,8 +82,8 @@ def to_networkx(graph: Pipeline, estimate: Mapping[str, Any] | None = None) -> n
 def without_implied(graph: networkx.DiGraph) -> networkx.DiGraph:
     """A copy of ``graph``, as `to_networkx` makes it, without the edges that its longer paths imply (its transitive reduction).
 
-    Edges of components stay, all of them: that a later stage uses a component too is not implied. A node that lost edges has
-    the names of the stages at their ends as the attribute ``also_read_by``.
+    All edges of components stay: no path implies that a later stage uses a component too. The attribute ``also_read_by`` of a node
+    names the stages to which an edge was left out.
     """
     flow = networkx.DiGraph((tail, head) for tail, head, relation in graph.edges(data="relation") if relation != "uses")
     implied = set(flow.edges) - set(networkx.transitive_reduction(flow).edges)

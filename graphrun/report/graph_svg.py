@@ -1,16 +1,16 @@
-"""A graph as one self-contained SVG picture, in dark and light: no script, no font, nothing from outside.
+"""A graph as one self-contained SVG picture, readable in dark and light: no script, no font, nothing from outside.
 
-    +--------+
-    | prompt |    [ text_encoder ]       layer 0   what flows is on the left, in one line where it is a chain;
-    +---+----+           :                         components are on the right, in the layer above their first stage
-        |    ............:
-    +---v----+
-    | encode |                           layer 1
+    +--------+  +--------------+
+    | prompt |  | text_encoder |      layer 0   data flow is on the left, in a straight line where it is a chain;
+    +---+----+  +------+-------+                components are on the right, one layer above their first stage
+        |   ...........:
+    +---v--:-+
+    | encode |                       layer 1
     +---+----+
         v
 
-Layers are the topological generations of the graph. An edge over several layers bends in each. Orders within layers are chosen
-by the barycentre method (Sugiyama, Tagawa and Toda, 1981), the one of few crossings that is found in some sweeps.
+Layers are the topological generations of the graph. An edge that spans several layers gets a bend in each. The order within
+layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the one with the fewest crossings is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _KEY = {"stage": "stage", "value": "value", "component": "component, its weights
 
 @dataclass(slots=True)
 class _Box:
-    """A node, or a bend of an edge (without lines of text, of no size), and where its centre is."""
+    """A node, or a bend of an edge (no text, no size), with the coordinates of its centre."""
 
     node: str
     kind: str
@@ -66,7 +66,7 @@ class _Box:
 
     @property
     def side(self) -> bool:
-        """Whether it stands on the right, beside what flows."""
+        """Whether it is on the right, beside the data flow: a component or a bend of its edge."""
         return self.kind == "component"
 
     @property
@@ -120,10 +120,10 @@ def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
 
 
 def _layered(graph: networkx.DiGraph) -> tuple[dict[str, _Box], list[list[_Box]], dict[tuple[str, str], list[_Box]]]:
-    """A box for each node, the boxes and bends of each layer, and for each edge the boxes and bends that it passes."""
+    """The box of each node, the boxes and bends of each layer, and the boxes and bends along each edge."""
     number = {node: layer for layer, nodes in enumerate(networkx.topological_generations(graph)) for node in nodes}
     for node in graph:
-        if not graph.pred[node] and graph.succ[node]:  # just above what needs it first
+        if not graph.pred[node] and graph.succ[node]:  # one layer above its first reader
             number[node] = min(number[head] for head in graph.succ[node]) - 1
     boxes = {node: _Box(node, of["kind"], number[node], lines(of)) for node, of in graph.nodes(data=True)}
     layers: list[list[_Box]] = [[] for _ in range(max(number.values(), default=0) + 1)]
@@ -140,7 +140,7 @@ def _layered(graph: networkx.DiGraph) -> tuple[dict[str, _Box], list[list[_Box]]
 
 
 def _neighbours(paths: dict[tuple[str, str], list[_Box]]) -> tuple[dict[int, list[_Box]], dict[int, list[_Box]]]:
-    """What each box is joined to in the layer above it, and in the layer below it, by the box's `id`."""
+    """The neighbours of each box in the layer above it, and in the layer below it, by the `id` of the box."""
     above: dict[int, list[_Box]] = {}
     below: dict[int, list[_Box]] = {}
     for path in paths.values():
@@ -151,7 +151,7 @@ def _neighbours(paths: dict[tuple[str, str], list[_Box]]) -> tuple[dict[int, lis
 
 
 def _order(layers: list[list[_Box]], paths: dict[tuple[str, str], list[_Box]]) -> None:
-    """Sorts each layer so that few edges cross, with components behind what flows."""
+    """Sorts each layer so that few edges cross: data flow first, then components."""
     above, below = _neighbours(paths)
     place: dict[int, int] = {}
 
@@ -183,7 +183,7 @@ def _crossings(layers: list[list[_Box]], below: dict[int, list[_Box]], place: di
 
 
 def _place(layers: list[list[_Box]], paths: dict[tuple[str, str], list[_Box]], graph: networkx.DiGraph) -> None:
-    """Gives each box its ``x``: what flows below what it comes from, components to the right of it."""
+    """Sets ``x`` of each box: data flow close to its neighbours in other layers, components to the right of it."""
     flowing = {edge: path for edge, path in paths.items() if graph.edges[edge]["relation"] != "uses"}
     for sweep in range(SWEEPS):
         joined = _neighbours(flowing)[sweep % 2]
@@ -202,7 +202,7 @@ def _place(layers: list[list[_Box]], paths: dict[tuple[str, str], list[_Box]], g
 
 
 def _apart(boxes: list[_Box], wanted: list[float]) -> list[float]:
-    """Places near ``wanted`` in the order of ``boxes``, at which no two touch: the mean of pushing to the right and to the left."""
+    """Coordinates near ``wanted``, in the order of ``boxes``, at least `GAP` apart: the mean of pushing right and pushing left."""
 
     def pushed(boxes: list[_Box], wanted: list[float]) -> list[float]:
         found: list[float] = []
@@ -218,7 +218,7 @@ def _apart(boxes: list[_Box], wanted: list[float]) -> list[float]:
 
 
 def _edges(graph: networkx.DiGraph, paths: dict[tuple[str, str], list[_Box]]) -> Iterable[str]:
-    """Lines from the lower side of each box to the upper side of the next, which bend between layers alone."""
+    """The edges as paths: vertical within a layer, curved between layers."""
     above, below = _neighbours(paths)
     for (tail, head), path in paths.items():
         relation, drawing = graph.edges[tail, head]["relation"], ""
@@ -234,9 +234,9 @@ def _edges(graph: networkx.DiGraph, paths: dict[tuple[str, str], list[_Box]]) ->
 
 
 def _port(box: _Box, other: _Box, joined: list[_Box]) -> float:
-    """Where the edge to ``other``, one of those that are ``joined`` to a side of ``box``, meets that side.
+    """The ``x`` at which the edge to ``other``, one of the ``joined`` neighbours on a side of ``box``, meets that side.
 
-    What flows meets it around the middle, components of a stage on the right.
+    Data flow meets it around the middle, the components of a stage on the right.
     """
     alike = sorted((each for each in joined if each.side == other.side), key=lambda each: each.x)
     share = (next(n for n, each in enumerate(alike) if each is other) + 0.5) / len(alike)
@@ -245,7 +245,7 @@ def _port(box: _Box, other: _Box, joined: list[_Box]) -> float:
 
 
 def _key(top: float) -> Iterable[str]:
-    """What the colours mean, as a line at the bottom."""
+    """The legend: one line at the bottom."""
     left = float(MARGIN)
     for kind, meaning in _KEY.items():
         yield f'<rect class="box {kind}" x="{left:.1f}" y="{top - 14:.1f}" width="14" height="12" rx="{_ROUND[kind] / 4:g}"/>'
@@ -256,18 +256,15 @@ def _key(top: float) -> Iterable[str]:
 def _drawn(box: _Box, graph: networkx.DiGraph) -> str:
     of, top = graph.nodes[box.node], box.y - box.height / 2
     nbytes = f' data-bytes="{of["bytes"]}"' if "bytes" in of else ""
-    text = "".join(
-        f'<text{"" if number else _NAME} x="{box.x:.1f}" y="{top + PADDING + 9 + number * LINE:.1f}">{escape(line)}</text>'
-        for number, line in enumerate(box.lines)
-    )
+    text = ""
+    for number, line in enumerate(box.lines):
+        at = f'x="{box.x:.1f}" y="{top + PADDING + 9 + number * LINE:.1f}"'
+        text += f"<text {at}>{escape(line)}</text>" if number else f'<text class="name" {at}>{escape(line)}</text>'
     return (
         f'<g data-node="{escape(box.node)}"{nbytes}><title>{escape(_told(of))}</title>'
         f'<rect class="box {box.kind}" x="{box.x - box.width / 2:.1f}" y="{top:.1f}" width="{box.width:.1f}"'
         f' height="{box.height:.1f}" rx="{_ROUND[box.kind]}"/>{text}</g>'
     )
-
-
-_NAME = ' class="name"'
 
 
 def _told(of: dict[str, object]) -> str:
