@@ -51,6 +51,12 @@ Pyramid-Flow (miniFLUX, 768p) is measured on a stand-in, since its code is not a
 and its calls (units, stages, steps, a growing history, a VAE that decodes piece by piece in tiles), not what its convolutions
 cache of the previous piece.
 
+`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the components they use, and the values
+between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write it as text. An edge that a
+longer path implies is left out, and its value names the other readers. In Python, `graphrun.load(file).to_networkx()` returns a
+`networkx.DiGraph`, with nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, `input:prompt` and
+`output:image`.
+
 ## Components
 
 GiB in the precision that the checkpoint is run in, buffers included.

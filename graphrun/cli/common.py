@@ -124,7 +124,9 @@ def _read_plan(path: Path, asked: Asked, cache: Path | None, to_run: bool, rando
 
 
 def load(path: Path, asked: Asked) -> Any:
-    """The graph in the file at ``path``, with the options ``--trust-package`` and ``--until``."""
+    """The graph in the file at ``path``, with the options ``--trust-package`` and ``--until``. Raises InputError for a plan."""
+    if path.suffix == ".json":
+        raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
     graph = api.load(path, trust=asked.trust_package or ())
     return graph if asked.until is None else graph.until(asked.until)
 

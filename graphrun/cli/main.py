@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli import cache, importing, interop, machine, plans, run  # noqa: F401  (each adds its commands to the app)
+from graphrun.cli import cache, graphs, importing, interop, machine, plans, run  # noqa: F401  (each adds its commands to the app)
 from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
 

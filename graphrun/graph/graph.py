@@ -14,13 +14,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.digests import file_digest, header_digest
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import Input, did_you_mean, fit
+
+if TYPE_CHECKING:
+    import networkx
 
 DEFAULT_ALLOW = ("diffusers", "transformers")
 
@@ -180,6 +183,15 @@ class Graph:
     def consumers(self, name: str) -> tuple[str, ...]:
         """Names of the stages that read outputs of the stage ``name``, in topological order."""
         return tuple(stage.name for stage in self.stages if name in self.producers(stage.name))
+
+    def to_networkx(self, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
+        """The graph as a `networkx.DiGraph`; nodes, edges and attributes are as `graphrun.graph.nx` lists them.
+
+        ``estimate``, as `graphrun.survey` returns it, adds bytes, parameters and seconds.
+        """
+        from graphrun.graph.nx import to_networkx
+
+        return to_networkx(self, estimate)
 
     def resolve(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A value of the declared type for every input of the graph: from ``inputs``, else the default.

@@ -186,6 +186,24 @@ finally:
     assert sorted(folder.iterdir()) == kept
 
 
+@pytest.mark.parametrize("module", ["graphrun", "graphrun.cli.main"])
+def test_importing_is_light(module: str) -> None:
+    heavy = {"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}
+    code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
+    environment = {"PATH": "", "PYTHONPATH": str(GRAPHS.parent)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == []
+
+
+def test_only_the_source_of_graphrun_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Path]()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    cache.own_source.__wrapped__()
+    package = Path(graphrun.__file__).parent
+    assert package / "store.py" in read
+    assert {path for path in read if package not in path.parents} == set()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_garbage_collector_state_is_restored(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.least import has_usable_variants
-from graphrun.solve.orders import stage_choices, topological_orders
+from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve, solved
@@ -94,6 +96,41 @@ def encoders() -> Problem:
     values = (ValueNumbers("va", 4 * MIB, "sa", ("sc",), 1, 2), ValueNumbers("vb", 0, "sb", ("sc",), 2, 2))
     slow = replace(hardware(), h2d_bytes_per_second=MIB, d2h_bytes_per_second=MIB)
     return replace(problem(9 * MIB, made, phases, values, on=slow), precedence=(("sa", "sc"), ("sb", "sc")))
+
+
+def ordered(stages: tuple[str, ...], pairs: tuple[tuple[str, str], ...] | None) -> Problem:
+    """A problem of these stages, which take nothing, with ``pairs`` as its precedence."""
+    made = component("a", ("remainder", 1, MIB))
+    phases = tuple(PhaseNumbers(stage, 0, (Use("a", 1, (1,), (1.0,)),), 0, 0, 0) for stage in stages)
+    return replace(problem(9 * MIB, (made,), phases), precedence=pairs)
+
+
+@QUICK
+@given(st.integers(1, 5), st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4))))
+def test_orders_are_all_that_precedence_allows_in_the_sequence_of_permutations(count: int, among: set[tuple[int, int]]) -> None:
+    stages = tuple("edcba"[:count])
+    pairs = tuple((stages[low], stages[high]) for low, high in sorted(among) if low < high < count)
+    allowed = [each for each in permutations(stages) if all(each.index(low) < each.index(high) for low, high in pairs)]
+    assert list(topological_orders(ordered(stages, pairs))) == allowed
+    assert list(topological_orders(ordered(stages, None))) == [stages]
+
+
+def test_no_more_orders_are_looked_at_than_the_bound() -> None:
+    stages = tuple(f"s{number}" for number in range(30))  # 30! orders, less those that break the pair
+    found = list(topological_orders(ordered(stages, ((stages[0], stages[29]),))))
+    assert len(set(found)) == len(found) == MOST_STAGE_CHOICES + 1
+    assert found[0] == stages
+    assert all(sorted(each) == sorted(stages) and each.index("s0") < each.index("s29") for each in found)
+    choices, every = stage_choices(ordered(stages, ((stages[0], stages[29]),)))
+    assert (len(choices), choices[0].order, every) == (MOST_STAGE_CHOICES, (), False)
+
+
+def test_a_chain_is_ordered_without_networkx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    assert list(topological_orders(ordered(("x", "y"), (("x", "y"),)))) == [("x", "y")]
+    assert list(topological_orders(ordered(("x", "y"), None))) == [("x", "y")]
+    with pytest.raises(ImportError):
+        list(topological_orders(ordered(("x", "y"), ())))
 
 
 def test_every_order_is_tried_and_the_plan_names_the_best() -> None:
