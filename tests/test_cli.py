@@ -163,9 +163,9 @@ def test_a_bad_graph_file_is_refused_with_its_line(
     ("arguments", "words"),
     [
         (("--vram", "8 bananas"), ("'8 bananas' is not a size",)),
-        (("--vram", "50%"), ("there is no device",)),
-        (("--vram", "-3G"), ("not more than zero",)),
-        (("--vram", "0"), ("not more than zero",)),
+        (("--vram", "50%"), ("no device is known here",)),
+        (("--vram", "-3G"), ("not a positive size",)),
+        (("--vram", "0"), ("not a positive size",)),
         (("--vram", "6M", "--ram", "much"), ("ram: 'much'",)),
         (("--vram", "6M", "--set", "heigth=128"), ("unknown input 'heigth'", "did you mean 'height'")),
         (("--vram", "6M", "--set", "height=100"), ("not a multiple of 16",)),

@@ -55,6 +55,8 @@ def _dominates(component: ComponentNumbers, one: int, other: int, binds: list[bo
     if any(needed and not offered for needed, offered in flags):
         return False
     ram, pinned, disk = binds
+    if b.read_seconds and not a.read_seconds and ((ram and a.host_bytes) or (pinned and a.locked_bytes)):
+        return False  # ``one`` takes host memory from the start, the other only from its read on
     pairs = [(a.slowdown, b.slowdown), (float(a.scratch_bytes), float(b.scratch_bytes))]
     pairs += [(x, y) for x, y in zip(_numbers(component, a), _numbers(component, b), strict=True)]
     pairs += [(float(a.host_bytes), float(b.host_bytes)), (float(a.transient_bytes), float(b.transient_bytes))] if ram else []

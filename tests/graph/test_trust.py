@@ -71,7 +71,7 @@ def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(graphrun: Cl
         code, _, said = graphrun(*command)
         assert (code, "--trust-package mine" in said) == (2, True)
     assert graphrun("explain", "plan.json", "--trust-package", "mine")[0] == 0
-    assert "can be written" in graphrun("export", "plan.json", "--as", "diffusers", "--trust-package", "mine")[2]
+    assert "can be exported" in graphrun("export", "plan.json", "--as", "diffusers", "--trust-package", "mine")[2]
     assert load(path, ["mine"]).trust == ("mine",)
     with pytest.raises(GraphError, match=r"trust=\['mine'\]"):
         load(path)

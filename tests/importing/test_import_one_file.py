@@ -139,7 +139,7 @@ def test_files_that_cannot_be_imported_say_why(
     assert "diffusers does not know which pipeline" in refused("./other.safetensors")
     said = refused("./other.safetensors", "--config", str(flux))
     assert "has no component of " in said
-    assert "transformer: it is no FluxTransformer2DModel" in said
+    assert "transformer: it is not a FluxTransformer2DModel" in said
     (tmp_path / "model.ckpt").touch()
     assert "nothing is unpickled" in refused("./model.ckpt")
     (tmp_path / "truncated.safetensors").write_bytes((tmp_path / "flux.safetensors").read_bytes()[:-1])

@@ -91,7 +91,7 @@ def test_a_graph_may_name_the_revision_in_source_or_beside_it(tmp_path: Path, li
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("source: ./here\nrevision: v2", "source: {0}/here is on this machine, and a revision is that of a repository"),
+        ("source: ./here\nrevision: v2", "source: {0}/here is on this machine, and only a repository"),
         ("source: somebody/tiny@v1\nrevision: v2", "source: has a revision of its own: leave revision: out"),
         ("source: model.ckpt", "source: is pickled, and nothing is unpickled: convert it to safetensors"),
     ],

@@ -95,6 +95,6 @@ def test_all_findings_are_json_and_on_the_screen(tmp_path: Path) -> None:
     for name, of in found["precisions"].items():
         line = next(line for line in screen.splitlines() if f"{name}: " in line)
         assert ("moves" in line) == of["movable"]
-        assert ("not here" in line) == (not of["available"])
+        assert ("unavailable" in line) == (not of["available"])
     for word in ("device", "cgroup", "pinned", "disk", str(tmp_path / "cache"), "torch", "bitsandbytes"):
         assert word in screen

@@ -101,7 +101,7 @@ def test_independent_stages_may_run_in_any_order(edited: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize("runs", [0, -1])
 def test_a_session_has_one_run_at_least(edited: Callable[..., Any], runs: int) -> None:
-    with pytest.raises(InputError, match=f"runs {runs}: a session has one run at least"):
+    with pytest.raises(InputError, match=f"runs {runs}: a session has at least one run"):
         estimate(edited("flux-tiny"), runs=runs)
 
 

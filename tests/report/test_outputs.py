@@ -105,7 +105,7 @@ def test_a_folder_of_frames_is_replaced_as_a_whole_and_no_other_folder_is(tmp_pa
         lambda: output_file_of([f"film={tmp_path}/film"], KINDS, tmp_path / "x"),
         lambda: save_outputs({"a": frames(2)}, tmp_path / "film"),
     ):
-        with pytest.raises(InputError, match="is no folder of frames"):
+        with pytest.raises(InputError, match="is not a folder of frames"):
             refused()
     assert len(list((tmp_path / "film").iterdir())) == 3
 
@@ -126,17 +126,17 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["imgae=a.png"], "there is no output 'imgae'; there are film, image, latents, sound"),
+        (["imgae=a.png"], "no such output 'imgae'; outputs are film, image, latents, sound"),
         (["image="], "names no file"),
         (["image=a.xyz"], "a.xyz: .xyz is not known; output files are .png"),
         (["a.xyz"], ".xyz is not known"),
-        (["image=a.wav"], "image is image, and .wav is not; .png"),
-        (["film=a.wav"], "film is video, and .wav is not; .mp4"),
-        (["sound=a.png"], "sound is audio, and .png is not; .wav"),
-        (["latents=a"], "latents is latents, and a folder is not; .safetensors"),
+        (["image=a.wav"], "image is image, which is not saved as .wav but as .png"),
+        (["film=a.wav"], "film is video, which is not saved as .wav but as .mp4"),
+        (["sound=a.png"], "sound is audio, which is not saved as .png but as .wav"),
+        (["latents=a"], "latents is latents, which is not saved as a folder but as .safetensors"),
         (["a.png", "b.png"], "say for which output"),
         (["image=a.png", "b.png"], "say for which output"),
-        (["image=a.png", "film=a.png"], "two outputs go to one file"),
+        (["image=a.png", "film=a.png"], "two outputs have the same file"),
         (["image=/proc/none/a.png"], "cannot be written"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_pipelines import TinyPipeline, pixels, planned
+from whole_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.choices import apply_choices

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_pipelines import AMPLE, GRAPHS, TinyPipeline, pixels, streamed
+from whole_pipelines import AMPLE, GRAPHS, TinyPipeline, pixels, streamed
 
 from graphrun.graph.loading import load
 from graphrun.model.choices import apply_choices

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
 from torch import nn
+from whole_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
 
 from graphrun.errors import OutOfMemory, TransferFailed
 from graphrun.model.choices import apply_choices

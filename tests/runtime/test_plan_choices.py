@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_pipelines import GRAPHS, pixels, plain_image
+from whole_pipelines import GRAPHS, pixels, plain_image
 
 from graphrun.graph.graph import Graph, Lora
 from graphrun.graph.loading import load

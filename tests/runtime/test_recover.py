@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_pipelines import TinyPipeline, pixels, planned
+from whole_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import OutOfMemory
 from graphrun.model.problem import Problem

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_pipelines import TinyPipeline, pixels, planned, streamed
+from whole_pipelines import TinyPipeline, pixels, planned, streamed
 
 from graphrun.verify.simulate import simulate
 

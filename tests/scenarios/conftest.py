@@ -16,6 +16,6 @@ sys.path.append(str(HERE.parent.parent / "benchmarks"))
 @pytest.fixture(scope="session")
 def flux() -> Any:
     """Its graph, plans, host memory, and the picture of the plain pipeline."""
-    from tiny_pipelines import TinyPipeline
+    from whole_pipelines import TinyPipeline
 
     return TinyPipeline("flux-tiny", {"steps": 2, "height": 64, "width": 64})

@@ -17,8 +17,8 @@ import torch
 from peers_tools import modules_of
 from scenario_graphs import GRAPHS, Pages, nbytes, offloaded
 from test_s1_quantized import build_again, quantized_by_bitsandbytes
-from tiny_pipelines import TinyPipeline, pixels, planned, streamed
 from torch import nn
+from whole_pipelines import TinyPipeline, pixels, planned, streamed
 
 from graphrun import sim
 from graphrun.graph.loading import load
@@ -36,7 +36,7 @@ def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda 
 
 
 def picture(pipe: Any, flux: TinyPipeline) -> Any:
-    """The picture for the inputs of `tiny_pipelines.plain_image`."""
+    """The picture for the inputs of `whole_pipelines.plain_image`."""
     inputs = flux.inputs
     call = {name: inputs[name] for name in ("prompt", "height", "width", "guidance_scale", "max_sequence_length")}
     generator = torch.Generator("cpu").manual_seed(inputs["seed"])

@@ -16,8 +16,8 @@ import torch
 from peers_machine import Sim
 from scenario_graphs import GLM_ENCODE, Encoding, encode, graph_of, nbytes, offloaded
 from test_diffusers_offload import picture, pipeline
-from tiny_pipelines import TinyPipeline
 from torch import nn
+from whole_pipelines import TinyPipeline
 
 from graphrun import sim
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scenario_graphs import GRAPHS, Encoding, Pages, encode, equal, nbytes, offloaded
 from small_component import Small, hardware, problem, use
-from tiny_pipelines import TinyPipeline, pixels
+from whole_pipelines import TinyPipeline, pixels
 
 from graphrun import sim
 from graphrun.graph.loading import load

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scenario_graphs import nbytes, offloaded
 from test_diffusers_offload import pipeline
-from tiny_pipelines import GRAPHS, TinyPipeline, pixels, planned, streamed
+from whole_pipelines import GRAPHS, TinyPipeline, pixels, planned, streamed
 
 from graphrun.graph.loading import load
 from graphrun.model.directives import directed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, run, use
 from small_component import problem as small_problem
-from tiny_pipelines import TinyPipeline, pixels, planned, streamed
+from whole_pipelines import TinyPipeline, pixels, planned, streamed
 
 import graphrun
 from graphrun.errors import InputError

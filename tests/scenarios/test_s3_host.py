@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_pipelines import AMPLE, TinyPipeline, pixels
+from whole_pipelines import AMPLE, TinyPipeline, pixels
 
 from graphrun.errors import OutOfMemory
 from graphrun.graph.graph import Graph

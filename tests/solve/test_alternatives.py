@@ -47,7 +47,7 @@ def test_a_refused_directive_is_reported_with_the_reason() -> None:
     solution = solve(flux(8 * GIB, steps=4))
     found = alternatives(solution, "vae")
     exclude = next(of for of in found if of.placement == "exclude")
-    assert "no blocks that can be streamed" in exclude.refusal
+    assert "none of its blocks can be streamed" in exclude.refusal
     rows = alternatives_json(solution, "vae", found)["alternatives"]
     assert [row["feasible"] for row in rows] == [True, True, False, True, True]
     assert rows[0]["extra_seconds"] == 0
