@@ -1,4 +1,4 @@
-"""Every order of the stages and every way to run them: what there is to choose from before a program is written. Solves nothing."""
+"""Every order of the stages with every combination of stage options: the choices for which a program is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageChoice:
 
 
 def stage_choices(problem: Problem) -> tuple[tuple[StageChoice, ...], bool]:
-    """Every arrangement, the plainest first, and whether these are all: there may be more than `MOST_STAGE_CHOICES`."""
+    """Every order with every combination of options, the graph's own first, and whether these are all (see `MOST_STAGE_CHOICES`)."""
     plain = stages_of(problem)
     choices = [("", *(of.name for of in problem.options if of.stage == stage and _allowed(problem, of.needs))) for stage in plain]
     every = ((order, names) for order in topological_orders(problem) for names in product(*choices))
@@ -38,18 +38,19 @@ def stage_choices(problem: Problem) -> tuple[tuple[StageChoice, ...], bool]:
 def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
     """The orders of stages that the precedence allows, at most `MOST_STAGE_CHOICES` + 1 of them.
 
-    The problem's own comes first, the others sorted by the places that stages have in it. A chain has its own order alone; for
-    others networkx is imported.
+    They are sorted by the places that stages have in the problem's own order. Where that is the only one, networkx is not imported.
     """
     stages, pairs = stages_of(problem), problem.precedence
-    yield stages
-    if pairs is None or all(pair in pairs for pair in pairwise(stages)):
+    places = {stage: place for place, stage in enumerate(stages)}
+    own = pairs is None or all(places[earlier] < places[later] for earlier, later in pairs)
+    if own:
+        yield stages
+    if pairs is None or (own and all(pair in pairs for pair in pairwise(stages))):
         return
     import networkx
 
-    places = {stage: place for place, stage in enumerate(stages)}
     order = networkx.DiGraph()
-    order.add_nodes_from(reversed(stages))  # it begins with the last that is ready
+    order.add_nodes_from(reversed(stages))  # networkx begins with the last stage that is ready
     order.add_edges_from(pairs)
     found = islice(map(tuple, networkx.all_topological_sorts(order)), MOST_STAGE_CHOICES + 1)
     others = sorted((each for each in found if each != stages), key=lambda each: [places[stage] for stage in each])
