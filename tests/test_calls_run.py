@@ -141,7 +141,12 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(her
 def test_a_session_plans_pictures_of_another_size_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, planned = graphrun.load(GRAPH), list[dict[str, str]]()
     plan = graphrun.plan
-    monkeypatch.setattr(graphrun.api, "plan", lambda problem, **more: planned.append(dict(problem.settings)) or plan(problem, **more))
+
+    def counted(problem: Any, **more: Any) -> Any:
+        planned.append(dict(problem.settings))
+        return plan(problem, **more)
+
+    monkeypatch.setattr(graphrun.api, "plan", counted)
     with graphrun.Session(graph, vram="64M", hardware="sim", inputs=SMALL, runs=3) as session:
         made = [session.run({"image": picture(seed=seed), "seed": 3}).outputs["image"].tobytes() for seed in (0, 1, 0)]
         wide = session.run({"image": picture((96, 64)), "seed": 3}).outputs["image"]

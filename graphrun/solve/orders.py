@@ -23,7 +23,7 @@ class StageChoice:
 
 
 def stage_choices(problem: Problem) -> tuple[tuple[StageChoice, ...], bool]:
-    """Every order with every combination of options, the graph's own first, and whether these are all (see `MOST_STAGE_CHOICES`)."""
+    """Every order with every combination of options, own order first, and whether these are all (see `MOST_STAGE_CHOICES`)."""
     plain = stages_of(problem)
     choices = [("", *(of.name for of in problem.options if of.stage == stage and _allowed(problem, of.needs))) for stage in plain]
     every = ((order, names) for order in topological_orders(problem) for names in product(*choices))
