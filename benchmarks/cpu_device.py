@@ -55,7 +55,7 @@ class CpuDevice:
         """Copies."""
         target.copy_(source)
 
-    def read(self, nbytes: int) -> None:
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
         """The time has passed."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:

@@ -9,6 +9,7 @@ import torch
 
 from graphrun.sim.clock import Clock, Stream
 from graphrun.sim.ledger import Ledger
+from graphrun.sim.ordering import Ordering
 
 
 class ActiveMachine(Protocol):
@@ -18,6 +19,7 @@ class ActiveMachine(Protocol):
     ledger: Ledger
     clock: Clock
     hollow_bytes: int | None
+    ordering: Ordering | None
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -30,11 +32,11 @@ class ActiveMachine(Protocol):
     def charge(self, flops: int) -> None:
         """Counts work done on the compute timeline."""
 
-    def copy_in(self, nbytes: int, non_blocking: bool = False) -> None:
-        """Counts a copy of ``nbytes`` to the device."""
+    def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
+        """Counts a copy of ``nbytes`` to the device: whether the host waits for it."""
 
-    def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
-        """Counts a copy of ``nbytes`` to the host."""
+    def copy_out(self, nbytes: int, non_blocking: bool = False) -> bool:
+        """Counts a copy of ``nbytes`` to the host: whether the host waits for it."""
 
     def record(self, stream: Stream) -> float:
         """When what was issued to ``stream`` will be done."""
@@ -44,6 +46,9 @@ class ActiveMachine(Protocol):
 
     def synchronize(self) -> None:
         """Joins the timelines."""
+
+    def join(self, stream: Stream) -> None:
+        """The host waits for ``stream``."""
 
 
 active: ContextVar[ActiveMachine | None] = ContextVar("graphrun_sim_machine", default=None)

@@ -38,14 +38,17 @@ class Clock:
         """Charges ``seconds`` to the current stream; the host does not wait."""
         self._times[self.current] = max(self._times[self.current], self._host) + seconds
 
-    def copy(self, seconds: float, non_blocking: bool = False) -> None:
-        """Charges a copy between host and device: in the copy stream asynchronous, otherwise the host waits for its end.
+    def copy(self, seconds: float, non_blocking: bool = False) -> bool:
+        """Charges a copy between host and device: in the copy stream asynchronous, otherwise the host waits for its end. Whether
+        it waited.
 
         Where the stream was entered as ``synchronous``, only ``non_blocking`` copies are asynchronous, as on CUDA.
         """
         self.work(seconds)
-        if self.current == "compute" or (self._synchronous and not non_blocking):
+        waits = self.current == "compute" or (self._synchronous and not non_blocking)
+        if waits:
             self.join(self.current)
+        return waits
 
     @contextmanager
     def on(self, stream: Stream, synchronous: bool = False) -> Iterator[None]:

@@ -40,7 +40,7 @@ class SimStream:
 
     def synchronize(self) -> None:
         """The host waits for what was issued to it so far."""
-        active_machine().clock.join(self.timeline)
+        active_machine().join(self.timeline)
 
     def wait_stream(self, other: SimStream) -> None:
         """What is issued from now on starts after what was issued to ``other`` so far."""

@@ -95,8 +95,8 @@ class Device(Protocol):
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy to the host on the copy stream. Raises as `copy_in`."""
 
-    def read(self, nbytes: int) -> None:
-        """``nbytes`` were read from disk just now: a clock that is not the host's is charged."""
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
+        """``nbytes`` were read from disk just now, for ``target`` in host memory: a clock that is not the host's is charged."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
         """Does ``job`` beside what the host does, one job after another: a function that waits for it and raises what it raised."""
