@@ -1,4 +1,4 @@
-"""The CPU as a device of the executor's: what is resident there lies in ordinary memory, and both streams are the host itself.
+"""The CPU as a device of the executor: resident weights are in ordinary memory, and both streams run on the host.
 
 For measuring what following a plan costs where the plain pipeline runs on the very same hardware. Counts no bytes.
 """

@@ -13,7 +13,7 @@ from graphrun.model.choices import reorder  # noqa: E402
 from graphrun.model.plan import Plan  # noqa: E402
 from graphrun.model.problem import Problem  # noqa: E402
 from graphrun.solve.actions import plan_of  # noqa: E402
-from graphrun.solve.baselines import MODES, Mode, fitting  # noqa: E402
+from graphrun.solve.baselines import BASELINES, Baseline, fitting  # noqa: E402
 from graphrun.solve.program import program_of  # noqa: E402
 from graphrun.verify.check import check  # noqa: E402
 from graphrun.verify.simulate import simulate  # noqa: E402
@@ -21,9 +21,9 @@ from graphrun.verify.simulate import simulate  # noqa: E402
 
 def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
     """Per mode, with the variants, options and order of ``plan``, which takes ``seconds``: its seconds over the plan's, its bytes;
-    None: it does not fit. The modes pass whole blocks, as ``problem`` has them, also where the plan cuts finer."""
+    None: it does not fit. The modes stream whole blocks, even where the plan splits a component into layers."""
     found = dict[str, Any]()
-    for mode in MODES:
+    for mode in BASELINES:
         fitting = [other for other in _plans(problem, plan, mode) if not check(problem, other)]
         best = min((simulate(problem, other) for other in fitting), key=lambda each: each.total_seconds, default=None)
         found[mode] = best and {
@@ -34,13 +34,13 @@ def compared(problem: Problem, plan: Plan, seconds: float) -> dict[str, Any]:
     return found
 
 
-def _plans(problem: Problem, plan: Plan, mode: Mode) -> Iterator[Plan]:
-    arranged = reorder(problem, plan.order, dict(plan.options))
+def _plans(problem: Problem, plan: Plan, mode: Baseline) -> Iterator[Plan]:
+    reordered = reorder(problem, plan.order, dict(plan.options))
     names = dict(plan.variants)
     variants = []
     for component in problem.components:
         every = [variant.name for variant in component.variants]
         variants.append((every.index(names.get(component.name, every[0])),))
-    program = program_of(arranged, variants)
+    program = program_of(reordered, variants)
     for choice in fitting(program, mode):
         yield plan_of(program, choice, problem, plan.options, plan.order)

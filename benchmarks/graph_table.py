@@ -2,7 +2,7 @@
 
     python benchmarks/graph_table.py [NAME ...]      all graphs, or those named; the others keep their lines
 
-Needs no weights and no GPU. Pyramid-Flow's own code is no package: its rows are of the stand-in in `tests/standins`.
+Needs no weights and no GPU. Pyramid-Flow's code is not a package: its rows are measured on the stand-in in `tests/standins`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,15 @@ Each of these files in `graphs/` plans with no weights and no GPU: sizes come fr
 pipeline's own code. Times are of one cold run, weights read from disk, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at
 each graph's default inputs; peaks in GiB are what `nvidia-smi` would show. Made by `make tables`.
 
-Pyramid-Flow (miniFLUX, 768p) is a stand-in's: its own code is no package. `tests/standins` has its parameters and its calls
-(units, stages, steps, a history that grows, a VAE that decodes piece by piece in tiles), not what its convolutions keep of the
-piece before.
+Pyramid-Flow (miniFLUX, 768p) is measured on a stand-in, since its code is not a package. `tests/standins` has its parameters
+and its calls (units, stages, steps, a growing history, a VAE that decodes piece by piece in tiles), not what its convolutions
+cache of the previous piece.
+
+`graphrun graph graphs/flux-dev.yaml --as svg -o flux-dev.svg` draws a graph: stages, the components they use, and the values
+between them, with the bytes that `graphrun estimate` shows; `--as mermaid` and `--as dot` write it as text. An edge that a
+longer path implies is left out, and its value names the other readers. In Python, `graphrun.load(file).to_networkx()` returns a
+`networkx.DiGraph`, with nodes such as `stage:encode`, `value:encode.embeds`, `component:vae`, `input:prompt` and
+`output:image`.
 
 ## Components
 
@@ -61,7 +67,7 @@ GiB in the precision that the checkpoint is run in, buffers included.
 MIDDLE = """
 ## Predicted time and peak
 
-`-`: does not fit; the smallest budget that works stands beside it.
+`-`: does not fit; the smallest budget that works is in parentheses.
 
 | graph | """
 

@@ -7,7 +7,7 @@ graphs     each graph x VRAM x RAM, with nothing allowed that changes the output
 sessions   the same for ten runs, cold then warm, with RAM to spare and without; CPU seconds too, since other programs run beside it
 random     12 components x 20 stages, seeded: seconds to solve and gap
 
-A graph whose dry run knows one variant of each component is given more by rule (three precisions x three backing stores), and says so.
+A graph with a single variant per component gets more by rule (three precisions x three backing stores); the results mark this.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
     for vram in VRAM:
         for ram in RAM if runs == 1 else (32, 64):
             for allow in dict.fromkeys(((), everything)):
-                given = replace(
+                extended = replace(
                     problem,
                     budget_bytes=vram * GIB,
                     ram_bytes=ram * GIB,
@@ -121,7 +121,7 @@ def graph_rows(name: str, runs: int) -> Iterator[dict[str, Any]]:
                     runs=runs,
                 )
                 of = {"vram_gib": vram, "ram_gib": ram, "allow": list(allow), "variants_by_rule": problem is not base}
-                yield of | measured(given)
+                yield of | measured(extended)
 
 
 def random_problem(seed: int, components: int = 12, stages: int = 20) -> Problem:

@@ -42,7 +42,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 def many(count: int) -> dict[str, Any]:
-    """Prompts by the chosen course, one cold run after another, and under diffusers' model offload: bytes and seconds."""
+    """Prompts by the chosen schedule, as separate cold runs, and under diffusers' model offload: bytes and seconds."""
     import graphrun
     from graphrun.verify.simulate import simulate
 
@@ -64,7 +64,7 @@ def many(count: int) -> dict[str, Any]:
         "measured_seconds": batch.seconds,
         "predicted_bytes": schedule.moved_bytes,
         "measured_bytes": batch.moved_bytes,
-        "item by item, cold": {
+        "request by request, cold": {
             "predicted_seconds": count * cold.seconds,
             "predicted_bytes": count * cold.moved_bytes,
             "measured_seconds_each": [trace.seconds for trace in measured],
@@ -142,8 +142,8 @@ def full_size(count: int) -> dict[str, Any]:
     found = schedules(of, problem, {stage.name: count for stage in of.stages}, count, graphrun.plan)
     return {
         "prompts": count,
-        "item by item, cold": {"predicted_seconds": count * cold.seconds, "predicted_bytes": count * cold.moved_bytes},
-        "courses": {
+        "request by request, cold": {"predicted_seconds": count * cold.seconds, "predicted_bytes": count * cold.moved_bytes},
+        "schedules": {
             schedule.name: {"predicted_seconds": schedule.seconds, "predicted_bytes": schedule.moved_bytes} for schedule in found
         },
         "chosen": found[0].name,
@@ -157,13 +157,13 @@ def session(runs: int) -> dict[str, Any]:
     with graphrun.Session(graph(), inputs=SMALL, runs=runs, **BUDGET) as held:
         traces = held.map(prompts(runs))
         left = held.close()
-    told = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
+    events = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
     seconds = [trace.seconds for trace in traces]
     return {
         "runs": runs,
         "first_seconds": seconds[0],
         "further_seconds": [min(seconds[1:]), max(seconds[1:])],
-        "same_actions": all(each == told[1] for each in told[1:]),
+        "same_actions": all(each == events[1] for each in events[1:]),
         "drift": (max(seconds[1:]) - min(seconds[1:])) / min(seconds[1:]),
         "same_peaks": len({trace.peak_bytes for trace in traces[1:]}) == 1,
         "left_bytes_after_close": {tier.name: tier.left_bytes for tier in left},
@@ -279,7 +279,7 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
             "kills": sum(each["kills"] for each in found),
             "batches": sum(each["batches"] for each in found),
             "requests": requests,
-            "every item there once, equal to the unbroken run": not any(each["unequal"] for each in found),
+            "every request done once, equal to the uninterrupted run": not any(each["unequal"] for each in found),
             "seeds": found,
         }
     finally:
@@ -350,8 +350,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer prompts, runs, kills and seconds; nothing is written")
     parser.add_argument("--only", action="append", help="this part alone (the beginning of its name); the others' results stay")
-    told = parser.parse_args()
-    quick, path = told.quick, ROOT / "benchmarks/results/repeated.json"
+    options = parser.parse_args()
+    quick, path = options.quick, ROOT / "benchmarks/results/repeated.json"
     import torch
 
     torch.set_num_threads(1)
@@ -368,10 +368,10 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "highspy")},
     }
-    if told.only and path.exists():
+    if options.only and path.exists():
         result = {**json.loads(path.read_text()), **result}
     for name, measure in parts.items():
-        if told.only and not any(name.startswith(start) for start in told.only):
+        if options.only and not any(name.startswith(start) for start in options.only):
             continue
         result[name] = measure()
         print(name, json.dumps(result[name], indent=1), flush=True)

@@ -2,11 +2,11 @@
 
 .venv/bin/python benchmarks/start_up.py      writes benchmarks/results/start_up.json
 
-cold     nothing kept: imports, dry run, numbers, solver, screen
-traced   the dry run kept, another budget: numbers and solver
-warm     everything kept: no torch, no solver
+cold     empty cache: imports, dry run, numbers, solver, screen
+traced   dry run cached, another budget: numbers and solver
+warm     everything cached: no torch, no solver
 
-Wall-clock seconds mean something on an idle machine only, so processor seconds and the load stand beside them.
+Wall-clock seconds mean something on an idle machine only, so processor seconds and the load are reported too.
 """
 
 from __future__ import annotations

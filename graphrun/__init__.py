@@ -1,8 +1,8 @@
-"""graphrun plans ahead where every component of a diffusion pipeline lies, within a VRAM and a RAM budget, and runs it so.
+"""graphrun plans the placement of every component of a diffusion pipeline within a VRAM and a RAM budget, and executes that plan.
 
     graph    = graphrun.load("graphs/flux-dev.yaml")
     problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
-    solution = graphrun.plan(problem)  # raises graphrun.Infeasible, which explains itself
+    solution = graphrun.plan(problem)  # raises graphrun.Infeasible, which says what does not fit
     trace    = graphrun.run(solution, graph, inputs={"prompt": "a lighthouse"})
 
 Importing this package imports neither torch nor a solver.
@@ -42,11 +42,11 @@ __all__ = [
     "survey",
 ]
 
-_IMPORTED_WHEN_USED = {"Session": "graphrun.session", "Infeasible": "graphrun.solve.infeasible"}
+_LAZY = {"Session": "graphrun.session", "Infeasible": "graphrun.solve.infeasible"}
 
 
 def __getattr__(name: str) -> Any:
-    """`Session` and `Infeasible`, whose modules import torch or a solver."""
-    if name in _IMPORTED_WHEN_USED:
-        return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
+    """Imports `Session` and `Infeasible` on first use: their modules import torch or a solver."""
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The functions that `graphrun` exports. Each imports what it needs when it is called, so that importing this stays fast."""
+"""The public functions of `graphrun`. Each imports what it needs when it is called, so that ``import graphrun`` stays fast."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
     """The graph in the YAML file at ``path``. Raises GraphError with file and line.
 
-    ``trust``: packages of which it may name any class, and so run code, beside modules, schedulers, tokenizers, processors and
-    pipelines of diffusers and transformers. Its own ``allow:`` only asks for them.
+    By default the file may name modules, schedulers, tokenizers, processors and pipelines of diffusers and transformers.
+    ``trust``: packages of which it may name any class, and so run code. The file's own ``allow:`` only requests them.
     """
     from graphrun.graph.loading import load as read
 
@@ -54,26 +54,34 @@ def estimate(
     precomputed: Iterable[str] = (),
     cache: Path | None = None,
 ) -> Problem:
-    """The numbers of running ``graph`` within its budgets, from a dry run: no weights, no GPU.
+    """The planning problem of running ``graph`` within its budgets, from a dry run: needs no weights and no GPU.
 
-    ``vram`` and ``ram`` are sizes such as ``"8G"`` or bytes; ``vram="50%"`` is a share of the device. ``ram="auto"`` is what this
-    machine (its cgroup) has left, and what components handed in take; ``pinned`` limits what of it is page-locked, ``disk`` what is
-    written. ``runs`` above 1: a session, a first run and others that find what it left. ``allow`` names what may change outputs:
-    ``precision`` (those that the graph lists) or one of them, ``cpu``, ``tiling``, ``split``. ``hardware`` is a name from
-    `graphrun.profile.hardware.priors`, or of a profile that `graphrun calibrate` left in ``cache``; None takes the CUDA device
-    that is found, else rtx4090. ``keep``: components that stay from their first use to the end; ``exclude``: components of which
-    nothing stays that can be streamed; ``pin``: components whose backing store is page-locked; ``reserve``: a part of the budget left to
-    other programs. They add to the graph's own. ``until``: a stage; only what its outputs need is planned, and a run ends behind
-    it, with these outputs. ``precomputed``: names of values (or of their stages) that a run is handed, such as those that `precomputed` finds:
-    these stages are not planned, and what only they use is not loaded. ``cache`` is a folder where dry runs and problems are kept:
-    with one found there, no torch is imported. Of a pipeline (`from_pipeline`) ``inputs`` are a call's arguments.
+    ``vram``, ``ram``  sizes such as ``"8G"``, or bytes; ``vram="50%"`` is a share of the device; ``ram="auto"`` is what the
+                       machine (or its cgroup) has left, plus what modules passed in take
+    ``pinned``         limit of page-locked RAM; ``disk``: limit of bytes written to disk
+    ``runs``           above 1: a session, a cold first run and ``runs - 1`` warm ones
+    ``allow``          what may change outputs: ``precision`` (all that the graph lists) or one of them, ``cpu``, ``tiling``,
+                       ``split``
+    ``hardware``       a name from `graphrun.profile.hardware.priors`, or of a profile that ``graphrun calibrate`` saved in
+                       ``cache``; None: the CUDA device found, else rtx4090
+    ``inputs``         inputs of the graph; of a pipeline (`from_pipeline`) the arguments of a call
+    ``keep``           components that stay on the device from their first use to the end
+    ``exclude``        components that are always streamed, with no block kept on the device
+    ``pin``            components whose backing store is page-locked
+    ``reserve``        part of the VRAM budget left to other programs. All four add to the graph's own directives
+    ``until``          a stage: only what its outputs need is planned, and a run returns these outputs
+    ``precomputed``    names of values (or of their stages) that a run gets ready-made, such as those that `precomputed` finds:
+                       their stages are not planned, and components that only they use are not loaded
+    ``cache``          a folder of dry runs and problems; a problem found there is returned without importing torch
+
+    Raises InputError for arguments that mean nothing.
     """
     from graphrun.graph.graph import Graph as Declared
     from graphrun.profile.machine import ram_budget
 
     hardware = _hardware(hardware, cache)
-    known_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
-    budget_bytes = parse_size(vram, whole_bytes=known_bytes, name="vram")
+    capacity_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
+    budget_bytes = parse_size(vram, whole_bytes=capacity_bytes, name="vram")
     ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
     reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
     if not isinstance(graph, Declared):
@@ -92,14 +100,14 @@ def estimate(
     limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow))
     problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
     problem = replace(problem, until=until or "")
-    handed = tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))
-    return _handed_in(problem, graph, handed) if handed else problem
+    stages = tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))
+    return _without_stages(problem, graph, stages) if stages else problem
 
 
 def _host_limits(ram_bytes: int, pinned: str | int | None, disk: str | int | None, runs: int) -> tuple[int | None, int | None]:
-    """Budgets of page-locked RAM and disk in bytes; InputError for what is none, or for a session without a run."""
+    """Budgets of page-locked RAM and disk in bytes; None: unlimited. Raises InputError for a bad size, or fewer than one run."""
     if runs < 1:
-        raise InputError(f"runs {runs}: a session has one run at least")
+        raise InputError(f"runs {runs}: a session has at least one run")
     pinned_bytes = None if pinned is None else parse_size(pinned, whole_bytes=ram_bytes, name="pinned")
     return pinned_bytes, None if disk is None else parse_size(disk, name="disk")
 
@@ -114,11 +122,11 @@ def precomputed(
     allow: Iterable[str] = (),
     until: str | None = None,
 ) -> dict[str, Any]:
-    """Values that earlier runs left in the folder ``cache`` for these very ``inputs``, by name as in ``encode.embeds``.
+    """Stage outputs that earlier runs with the same ``inputs`` cached in the folder ``cache``, by name as in ``encode.embeds``.
 
-    Hand them to `estimate` and `run` as ``precomputed``: what only made them is then neither planned nor loaded. ``what``: ``encoded``,
-    the outputs of `encode_prompt`; ``all``, latents too. A value counts where everything that made it is the same: weights,
-    precision, code, versions, device, inputs.
+    Pass them to `estimate` and `run` as ``precomputed``: their stages are then neither planned nor run, and components that only
+    they use are not loaded. ``what``: ``encoded`` for the outputs of `encode_prompt`, ``all`` for latents too. A value is found
+    only where everything it depends on is equal: weights, precision, code, versions, device, inputs.
     """
     from graphrun.batch.cache.reuse import reuse_for
 
@@ -133,9 +141,10 @@ def survey(
     inputs: Mapping[str, Any] | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
-    """What ``graph`` takes, part by part and without a budget, as JSON-ready data: weights by precision, activations, values,
-    FLOPs and seconds, each with its basis: what earlier runs measured, as ``cache`` knows it, before what was traced. Arguments as
-    for `estimate`.
+    """What ``graph`` needs without a budget, as JSON-ready data: weights by precision, activations, values, FLOPs, seconds.
+
+    Each number has its basis; measurements of earlier runs in ``cache`` take precedence over traced numbers. Arguments as for
+    `estimate`.
     """
     hardware = _hardware(hardware, cache)
     values = graph.for_planning(inputs or {})
@@ -149,10 +158,10 @@ def survey(
 
 
 def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float], None] | None = None) -> Solution:
-    """The fastest schedule that fits, with its proof. Raises Infeasible, which names what does not fit and what would.
+    """The fastest plan that fits, with its proof. Raises Infeasible, which names what does not fit and which budgets would do.
 
-    ``cache`` is a folder where plans are kept; one found there is checked before it counts. ``solved`` is called with the seconds
-    that solving took, where it was solved.
+    ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is called with the seconds that
+    solving took, and not where the plan was found.
     """
     from graphrun.files import Store
     from graphrun.store import solution_for
@@ -174,16 +183,21 @@ def run(
     reuse: What = "encoded",
     note: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Runs ``graph`` by ``solution`` and returns the trace; ``trace.outputs`` holds the pictures.
+    """Runs ``graph`` by ``solution``. Returns the trace; ``trace.outputs`` holds the images.
 
-    ``inputs`` may differ from the planned ones in texts and seeds only. ``modules`` are components built before (to run several
-    times without loading twice). ``random_weights`` ignores the graph's source. What is measured is kept in the folder ``cache``,
-    for the next `estimate` with it, and so are outputs of stages, for `precomputed`: those that ``reuse`` names (``encoded``, ``all``,
-    ``none``). ``precomputed``: the values that the plan counts on. ``note`` is told why outputs are not kept where the folder will not
-    do. Where the device has less memory than planned, or a stage takes more, the rest is planned again and the run goes on;
-    ``tell`` gets one line each time. Raises PlanError before anything is loaded when the plan is not for this graph or breaks a
-    rule; OutOfMemory when no plan fits what is left, with what finished stages made saved and named; TransferFailed or BrokenPlan
-    when reality differs otherwise. The device is back at its baseline then.
+    ``inputs``          may differ from the planned ones in texts and seeds only
+    ``modules``         components that are already built, to run several times without reading weights again
+    ``random_weights``  random weights instead of those of the graph's source
+    ``progress``        called with (slot, call, calls) at the start of every call into a component
+    ``cache``           a folder: measurements are saved there for the next `estimate`, and stage outputs for `precomputed`
+    ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or ``none``
+    ``precomputed``     the values that the plan needs ready-made
+    ``tell``, ``note``  called with one line for each replan; with the reason where outputs cannot be cached
+
+    Where the device has less memory than planned, or a stage takes more, the remainder is planned again and the run continues.
+    Raises PlanError before anything is loaded where the plan is not for this graph or breaks a rule; OutOfMemory where no plan fits
+    the memory left (outputs of finished stages are saved, and named in the message); TransferFailed or BrokenPlan where execution
+    differs from the plan otherwise. The device is back at its baseline in every case.
     """
     from graphrun.batch.cache.reuse import reuse_for
     from graphrun.profile.machine import host_ram_bytes, taken_bytes
@@ -194,16 +208,19 @@ def run(
     problem = solution.problem
     graph = graph.until(problem.until) if problem.until else graph
     graph = graph.without_sources() if random_weights else graph
-    values, left = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)
-    refuse_unfit(problem, solution.plan, left)
-    stages: dict[str, Any] = {"precomputed": _handed(left, precomputed or {})}
+    values, remaining = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)
+    refuse_unfit(problem, solution.plan, remaining)
+    options: dict[str, Any] = {"precomputed": _required_values(remaining, precomputed or {})}
     if cache is not None and not modules and reuse != "none":
-        from graphrun.batch.cache.keys import way_of
+        from graphrun.batch.cache.keys import choices_of
 
-        way, keeper = way_of(problem, solution.plan), reuse_for(graph, values, problem.hardware, cache, reuse, (), note)
-        stages["after_stage"] = lambda stage, outputs: keeper.keep(stage, outputs, way)
-    stages["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
-    trace = execute(problem, solution.plan, left, values, open_device(problem), modules, progress, tell=tell, **stages)
+        choices, outputs_cache = (
+            choices_of(problem, solution.plan),
+            reuse_for(graph, values, problem.hardware, cache, reuse, (), note),
+        )
+        options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
+    options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
+    trace = execute(problem, solution.plan, remaining, values, open_device(problem), modules, progress, tell=tell, **options)
     if cache is not None:
         from graphrun.files import Store
         from graphrun.profile.feedback import remember
@@ -213,7 +230,7 @@ def run(
 
 
 def from_pipeline(pipe: Any) -> LivePipeline:
-    """``pipe``, a diffusers pipeline, as something that `estimate` plans: its weights may be on the CPU or on meta, and stay there.
+    """Wraps ``pipe``, a diffusers pipeline with weights on the CPU or on meta, for `estimate`. Its weights are not moved.
 
     ``estimate(from_pipeline(pipe), vram="8G", inputs={"prompt": "a lighthouse", "height": 1024})``. Raises InputError.
     """
@@ -233,13 +250,13 @@ def attach(
     exclude: Iterable[str] = (),
     reserve: str | int | None = None,
 ) -> Attachment:
-    """Takes over where the weights of ``pipe``, a diffusers pipeline on the CPU, are: in place of ``enable_model_cpu_offload()``.
+    """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``enable_model_cpu_offload()``.
 
-    Each call of it (and of its methods and components) is planned within the budgets from a dry run of that very call, then runs by
-    the plan, with the results of a pipeline that is wholly on the device. ``attached.report()`` shows planned beside measured,
-    ``attached.detach()`` undoes it; so does leaving it as a context manager. ``device`` is ``cuda``, ``sim`` or a device of
-    `graphrun.executor`; budgets, ``hardware`` and directives are as for `estimate`. Raises InputError where something else moves
-    the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    Each call of the pipeline (and of its methods and components) is planned within the budgets from a dry run of that call, then
+    executed by the plan. Results are those of a pipeline that is entirely on the device. ``attached.report()`` shows planned and
+    measured numbers of the last call. ``attached.detach()``, or leaving it as a context manager, undoes it. ``device``: ``cuda``,
+    ``sim`` or a `graphrun.runtime.devices.device.Device`; budgets, ``hardware`` and directives are as for `estimate`. Raises
+    InputError where something else moves the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
     from graphrun.diffusers_.attach import Attachment, demands_of, hardware_of
     from graphrun.diffusers_.live import components_of
@@ -248,12 +265,12 @@ def attach(
     from graphrun.runtime.devices.open import open_hardware
 
     refuse_placed(pipe)
-    place = hardware_of(device, hardware)
-    opened = open_hardware(place) if device is None or isinstance(device, str) else device
-    budget_bytes = parse_size(vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None, name="vram")
+    chosen = hardware_of(device, hardware)
+    opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
+    budget_bytes = parse_size(vram, whole_bytes=chosen.capacity_bytes if chosen.device != "sim" else None, name="vram")
     ram_bytes = ram_budget(ram, components_of(pipe).values())
     reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
-    return Attachment(pipe, opened, place, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
+    return Attachment(pipe, opened, chosen, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
 
 
 def run_many(
@@ -273,79 +290,83 @@ def run_many(
     note: Callable[[str], None] | None = None,
     **budgets: Any,
 ) -> Batch:
-    """What came of each of ``inputs``: mappings of inputs, or texts, each a prompt. ``common`` holds inputs of all.
+    """Runs ``graph`` for each of ``inputs``, mappings of inputs or prompts. ``common``: inputs that all requests share.
 
-    Item by item or stage by stage, in groups that fit, as is predicted fastest; loaded weights stay from run to run where the plan
-    says so, and equal stages run once. ``budgets`` and what else is demanded are `estimate`'s arguments. ``resume`` is a folder for
-    the state of the batch: called again with it, the batch goes on from its last finished item, stage or denoising step, with the
-    same bits in the end. ``sink`` takes each item's outputs as they come and returns their files, else they are in the result.
-    An item whose run fails is in the result's ``errors``; with ``strict`` it is raised at once. Others are as for `run`.
+    Runs request by request or stage by stage, whichever is predicted fastest, in groups that fit RAM and disk. Weights stay loaded
+    from run to run where the plan says so, and equal stages run once. ``budgets``: arguments of `estimate`. ``resume``: a folder
+    for the state of the batch; a call with the same folder resumes after the last finished request, stage or denoising step, and
+    ends with the same bits. ``sink`` is called with the outputs of each finished request and returns the files it wrote; without
+    it the outputs are in the result. A request whose run fails is in the result's ``errors``; ``strict`` raises its error instead.
+    Other arguments are as for `run`.
     """
-    from graphrun.batch import queue as many
+    from graphrun.batch import queue
     from graphrun.batch.cache.reuse import reuse_for
     from graphrun.batch.journal import Journal
-    from graphrun.batch.requests import listed, refuse_broken, resolved
-    from graphrun.batch.watch import Watcher as Watching
+    from graphrun.batch.requests import refuse_broken, requests_from, resolved
+    from graphrun.batch.watch import Watcher as NoWatcher
     from graphrun.profile.machine import ram_budget
 
     until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
     graph = graph if until is None else graph.until(until)
     graph = graph.without_sources() if random_weights else graph
-    requests = resolved(listed(inputs), graph, common or {})
+    requests = resolved(requests_from(inputs), graph, common or {})
     if strict:
         refuse_broken(requests)
     allow = graph.allowed(budgets.get("allow", ()))
-    budgets["ram"] = ram_budget(budgets.get("ram", "auto"), (modules or {}).values())  # what is left changes meanwhile
+    budgets["ram"] = ram_budget(
+        budgets.get("ram", "auto"), (modules or {}).values()
+    )  # "auto" is resolved once: what is left changes during the batch
 
     def estimated(values: Mapping[str, Any]) -> Problem:
         return estimate(graph, inputs=values, hardware=hardware, cache=cache, **budgets)
 
-    def keeper(values: Mapping[str, Any]) -> Reuse:
+    def output_cache(values: Mapping[str, Any]) -> Reuse:
         assert cache is not None
         return reuse_for(graph, values, hardware, cache, reuse, allow, note)
 
-    means = many.Means(
+    context = queue.BatchContext(
         estimate=estimated,
         solve=lambda problem: plan(problem, cache=cache),
         device_name=f"{hardware.device} {hardware.name}",
-        reuse=keeper if cache is not None and not modules and reuse != "none" else None,
+        reuse=output_cache if cache is not None and not modules and reuse != "none" else None,
         modules=modules,
         journal=Journal(resume) if resume is not None else None,
         device=device,
         sink=sink,
-        watcher=watcher or Watching(),
+        watcher=watcher or NoWatcher(),
         strict=strict,
     )
-    return many.run_requests(graph, requests, means)
+    return queue.run_requests(graph, requests, context)
 
 
 def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """``inputs`` completed from the plan's settings and the graph's defaults.
 
-    Raises PlanError when one that the plan depends on differs from what was planned.
+    Raises PlanError where an input that the plan depends on differs from the planned one.
     """
     from graphrun.graph.settings import completed
 
     return completed(graph.until(problem.until) if problem.until else graph, problem.settings, inputs)
 
 
-def _handed_in(problem: Problem, graph: Graph, precomputed: tuple[str, ...]) -> Problem:
+def _without_stages(problem: Problem, graph: Graph, precomputed: tuple[str, ...]) -> Problem:
+    """``problem`` without the stages ``precomputed`` and what only they need."""
     from graphrun.model.precomputed import without
 
-    left = graph.with_precomputed(precomputed)
-    return without(problem, [stage.name for stage in left.stages], precomputed, left.digest)
+    remaining = graph.with_precomputed(precomputed)
+    return without(problem, [stage.name for stage in remaining.stages], precomputed, remaining.digest)
 
 
-def _handed(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of ``precomputed`` that ``graph`` counts on. Raises PlanError naming one that is not there."""
+def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``precomputed`` that ``graph`` reads. Raises PlanError naming those that are missing."""
     wanted = [str(reference).removeprefix("$") for reference in graph.precomputed]
     if missing := [name for name in wanted if name not in precomputed]:
-        raise PlanError(f"the plan counts on {', '.join(missing)}, made before: hand it in as given=, or plan without")
+        raise PlanError(f"the plan needs precomputed values: pass {', '.join(missing)} in precomputed=, or plan again without them")
     return {name: precomputed[name] for name in wanted}
 
 
 def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
-    """The hardware meant: as it is, by name (a profile or a prior), or where nothing is given the card found, else a prior."""
+    """The hardware ``asked`` for: itself, by name (a profile or a prior), or by default the card found, else a prior."""
     from graphrun.profile.hardware_profiles import chosen
 
     return chosen(asked, cache)

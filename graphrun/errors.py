@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each says what was wrong, where, and what to do; each carries its exit code."""
+"""Errors that graphrun raises on purpose. A message says what is wrong, where, and what to do; each class has an exit code."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class GraphrunError(Exception):
-    """Base of all errors that graphrun raises on purpose; ``exit_code`` is what the command line returns."""
+    """Base class of graphrun's errors. ``exit_code`` is the exit status of the command line."""
 
     exit_code = 2
 
 
 class InputError(GraphrunError):
-    """Something that was handed in is wrong: a file, a size, an input, an option. ``where`` is ``file:line`` or empty."""
+    """Invalid input: a file, a size, a value, an option. ``where`` is ``file:line``, or empty."""
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(f"{where}: {message}" if where else message)
@@ -20,28 +20,31 @@ class InputError(GraphrunError):
 
 
 class GraphError(InputError):
-    """A graph file is wrong."""
+    """A graph file is invalid."""
 
 
 class PlanError(InputError):
-    """A plan is refused before anything ran: its text is malformed, its digest differs, or a rule is violated."""
+    """A plan is refused before the run starts: its text is malformed, a digest differs, or it violates a rule."""
 
 
 class BrokenPlan(GraphrunError):
-    """Reality left the plan: a cap was broken, a component was entered out of turn, bytes were left behind."""
+    """A run deviated from its plan: memory cap exceeded, component called out of order, bytes not released."""
 
     exit_code = 4
 
 
 class OutOfMemory(BrokenPlan):
-    """The device refused an allocation within the planned budget: in the slot ``part`` of ``phase`` ("": in none), when it had held
-    at most ``peak_bytes`` in it, for which ``planned_bytes`` were planned, and this process might have ``available_bytes``."""
+    """The device refused an allocation although the plan respects the budget.
+
+    ``phase`` and ``part`` name the slot in which it happened ("": outside of any slot). ``planned_bytes`` and ``peak_bytes`` are
+    the planned and the measured peak of that slot, ``available_bytes`` what this process could allocate in total at that moment.
+    """
 
     phase = part = ""
     planned_bytes = 0
     peak_bytes = 0
     available_bytes = 0
-    partial: Any = None  # the trace of what was finished before
+    partial: Any = None  # Trace of the stages that finished before
 
 
 class TransferFailed(BrokenPlan):

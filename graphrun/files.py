@@ -1,13 +1,13 @@
-"""A folder of small JSON entries that may vanish, be damaged, or be written by several processes at once, without harm.
+"""Atomic file writes, and a size-limited store of JSON entries that several processes may share.
 
-Decides how an entry is kept, never what. An entry is whole under its name or absent; one that does not read back is absent too.
+Files: a file exists completely under its name or not at all, whichever process is killed when.
+
+    write .a.png.new-x7k2p9qd (locked) -> rename to a.png     a process that is killed in between leaves its temporary file,
+    unlocked the next write of a.png removes .a.png.new-* that no process locks
+
+Entries: a damaged entry counts as absent. Entries may vanish or be written by several processes at once.
 
     <folder>/<kind>-<key>.json       first line: SHA-256 of the second; second line: the data
-
-Files that are whole under their names or absent, whatever is killed when. Knows nothing of what they hold.
-
-write .a.png.new-x7k2p9qd (locked) -> rename to a.png      killed between: the lock goes with the process, the file stays,
-the next to write a.png: .a.png.new-* that nobody locks are swept away           and whoever writes a.png next sweeps it away
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from graphrun.units import MIB
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = False) -> None:
-    """``write(temporary)`` makes the content, which then appears at ``path``; what dead processes left of it is gone.
+    """Calls ``write(temporary)``, then renames the temporary file to ``path``. Removes temporary files of killed processes first.
 
-    ``lasting``: it is on the disk for good before it appears. Raises OSError.
+    ``lasting``: `os.fsync` before renaming. Raises OSError.
     """
     sweep(path)
-    handle, temporary = _begun(path)
+    handle, temporary = _locked_temporary(path)
     try:
         write(temporary)
         os.fchmod(handle, 0o644)
@@ -46,31 +46,32 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = Fal
 
 
 def sweep(path: Path) -> None:
-    """Removes what processes that were killed while they wrote ``path`` left beside it; a living one's file is locked."""
-    for torn in path.parent.glob(f"{glob.escape(_prefix(path))}*"):
-        with contextlib.suppress(OSError), torn.open("rb") as file:
+    """Removes temporary files of ``path`` left by killed processes. Those of running processes are locked and stay."""
+    for leftover in path.parent.glob(f"{glob.escape(_prefix(path))}*"):
+        with contextlib.suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            torn.unlink(missing_ok=True)
+            leftover.unlink(missing_ok=True)
 
 
-def _begun(path: Path) -> tuple[int, Path]:
+def _locked_temporary(path: Path) -> tuple[int, Path]:
+    """A new temporary file for ``path``: its descriptor, locked, and its path."""
     while True:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path))
-        with contextlib.suppress(OSError):  # where files cannot be locked nobody's are swept
+        with contextlib.suppress(OSError):  # on file systems without locks, `sweep` removes nothing
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, Path(name)
-        os.close(handle)  # swept away before it was locked
+        os.close(handle)  # removed by `sweep` in another process before it was locked
 
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.new-"
 
 
-# A FLUX dry run takes 0.3 MB, a problem or a plan 10 KB: a few hundred graphs and sizes.
+# Enough for a few hundred graphs and sizes: a FLUX dry run takes 0.3 MB, a problem or a plan 10 KB.
 LIMIT_BYTES = 128 * MIB
 
-# A temporary file as old as this was left by a process that died.
+# A temporary file of this age was left by a process that died.
 STALE_SECONDS = 3600.0
 
 
@@ -80,15 +81,15 @@ def digest_of(content: Any) -> str:
 
 
 class Store:
-    """Entries by kind and key in ``folder``, which is made when the first one is written. The least recently used go first when
-    all together take more than ``limit_bytes``. A folder that cannot be written to keeps nothing; that is no error."""
+    """JSON entries by kind and key in ``folder``, which is created with the first entry. Above ``limit_bytes`` in all, the least
+    recently used entries are removed. If the folder cannot be written to, nothing is stored, without an error."""
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
         self.limit_bytes = limit_bytes
 
     def get(self, kind: str, key: str) -> Any | None:
-        """The entry, or None: absent, damaged, or not readable."""
+        """The entry; None where it is absent, damaged or unreadable."""
         path = self._path(kind, key)
         try:
             check, _, text = path.read_bytes().partition(b"\n")
@@ -102,7 +103,7 @@ class Store:
         return data
 
     def put(self, kind: str, key: str, data: Any) -> None:
-        """Keep ``data``, which must be JSON, in place of what is there."""
+        """Stores ``data``, which must be JSON-ready, and replaces an existing entry."""
         text = json.dumps(data, separators=(",", ":")).encode()
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ class Store:
             self._prune()
 
     def entries(self) -> list[Path]:
-        """The files of all entries, the least recently used first."""
+        """Paths of all entries, the least recently used first."""
         found = []
         with contextlib.suppress(OSError):
             for path in self.folder.glob("*.json"):

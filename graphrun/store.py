@@ -1,11 +1,11 @@
-"""What is computed once and kept: dry runs, problems, plans. Decides under which key, and when an entry does not count.
+"""Caching of dry runs, problems and plans on disk: what each entry's key depends on, and when an entry is ignored.
 
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
-    problem    dry run + hardware + budgets                                            no torch is imported to read it
-    plan       the problem's digest + graphrun's own source                            nor highspy
-    measured   device, versions, component, shapes (`estimator.feedback`)              put into a problem when it is read
+    problem    dry run + hardware + budgets                                           read without importing torch
+    plan       the problem's digest + graphrun's own source                           read without importing highspy
+    measured   device, versions, component, shapes (`graphrun.profile.feedback`)      applied to a problem when it is read
 
-Everything here works without a folder too: then nothing is kept. Imports torch only where a dry run has to be made.
+Without a folder everything works the same and nothing is stored. Torch is imported only to make a dry run.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from graphrun.model.solution import Solution
 from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
-from graphrun.profile.recording import Call, ComponentProfile, Cut, Mark, Probed, Product, Recording, Span
-from graphrun.solve.granularity import cut
+from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Product, Recording, Span
+from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.check import check
 
-# Packages whose code a dry run of diffusers' pipelines passes through, or whose presence changes it.
+# Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes it.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
 
-# What a damaged or foreign entry makes a reader raise.
+# Exceptions raised when an entry is damaged or was written by something else.
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
 def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
-    """The problem of running ``graph`` for resolved ``inputs``: from ``store``, else made and kept there.
+    """The problem of running ``graph`` with resolved ``inputs``: read from ``store``, else made and stored.
 
-    Where earlier runs left measurements in ``store``, they take the place of traced numbers.
+    Measurements of earlier runs in ``store`` replace traced numbers.
     """
     return informed(_problem(graph, inputs, hardware, limits, store), store)
 
@@ -58,9 +58,9 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
     chosen = option_phases_of(graph, limits.allow)
 
     def made() -> tuple[Problem, Probed]:
-        ways = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
+        with_options = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
         plain = dry_run(graph, inputs, store)
-        return problem_of(graph, plain, hardware, limits, inputs, ways), plain
+        return problem_of(graph, plain, hardware, limits, inputs, with_options), plain
 
     traced = trace_key(graph, inputs) if store is not None else None
     if store is None or traced is None:
@@ -83,8 +83,8 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
 
 
 def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
-    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name): from ``store``, else made
-    (seconds) and kept there."""
+    """The dry run of ``graph`` with resolved ``inputs`` and stage ``options`` (stage -> name): read from ``store``, else made,
+    which takes seconds, and stored."""
     key = trace_key(graph, inputs) if store is not None else None
     if store is None or key is None:
         return _probe(graph, inputs, options)
@@ -100,49 +100,49 @@ def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, option
 
 
 def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
-    """The best plan for ``problem``: from ``store``, checked like any other, else solved and kept there. Raises Infeasible.
+    """The best plan for ``problem``: read from ``store`` and checked, else solved and stored. Raises Infeasible.
 
-    ``solved`` is told the seconds that solving took, and nothing where the plan was kept.
+    ``solved`` is called with the seconds that solving took, and not at all for a stored plan.
     """
-    if (kept := _kept_plan(problem, store)) is not None:
-        return kept
+    if (stored := _stored_plan(problem, store)) is not None:
+        return stored
     from graphrun.solve.solve import solve  # imports highspy
 
     start = time.perf_counter()
     solution = solve(problem)
     if solved is not None:
         solved(time.perf_counter() - start)
-    _keep_plan(problem, solution, store)
+    _store_plan(problem, solution, store)
     return solution
 
 
 def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
-    """As `solution_for`; None where nothing fits, without saying why."""
-    if (kept := _kept_plan(problem, store)) is not None:
-        return kept
+    """As `solution_for`, but None where nothing fits."""
+    if (stored := _stored_plan(problem, store)) is not None:
+        return stored
     from graphrun.solve.solve import solved
 
     if (solution := solved(problem)) is not None:
-        _keep_plan(problem, solution, store)
+        _store_plan(problem, solution, store)
     return solution
 
 
-def _kept_plan(problem: Problem, store: Store | None) -> Solution | None:
+def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
     found = store.get("plan", _plan_key(problem)) if store is not None else None
     if found is None:
         return None
     try:
-        plan, of = parse(found["plan"]), cut(problem, found["cut"])
+        plan, of = parse(found["plan"]), split_into_layers(problem, found["layers"])
         return Solution(of, plan, *found["proof"]) if plan.problem == of.digest and not check(of, plan) else None
     except UNREADABLE:
         return None
 
 
-def _keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
+def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
-        finer = [component.name for component in solution.problem.components if component.granularity == "layers"]
-        store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "cut": finer, "proof": proof})
+        layers = [component.name for component in solution.problem.components if component.granularity == "layers"]
+        store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "layers": layers, "proof": proof})
 
 
 def _plan_key(problem: Problem) -> str:
@@ -150,30 +150,30 @@ def _plan_key(problem: Problem) -> str:
 
 
 def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
-    """What a dry run depends on, as a key; None where it depends on something that has no version.
+    """Key of everything that a dry run depends on; None where it depends on something without a version.
 
-    Not on hardware, nor on what a prompt says (pipelines pad it; none and an empty one are told apart), nor on a seed. Weights on
-    this machine count by name, size and when they were written.
+    It does not depend on hardware, on a seed, or on the text of a prompt, because pipelines pad it; no prompt and an empty prompt
+    do differ. Local weight files count by name, size and modification time.
     """
     sources = _sources(graph)
-    stamps = {name: _stamp(name) for name in (*LIBRARIES, *graph.trust)}
-    if sources is None or any(stamps[name] is None for name in graph.trust):
+    versions = {name: _installed_version(name) for name in (*LIBRARIES, *graph.trust)}
+    if sources is None or any(versions[name] is None for name in graph.trust):
         return None
-    code = [stamps, list(sys.version_info[:3]), own_source()]
+    code = [versions, list(sys.version_info[:3]), own_source()]
     return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), code, sources])
 
 
 def _sources(graph: Graph) -> list[Any] | None:
-    """What the sources on this machine say of a graph: configurations that it has from there, when weights were written. None where
-    something that it needs is not here."""
+    """State of the local sources of a graph: contents of configurations, and sizes and modification times of weights. None where a
+    configuration that it needs is not on this machine."""
     found: list[Any] = []
     for c in graph.components.values():
-        places = [place for source in (c.source, c.gguf) if source and (place := local_place(source)) is not None]
+        paths = [path for source in (c.source, c.gguf) if source and (path := local_place(source)) is not None]
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
         text = config.read_text(encoding="utf-8") if config is not None else ""
-        found.append([c.name, text, c.variant, *(file_stamps(place, c.where, c.variant) for place in places)])
+        found.append([c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)])
     for p in graph.parts.values():
         if not (p.has_config or p.file):
             folder = local_folder(p.source) if p.source is not None else None
@@ -185,6 +185,7 @@ def _sources(graph: Graph) -> list[Any] | None:
 
 
 def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
+    """The inputs that stages use, as text; of a prompt, only whether there is one. Seeds are left out."""
     uses = [
         (name, value.name)
         for stage in graph.stages
@@ -198,8 +199,9 @@ def _settings(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, str]:
     return found | {name: "text" if inputs[name] and isinstance(inputs[name], str) else told(inputs[name]) for name in texts}
 
 
-def _stamp(package: str) -> tuple[str, int] | None:
-    """The version of a package, and when its first file was written: an installation of the same version anew is another one."""
+def _installed_version(package: str) -> tuple[str, int] | None:
+    """Version of a package and modification time of its first file, so that a reinstalled package counts as changed. None:
+    unknown."""
     try:
         number, spec = version(package), find_spec(package)
         return number, Path(spec.origin).stat().st_mtime_ns if spec is not None and spec.origin else 0
@@ -209,15 +211,15 @@ def _stamp(package: str) -> tuple[str, int] | None:
 
 @functools.cache
 def own_source() -> str:
-    """A digest of every Python file of graphrun, as it was when first asked: whatever changes there, nothing kept before counts."""
-    root, total = Path(__file__).parent.parent, hashlib.sha256()
+    """Digest of every Python file of graphrun at the first call. Any change of the source invalidates all entries."""
+    root, total = Path(__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return total.hexdigest()[:32]
 
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
-    with _imports_set_aside() as imported:
+    with _garbage_collection_paused() as imported:
         from graphrun.modules.classes import resolve_class
         from graphrun.profile.dry_run import probe
 
@@ -231,9 +233,9 @@ def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] |
 
 
 @contextmanager
-def _imports_set_aside() -> Iterator[Callable[[], None]]:
-    """Imports make a million objects that stay, among which Python's collector looks for garbage over and over: a quarter of their
-    time. It rests until the function that this yields is called, and passes them over from then on, until the context ends.
+def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
+    """Pauses garbage collection during imports. They create a million permanent objects, and scanning these repeatedly takes a
+    quarter of the import time. The yielded function ends the pause and freezes the objects until the context ends (`gc.freeze`).
     """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
@@ -254,7 +256,8 @@ def _imports_set_aside() -> Iterator[Callable[[], None]]:
 
 
 def to_json(probed: Probed) -> dict[str, Any]:
-    """A JSON-ready dictionary of a dry run without its modules. Calls are written once and numbered on the tape."""
+    """A JSON-ready dictionary of a dry run, without its modules. Each call is written once; items of the recording refer to it by
+    number."""
     calls: dict[int, Call] = {id(item.call): item.call for item in probed.recording.items if isinstance(item, Mark) and item.call}
     numbers = {key: number for number, key in enumerate(calls)}
     return {
@@ -269,7 +272,7 @@ def to_json(probed: Probed) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Probed:
-    """The dry run that `to_json` wrote, without modules. Raises one of `UNREADABLE` where ``data`` is something else."""
+    """The dry run from `to_json`, without modules. Raises one of `UNREADABLE` for any other ``data``."""
     calls = [
         Call(
             **{
@@ -293,18 +296,18 @@ def from_json(data: Mapping[str, Any]) -> Probed:
     profiles = {
         name: ComponentProfile(
             found["parameters"],
-            *_cut(found),
+            *_groups_of(found),
             {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
             {name: (most, written) for name, (most, written) in found["widened"].items()},
             tuple(found["as_stored"]),
-            Cut(*_cut(found["by_layer"])) if found["by_layer"] else None,
+            LayerSplit(*_groups_of(found["layer_split"])) if found["layer_split"] else None,
         )
         for name, found in data["profiles"].items()
     }
     return Probed(Recording(items, {name: frozenset(keys) for name, keys in data["values"].items()}), profiles)
 
 
-def _cut(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """Classes, bytes of a block, and those in other precisions."""
+def _groups_of(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Block groups, bytes of one block per group, and the same in other precisions."""
     groups = tuple(BlockGroup(**{**k, "blocks": tuple(k["blocks"])}) for k in found["groups"])
     return groups, tuple(found["block_bytes"]), {precision: tuple(sizes) for precision, sizes in found["precisions"].items()}

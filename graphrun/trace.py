@@ -1,4 +1,4 @@
-"""What happened in a run: per slot and per event, in seconds on the device's clock (virtual on sim) and bytes."""
+"""Trace of a run: measurements per slot and per event, in bytes and in seconds of the device's clock (virtual on ``sim``)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that was done: ``load``, ``evict``, ``stream`` (one block's copy), ``block`` (a streamed block's compute, without
-    what it waited), ``run`` (one call), ``fill`` (one block of a backing store) and ``read`` (one block, for its copy), both with the bytes
-    that files gave for it, ``free`` (a backing store),
-    ``spill`` and ``restore`` (a value), ``size`` (what a quantized component holds on the device behind its first call)."""
+    """One event of a run, with its start and end in seconds from the start of the run.
+
+    ``kind`` is one of
+        ``load``     copy of one block to the device, where it stays
+        ``stream``   copy of one block into the staging ring
+        ``block``    compute of one streamed block, without the time it waited for its copy
+        ``run``      one call into a component
+        ``read``     one block read from disk into its backing store; ``nbytes`` are those read from files
+        ``fetch``    one block read from disk for its own copy to the device; ``nbytes`` as for ``read``
+        ``drop``     a backing store released
+        ``evict``    the device copy of one block released
+        ``spill``    a value copied to the host; ``restore``: copied back
+        ``size``     measured device bytes of a quantized component after its first call
+    """
 
     kind: str
-    component: str  # empty for values
+    component: str  # empty for spill and restore
     slot: int
-    detail: str  # block path for load, evict, stream, block, fill, read; entry point for run; name of a value
+    detail: str  # block path, entry point (run), or name of a value (spill, restore)
     nbytes: int
     start_seconds: float
     end_seconds: float
@@ -25,8 +35,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SlotTrace:
-    """What was measured in one slot of the plan. ``host_bytes``: the most that backing stores and spilled values took in RAM, of which
-    ``locked_bytes`` had locked pages."""
+    """Measurements of one slot of the plan.
+
+    ``peak_bytes``: peak on the device. ``moved_bytes``: weights copied to the device. ``host_bytes``: peak of backing stores and
+    spilled values in RAM; ``locked_bytes``: peak of page-locked memory among it. ``calls``: the most calls into one component.
+    """
 
     phase: str
     part: str
@@ -41,7 +54,7 @@ class SlotTrace:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One place where bytes lie (``device``, ``pinned``, ``arenas``: all host memory for weights), before a run and after it."""
+    """Bytes of a memory tier before and after a run: ``device``, ``arenas`` (host memory for weights), ``pinned`` (part of it)."""
 
     name: str
     before_bytes: int
@@ -49,13 +62,14 @@ class Tier:
 
     @property
     def left_bytes(self) -> int:
-        """What the run left behind."""
+        """Bytes that the run did not release."""
         return max(0, self.after_bytes - self.before_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A run. ``outputs`` are the graph's; ``left_bytes`` is what remained on the device beyond the ``baseline_bytes`` before."""
+    """One run. ``outputs`` are the graph's outputs; ``left_bytes`` is what stayed on the device beyond the
+    ``baseline_bytes`` before the run."""
 
     plan_digest: str
     device: str
@@ -65,37 +79,37 @@ class Trace:
     left_bytes: int
     outputs: dict[str, Any] = field(default_factory=dict, compare=False)
     tiers: tuple[Tier, ...] = ()
-    notes: tuple[str, ...] = ()  # one line for each time that the rest was planned again
-    sources: tuple[dict[str, Any], ...] = ()  # what weights were read from: component, source, commit, files
+    notes: tuple[str, ...] = ()  # one line for each time that the remaining stages were planned again
+    sources: tuple[dict[str, Any], ...] = ()  # where weights were read from: component, source, commit, files
 
     def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
-        """Planned slots, each with the measured one of its phase and part; where the rest was planned again, those there are."""
+        """Pairs of planned and measured slots with equal phase and part; planned slots that did not run are left out."""
         measured = {(slot.phase, slot.part): slot for slot in self.slots}
         return [(slot, measured[slot.phase, slot.part]) for slot in planned if (slot.phase, slot.part) in measured]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was on the device at any time."""
+        """Peak bytes on the device."""
         return max((slot.peak_bytes for slot in self.slots), default=0)
 
     @property
     def host_bytes(self) -> int:
-        """The most that backing stores and spilled values took in RAM at any time."""
+        """Peak bytes of backing stores and spilled values in RAM."""
         return max((slot.host_bytes for slot in self.slots), default=0)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied to the device as weights."""
+        """Bytes of weights copied to the device."""
         return sum(slot.moved_bytes for slot in self.slots)
 
     @property
     def disk_bytes_read(self) -> int:
-        """Bytes that files gave for weights: those of the files' precision, whatever became of them."""
+        """Bytes of weights read from files, in the precision of the files (before quantizing or casting)."""
         return sum(event.nbytes for event in self.events if event.kind in ("read", "fetch"))
 
     @property
     def seconds(self) -> float:
-        """From the first slot's start to the last slot's end."""
+        """Seconds from the start of the first slot to the end of the last."""
         return self.slots[-1].end_seconds - self.slots[0].start_seconds if self.slots else 0.0
 
     def to_json(self) -> dict[str, Any]:

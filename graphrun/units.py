@@ -1,7 +1,7 @@
-"""Sizes and times as people write and read them.
+"""Parses and formats sizes and times.
 
-Bytes are `int`, seconds are `float`. Text sizes are binary: ``8G``, ``8 GB`` and ``8GiB`` all mean 8 x 2**30,
-because cards are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
+Bytes are `int`, seconds are `float`. Sizes in text are binary: ``8G``, ``8 GB`` and ``8GiB`` all mean 8 x 2**30 bytes, because
+GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
 def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size") -> int:
-    """Bytes meant by ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
+    """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
 
-    Raises InputError when the text is no size, is not positive, or is a percentage and ``whole_bytes`` is unknown.
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, or is a
+    percentage while ``whole_bytes`` is None.
     """
     if isinstance(text, int):
         nbytes = text
     elif percent := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text):
         if whole_bytes is None:
             raise InputError(
-                f"{name}: {text!r} is a share of a device's memory, and there is no device here; give bytes, such as 8G"
+                f"{name}: {text!r} is a percentage of a device's memory, but no device is known here; give bytes, such as 8G"
             )
         nbytes = int(whole_bytes * float(percent[1]) / 100)
     elif match := _SIZE.fullmatch(text):
@@ -34,17 +35,17 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
     else:
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
     if nbytes <= 0:
-        raise InputError(f"{name}: {text!r} is not more than zero bytes")
+        raise InputError(f"{name}: {text!r} is not a positive size")
     return nbytes
 
 
 def gib(nbytes: float) -> str:
-    """``nbytes`` in GiB with two decimals and no unit, as the columns of the plan screen show it."""
+    """``nbytes`` in GiB with two decimals and no unit, as in the columns of the plan screen."""
     return f"{nbytes / GIB:.2f}"
 
 
 def show_size(nbytes: float) -> str:
-    """``nbytes`` with the largest unit (GiB, MiB, KiB, B) that leaves at least one before the point."""
+    """``nbytes`` with the largest unit (GiB, MiB, KiB, B) in which the value is at least 1."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -52,7 +53,7 @@ def show_size(nbytes: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``seconds`` with a unit people read at a glance: ``24.1 s``, ``350 ms``, ``12 us``."""
+    """``seconds`` with a readable unit: ``24.1 s``, ``350 ms``, ``12 us``."""
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries_are_not_collected() -> None:
-    """What is imported by now stays, a million objects: who collects garbage (each failed run, for one) need not look at them."""
+    """Exempts the million objects of imported libraries from garbage collection, which each failed run triggers."""
     gc.collect()
     gc.freeze()
 
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home() -> Iterator[Path]:
-    """Commands keep what they compute in a folder of this session, not in the user's."""
+    """Commands use a cache folder of this test session, not the user's."""
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
@@ -55,7 +55,7 @@ def cache_home() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that is one for all workers of a session, for what may be written by several processes at once."""
+    """A folder shared by all workers of a test session, for files that several processes may write at once."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -1,4 +1,4 @@
-"""Lists of inputs, resumes and kept outputs on the command line."""
+"""Lists of requests, resuming and cached outputs on the command line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ RUN = ("run", TINY, "--device", "sim", "--vram", "6M", *SMALL)
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "graphrun" / "cache"
+    return tmp_path / "cache" / "graphrun" / "outputs"
 
 
 def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(graphrun: Cli, own_cache: Path) -> None:
     assert graphrun(*RUN, "--prompt", "x", "--output", "first.png")[0] == 0
     code, out, _ = graphrun(*RUN, "--prompt", "x", "--output", "second.png", "--plan", "plan.json", "--set", "seed=0")
     assert code == 0
-    assert "given encode: these outputs are kept" in out
+    assert "precomputed encode: outputs of earlier runs, neither planned nor loaded" in out
     assert "text_encoder" not in out
     assert Path("first.png").read_bytes() == Path("second.png").read_bytes()
-    assert json.loads(Path("plan.json").read_text())["given"] == ["encode"]
+    assert json.loads(Path("plan.json").read_text())["precomputed"] == ["encode"]
     assert graphrun("run", "plan.json", "--set", "prompt=x", "--output", "third.png")[0] == 0
     assert Path("first.png").read_bytes() == Path("third.png").read_bytes()
     code, _, err = graphrun("run", "plan.json", "--set", "prompt=y")
-    assert (code, "the plan counts on encode.embeds" in err) == (2, True)
+    assert (code, "the plan needs precomputed values: pass encode.embeds" in err) == (2, True)
 
     code, out, _ = graphrun("cache", "ls", "--json")
     entries = json.loads(out)["entries"]
@@ -42,27 +42,27 @@ def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(graphrun: Cli,
     assert "prompt='x'" in entries[0]["about"]
     for file in own_cache.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
-    assert "damaged, and taken out" in graphrun("cache", "verify")[1]
-    assert "nothing is kept" in graphrun("cache", "ls")[1]
+    assert "damaged, removed: " in graphrun("cache", "verify")[1]
+    assert "no cached outputs" in graphrun("cache", "ls")[1]
     assert graphrun("cache", "rm")[0] == 2
     assert graphrun("cache", "rm", "abc")[0] == 2
     assert graphrun("cache", "rm", "--all")[1] == "removed 0 entries\n"
 
 
-def test_a_list_runs_but_for_its_broken_lines_and_goes_on(graphrun: Cli, own_cache: Path) -> None:
+def test_a_list_runs_except_for_its_broken_lines_and_resumes(graphrun: Cli, own_cache: Path) -> None:
     Path("p.jsonl").write_text('{"prompt": "a"}\n{"prompt":\n"b"\n')
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "--strict")
     assert (code, "p.jsonl:2: is not JSON" in err, Path("out/flux-tiny-0001.png").exists()) == (2, True, False)
     code, out, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume")
     assert code == 2
     assert "p.jsonl:2: is not JSON" in err
-    assert "2 of 3 items run, 1 left out" in out
+    assert "2 of 3 requests run, 1 left out" in out
     assert sorted(path.name for path in Path("out").glob("*.png")) == ["flux-tiny-0001.png", "flux-tiny-0003.png"]
     code, out, _ = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--json")
     assert json.loads(out)["done_before"] == [1, 3]
     code, _, err = graphrun(*RUN, "--inputs", "p.jsonl", "--resume", "--set", "seed=4")
     assert code == 2
-    assert "inputs of item 1: was" in err
+    assert "inputs of request 1: was" in err
 
 
 @pytest.mark.parametrize(
@@ -80,24 +80,24 @@ def test_bad_input_is_said_before_anything_runs(graphrun: Cli, options: tuple[st
     assert said in err
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_stops_nothing(graphrun: Cli, own_cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported_and_fails_nothing(graphrun: Cli, own_cache: Path) -> None:
     own_cache.parent.parent.mkdir()
     own_cache.parent.touch()
     code, _, err = graphrun(*RUN, "--prompt", "x")
     assert code == 0
-    assert err.count("outputs cannot be kept there") >= 1
+    assert err.count("outputs cannot be cached there") >= 1
 
 
 def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> None:
     said: list[str] = []
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell put the tests in the background
     with stopping(said.append) as stop:
-        told = stop.watched(None)
-        told(0, 1, 4)
+        progress = stop.watched(None)
+        progress(0, 1, 4)
         signal.raise_signal(signal.SIGINT)
-        assert "once more stops at once" in said[0]
+        assert "interrupt again to stop now" in said[0]
         with pytest.raises(KeyboardInterrupt):
-            told(0, 2, 4)
+            progress(0, 2, 4)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

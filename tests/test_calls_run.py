@@ -126,7 +126,7 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(her
     many = (GRAPH, *FLAGS, "--inputs", "list.jsonl", "--resume", "-o", "out/x.webp")
     code, out = here(*many)
     assert code == 2, out
-    assert "2 of 3 items run" in out
+    assert "2 of 3 requests run" in out
     assert "gone.png: there is no such file" in out
     first, third = (Path(f"out/x-000{number}.webp").read_bytes() for number in (1, 3))
     assert first != third, "the same prompt of another picture"
@@ -135,7 +135,7 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(her
     assert (code, "2 done before" in out) == (0, True), out
     picture(seed=7).save("b.png")
     code, out = here(*many)
-    assert "inputs of item 3" in out, "a file that is another now is another batch"
+    assert "inputs of request 3" in out, "a changed file is another batch"
 
 
 def test_a_session_plans_pictures_of_another_size_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,11 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
 
 def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
     command = ("plan", TINY, "--device", "sim", "--vram", "6543K")
-    solved, kept, anew = graphrun(*command)[1], graphrun(*command)[1], graphrun(*command, "--no-cache")[1]
+    solved, cached, again = graphrun(*command)[1], graphrun(*command)[1], graphrun(*command, "--no-cache")[1]
     assert " to solve)" in solved
-    assert " to solve)" in anew
-    assert "to solve" not in kept
-    same = [[line for line in of.splitlines() if not line.startswith("predicted ")] for of in (solved, kept)]
+    assert " to solve)" in again
+    assert "to solve" not in cached
+    same = [[line for line in of.splitlines() if not line.startswith("predicted ")] for of in (solved, cached)]
     assert same[0] == same[1]
     assert json.loads(graphrun(*command, "--json")[1])["solve_seconds"] is None
 
@@ -261,14 +261,14 @@ def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> N
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data.pop("problem"), ("is damaged", "problem")),
+        (lambda data: data.pop("problem"), ("is damaged", "problem", "plan again")),
         (lambda data: data.pop("graph_file"), ("names no graph",)),
         (lambda data: data["problem"].update(budget_bytes="big"), ("is damaged", "problem.budget_bytes", "integer")),
         (lambda data: data["problem"]["hardware"].pop("name"), ("is damaged", "problem.hardware.name")),
         (lambda data: data["problem"]["hardware"].update(flops_per_second=5.0), ("digest", "refused")),
         (lambda data: data.update(actions=["plan x", "slot"]), ("actions:", "expected 'slot")),
         (lambda data: data.update(actions=5), ("is damaged",)),
-        (lambda data: data.update(graphrun=2), ("not a plan of this version",)),
+        (lambda data: data.pop("graphrun"), ("is not a plan", "plan again")),
     ],
 )
 def test_a_damaged_plan_file_is_refused(
@@ -279,6 +279,21 @@ def test_a_damaged_plan_file_is_refused(
     change(data)
     (tmp_path / "plan.json").write_text(json.dumps(data))
     refused(graphrun("run", "plan.json"), "plan.json", *words)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_plan_of_the_older_form_is_refused_with_what_to_do(graphrun: Cli, tmp_path: Path, trace: bool) -> None:
+    """Version 1 had other keys (``home``, ``classes``), slot parts (``rest``) and actions (``fill``)."""
+    component = {"name": "vae", "classes": [["blocks", ["0"], True]], "variants": [{"precision": "bfloat16", "home": "pinned"}]}
+    actions = ["plan 0123", "slot decode/0:vae load x0", "  fill vae", "slot decode/0:vae rest x1", "  run"]
+    plan: dict[str, Any] = {"graphrun": 1, "graph_file": TINY, "actions": actions, "problem": {"components": [component]}}
+    event = {"kind": "fill", "component": "vae", "slot": 0, "detail": "0", "nbytes": 1, "start_seconds": 0.0, "end_seconds": 1.0}
+    (tmp_path / "old.json").write_text(json.dumps({"events": [event], "plan": plan} if trace else plan))
+    commands = [("report", "old.json")] if trace else [(name, "old.json") for name in ("run", "check", "explain", "report")]
+    for command in commands:
+        refused(
+            graphrun(*command), "old.json: is a plan of version 1, and this graphrun reads version 2; plan again: graphrun plan"
+        )
 
 
 def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(graphrun: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: 
     graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
     code, out, _ = graphrun("explain", "plan.json", "transformer")
     assert code == 0
-    assert "all of it streamed, nothing kept" in out
+    assert "all blocks streamed, none kept" in out
     data = json.loads(graphrun("explain", "plan.json", "transformer", "--json")[1])
     assert [row["placement"] for row in data["alternatives"]] == ["planned", "whole", "exclude", "drop", "keep"]
     code, _, err = graphrun("explain", "plan.json", "transfromer")

@@ -1,4 +1,4 @@
-"""A file is whole or absent, and what a killed process left of one goes when it is written next; what a living one writes stays."""
+"""A file is complete or absent; the next write deletes what a killed process left, but not what a running one writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/graphs.md is current: its components' sizes are those of the graphs, and every reference graph stands in it."""
+"""docs/graphs.md is current: its components' sizes are those of the graphs, and it has every reference graph."""
 
 from __future__ import annotations
 

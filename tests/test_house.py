@@ -1,4 +1,4 @@
-"""Rules of the source that no linter knows. Imports are checked by import-linter, docstrings and prints by ruff (pyproject.toml)."""
+"""Rules of the source that no linter checks. import-linter checks imports, ruff docstrings and prints (pyproject.toml)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan whose target is the embeddings alone: nothing else is planned or built, the device ends at its baseline."""
+"""Plans that end with the embeddings: nothing else is planned or built, and the device ends at its baseline."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
     problem = graphrun.estimate(graph, vram="64M", ram="8G", hardware="sim", until="encode")
     assert {component.name for component in problem.components} == {"text_encoder", "text_encoder_2"}
     solution = graphrun.plan(problem)
-    problem, cut = solution.problem, graph.until("encode")
+    problem, encoding = solution.problem, graph.until("encode")
     device = SimulatedDevice(Machine())
-    host = Host.of_graph(cut, problem, device)
+    host = Host.of_graph(encoding, problem, device)
     assert all(tensor.is_meta for tensor in host.modules["vae"].parameters()), "nothing else is built"
-    first, second = (execute(problem, solution.plan, cut, cut.resolve({}), device, host=host) for _ in range(2))
+    first, second = (execute(problem, solution.plan, encoding, encoding.resolve({}), device, host=host) for _ in range(2))
     assert first.left_bytes == second.left_bytes == device.allocated_bytes == 0
     assert first.peak_bytes == second.peak_bytes <= problem.effective_bytes, "a second encoding peaks where the first did"
     embeds = list(first.outputs["embeds"].values())
@@ -55,7 +55,7 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
         assert torch.equal(mine, plain)
 
 
-def test_run_follows_a_cut_plan_with_the_whole_graph_in_hand() -> None:
+def test_run_accepts_the_whole_graph_for_a_plan_until_a_stage() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     whole = graphrun.estimate(graph, vram="6M", ram="8G", hardware="sim", inputs={"steps": 1})
     problem = graphrun.estimate(graph, vram="6M", ram="8G", hardware="sim", inputs={"steps": 1}, until="denoise")

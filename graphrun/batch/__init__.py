@@ -1,1 +1,1 @@
-"""Runs that are many: lists of inputs, sessions, and runs that go on after they were killed. Above planning and executing."""
+"""Runs graphs many times: lists of requests, their order, the cache of stage outputs, and resuming after a kill."""

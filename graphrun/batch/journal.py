@@ -1,15 +1,15 @@
-"""What of a batch is done, on disk, so that it can go on after it was killed at any moment.
+"""The state of a batch on disk, from which it resumes after a kill at any moment.
 
-Decides what is written when, and refuses to go on with another graph. Knows neither plans nor devices.
+A batch resumes only with the graph, files, versions and inputs it was started with. Knows neither plans nor devices.
 
-    facts.json            what the batch is of: graph, weights' files, versions, inputs of every item
-    3/encode.value        outputs of a stage that later stages of item 3 read
-    3/denoise.steps       latents, scheduler and random numbers after a step
-    3/done.json           item 3's files, which are where they belong; the others of its files are gone
+    dependencies.json     what the batch's outputs depend on: graph, weight files, versions, inputs of every request
+    3/encode.value        outputs of a stage of request 3 that later stages read
+    3/denoise.steps       latents, scheduler state and generator state after a step
+    3/done.json           the output files of request 3, all written; its other state files are deleted then
 
-    lock                  whoever goes on holds it
+    lock                  locked by the process that runs the batch
 
-Every file is whole under its name or absent, and on the disk for good. Each begins with its digest.
+Every file is complete or absent, and synced to disk. Each begins with its SHA-256.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.ops.steps import StepState
 
-SHOWN = 6  # changes that a refusal names
+DEPENDENCIES = "dependencies"
+SHOWN = 6  # the most changes that an error message lists
 
 
 class Journal:
-    """The state of a batch in ``folder``, saved every ``every`` denoising steps. Raises InputError where it cannot be written."""
+    """The state of a batch in ``folder``, saved every ``every`` denoising steps.
+
+    Raises InputError where the folder cannot be written, or another process runs the same batch.
+    """
 
     def __init__(self, folder: Path, every: int = 1) -> None:
         self.folder, self.every = folder, every
@@ -41,34 +45,36 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
-            raise InputError(f"{folder}: another process goes on with this run; wait for it, or give another output") from error
+            raise InputError(f"{folder}: another process is running this batch; wait for it, or choose another output") from error
         except OSError as error:
-            raise InputError(f"{folder}: the state of a run cannot be kept there: {error.strerror or error}") from error
+            raise InputError(f"{folder}: the resume state cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Others may go on with it."""
+        """Releases the lock."""
         self._lock.close()
 
-    def require(self, facts: Mapping[str, str], kind: str = "facts") -> None:
-        """Notes what the batch is of, or compares it with what was noted. More facts than before are noted too.
+    def require(self, entries: Mapping[str, str], kind: str = DEPENDENCIES) -> None:
+        """Saves ``entries`` as ``<kind>.json``, or compares them with those saved before. New entries are added.
 
-        Raises InputError naming each that is another now.
+        Raises InputError listing each entry that changed, and where there is state of requests without its dependencies.
         """
         path = self.folder / f"{kind}.json"
         data = self._get(path)
+        if data is None and kind == DEPENDENCIES and any(each.name.isdigit() for each in self.folder.iterdir()):
+            raise InputError(f"{self.folder}: the state has no readable {path.name}; remove the folder to start over")
         before: dict[str, str] = dict(json.loads(data)) if data is not None else {}
         changed = [
-            f"  {name}: was {before[name]}, is {facts.get(name, 'gone')}" for name in before if facts.get(name) != before[name]
+            f"  {name}: was {before[name]}, is {entries.get(name, 'gone')}" for name in before if entries.get(name) != before[name]
         ]
         if changed:
-            said = f"{self.folder} holds a run that was of something else; undo the change, or remove the folder to begin anew"
+            message = f"{self.folder} holds the state of a different batch; undo the change, or remove the folder to start over"
             more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
-            raise InputError("\n".join([said, *changed[:SHOWN], *more]))
-        if facts.keys() != before.keys():
-            self._put(path, json.dumps(dict(facts), indent=0, sort_keys=True).encode())
+            raise InputError("\n".join([message, *changed[:SHOWN], *more]))
+        if entries.keys() != before.keys():
+            self._put(path, json.dumps(dict(entries), indent=0, sort_keys=True).encode())
 
     def request(self, number: int) -> RequestJournal:
-        """The part of item ``number``."""
+        """The state of request ``number``."""
         return RequestJournal(self, self.folder / str(number))
 
     def _put(self, path: Path, data: bytes) -> None:
@@ -77,7 +83,7 @@ class Journal:
             checked = hashlib.sha256(data).hexdigest().encode() + b"\n" + data
             write_whole(path, lambda temporary: temporary.write_bytes(checked), lasting=True)
         except OSError as error:
-            raise InputError(f"{path}: the state of the run cannot be kept: {error.strerror or error}") from error
+            raise InputError(f"{path}: the resume state cannot be written: {error.strerror or error}") from error
 
     def _get(self, path: Path) -> bytes | None:
         try:
@@ -88,14 +94,14 @@ class Journal:
 
 
 class RequestJournal:
-    """What of one item is done. A `graphrun.ops.steps.Journal` for its loops."""
+    """The state of one request. Implements `graphrun.ops.steps.Journal` for its loops."""
 
     def __init__(self, journal: Journal, folder: Path) -> None:
         self._journal, self.folder = journal, folder
 
     @property
     def done(self) -> bool:
-        """Whether its files are where they belong, as they were written."""
+        """Whether all of its output files exist, with the content that was written."""
         data = self._journal._get(self.folder / "done.json")
         try:
             return data is not None and all(_digest(Path(path)) == digest for path, digest in json.loads(data))
@@ -103,47 +109,47 @@ class RequestJournal:
             return False
 
     def finish(self, files: Iterable[Path]) -> None:
-        """The item is done, and these are its files; what it would have gone on from is gone."""
+        """Records ``files`` as the complete outputs of the request, and deletes its other state."""
         found = [[str(path.resolve()), _digest(path)] for path in files]
         self._journal._put(self.folder / "done.json", json.dumps(found).encode())
         self.tidy()
 
     def tidy(self) -> None:
-        """Of an item that is done nothing else is kept."""
+        """Deletes everything but ``done.json``."""
         for path in self.folder.glob("*"):
             if path.name != "done.json":
                 path.unlink(missing_ok=True)
 
     def values(self, stage: str) -> dict[str, Any] | None:
-        """The outputs of ``stage``; None where they are not kept."""
+        """The saved outputs of ``stage``; None where there are none, or they are damaged."""
         data = self._journal._get(self.folder / f"{stage}.value")
         with contextlib.suppress(InputError):
             return None if data is None else dict(unpack(data))
         return None
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
-        """Keeps the ``outputs`` of ``stage``, which is done."""
+        """Saves the ``outputs`` of ``stage``, and deletes the state of its loop."""
         self._journal._put(self.folder / f"{stage}.value", pack(dict(outputs)))
         (self.folder / f"{stage}.steps").unlink(missing_ok=True)
 
     def state(self, stage: str) -> StepState | None:
-        """Where the loop of ``stage`` stands."""
+        """The saved state of the loop of ``stage``; None where there is none, or it is damaged."""
         data = self._journal._get(self.folder / f"{stage}.steps")
         with contextlib.suppress(InputError, TypeError):
             return None if data is None else StepState(**unpack(data))
         return None
 
     def wants(self, stage: str, done: int, steps: int) -> bool:
-        """Every so many steps."""
+        """Whether to save after step ``done``: every ``every`` steps."""
         return done % self._journal.every == 0
 
     def save(self, stage: str, state: StepState) -> None:
-        """Keeps where the loop of ``stage`` stands."""
+        """Saves the state of the loop of ``stage``."""
         fields = ("done", "steps", "latents", "generator", "scheduler")
         self._journal._put(self.folder / f"{stage}.steps", pack({name: getattr(state, name) for name in fields}))
 
     def forget(self, stage: str) -> None:
-        """The loop of ``stage`` begins at its first step."""
+        """Deletes the state of the loop of ``stage``, so that it starts at its first step."""
         (self.folder / f"{stage}.steps").unlink(missing_ok=True)
 
 

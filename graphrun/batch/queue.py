@@ -1,9 +1,7 @@
-"""Runs a graph for a list of inputs, by the course that is predicted fastest, and goes on where an earlier run was killed.
+"""Runs a list of requests by the schedule that is predicted fastest, and resumes where an earlier process was killed.
 
-Decides what is left to do; how it is done says each leg's plan. Knows no terminal.
-
-    items -> those that are done leave -> by settings (equal sizes, one problem) -> the fastest course -> groups -> legs -> runs
-                                                                                          a value made is kept, shared, or waits
+requests -> skip those that are done -> group by settings (equal sizes: one problem) -> fastest schedule
+         -> groups of requests that fit RAM and disk -> segments -> runs; stage outputs are cached, shared, or wait
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.batch.cache.keys import Keys, facts, way_of
+from graphrun.batch.cache.keys import Keys, choices_of, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.batch.journal import Journal, RequestJournal
 from graphrun.batch.requests import Request
@@ -23,7 +21,7 @@ from graphrun.batch.waiting import Values
 from graphrun.batch.watch import Watcher
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.graph.graph import Graph
-from graphrun.graph.media import named
+from graphrun.graph.media import fingerprint
 from graphrun.graph.settings import settings_of
 from graphrun.model.choices import apply_choices
 from graphrun.model.precomputed import shortened
@@ -40,36 +38,43 @@ from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
-"""Takes a finished item's outputs, and says in which files they are."""
+"""Receives the outputs of a finished request, and returns the files it wrote."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What came of a list of inputs: by number of the item, its outputs (where no sink took them) or why there are none."""
+    """The results of a list of requests.
+
+    ``outputs`` and ``errors`` are by request number; outputs that a sink took are not among them. ``done_before``: requests that an
+    earlier process finished.
+    """
 
     outputs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     done_before: tuple[int, ...] = ()
     schedules: list[Schedule] = field(default_factory=list)
-    traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)  # stages, item, what was measured
-    shared: dict[str, int] = field(default_factory=dict)  # stage -> runs that were not needed: outputs kept or another item's
+    traces: list[tuple[tuple[str, ...], int, Trace]] = field(default_factory=list)  # stages, request number, trace
+    shared: dict[str, int] = field(default_factory=dict)  # stage -> runs saved: outputs cached or equal to another request's
 
     @property
     def seconds(self) -> float:
-        """Measured on the device's clock, all runs together."""
+        """Seconds of all runs, measured on the device's clock."""
         return sum(trace.seconds for _, _, trace in self.traces)
 
     @property
     def moved_bytes(self) -> int:
-        """Weights copied to the device."""
+        """Bytes of weights copied to the device in all runs."""
         return sum(trace.moved_bytes for _, _, trace in self.traces)
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What a batch is run with. ``estimate(values)`` makes the problem of one setting, ``solve`` its plans; ``reuse(values)`` knows
-    outputs that are kept (None: none are); ``device_name`` tells devices apart whose bits may differ; ``device`` is opened for the
-    first problem where it is None."""
+class BatchContext:
+    """What a batch runs with.
+
+    ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it. ``reuse(values)`` returns the output cache
+    for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
+    opens the one of the first problem.
+    """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
     solve: Callable[[Problem], Solution]
@@ -80,108 +85,102 @@ class Means:
     device: Device | None = None
     sink: Sink | None = None
     watcher: Watcher = field(default_factory=Watcher)
-    strict: bool = False  # the first item that fails ends all
+    strict: bool = False  # raise the error of the first request that fails
 
 
-def run_requests(graph: Graph, requests: Sequence[Request], means: Means) -> Batch:
-    """Every item without an error, run; what came of each. Items of equal settings share plans and loaded weights.
+def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
+    """Runs every request that has no error. Requests with equal settings share plans and loaded weights.
 
-    An item whose run fails on the device has an error, and the others run, unless they are ``strict``. Raises what planning raises,
-    and InputError where the journal is of another batch or cannot be written; items that were finished by then are with the sink.
-    The journal is closed in the end.
+    A request whose run fails on the device gets an error and the others run, unless ``context.strict``. Raises what planning
+    raises, and InputError where the journal is of another batch or cannot be written; outputs finished by then are with the sink.
+    Closes the journal.
     """
     with contextlib.ExitStack() as closing:
-        if means.journal is not None:
-            closing.callback(means.journal.close)
-        return _run_requests(graph, requests, means)
+        if context.journal is not None:
+            closing.callback(context.journal.close)
+        return _run_requests(graph, requests, context)
 
 
-def _run_requests(graph: Graph, requests: Sequence[Request], means: Means) -> Batch:
+def _run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
     batch = Batch()
     for request in requests:
         if request.error:
             batch.errors[request.number] = request.error
-            means.watcher.left_out(request)
-    good, device = [request for request in requests if not request.error], means.device
-    if means.journal is not None:
-        named = {f"inputs of item {request.number}": _named(request) for request in good}
-        means.journal.require(facts(graph, means.device_name) | named)
-        batch.done_before = tuple(request.number for request in good if means.journal.request(request.number).done)
+            context.watcher.left_out(request)
+    good, device = [request for request in requests if not request.error], context.device
+    if context.journal is not None:
+        inputs = {f"inputs of request {request.number}": _fingerprint(request) for request in good}
+        context.journal.require(dependencies(graph, context.device_name) | inputs)
+        batch.done_before = tuple(request.number for request in good if context.journal.request(request.number).done)
         for number in batch.done_before:
-            means.journal.request(number).tidy()
-        for stage, why in loops_begun_anew(graph):
-            means.watcher.restarts(stage, why)
+            context.journal.request(number).tidy()
+        for stage, why in restarting_loops(graph):
+            context.watcher.restarts(stage, why)
     for same in _by_settings(graph, [request for request in good if request.number not in batch.done_before]):
-        problem = means.estimate(same[0].inputs)
+        problem = context.estimate(same[0].inputs)
         device = device or open_device(problem)
-        _Runner(graph, problem, same, means, device, batch).run()
+        _Runner(graph, problem, same, context, device, batch).run()
     return batch
 
 
-def loops_begun_anew(graph: Graph) -> list[tuple[str, str]]:
-    """The stages whose loops cannot go on where they were broken off, each with the reason."""
+def restarting_loops(graph: Graph) -> list[tuple[str, str]]:
+    """The stages whose loops cannot resume at a step but restart at their first, each with the reason."""
     why = why_not(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline"))
     return [(stage.name, why) for stage in graph.stages if why and stage.op == "denoise"]
 
 
 def _by_settings(graph: Graph, requests: Sequence[Request]) -> list[list[Request]]:
-    """Items with equal values of all that sizes and times depend on, in order of their first."""
+    """Requests grouped by equal settings (the inputs that sizes and times depend on), in the order of their first ones."""
     found: dict[tuple[tuple[str, str], ...], list[Request]] = {}
     for request in requests:
         found.setdefault(settings_of(graph, request.inputs), []).append(request)
     return list(found.values())
 
 
-def _named(request: Request) -> str:
-    return str(sorted((name, named(value)) for name, value in request.inputs.items()))
+def _fingerprint(request: Request) -> str:
+    return str(sorted((name, fingerprint(value)) for name, value in request.inputs.items()))
 
 
 class _Runner:
-    """Items of equal settings."""
+    """Runs requests with equal settings."""
 
     def __init__(
-        self, graph: Graph, problem: Problem, requests: Sequence[Request], means: Means, device: Device, batch: Batch
+        self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
     ) -> None:
-        self.graph, self.problem, self.requests, self.means, self.device, self.batch = (
-            graph,
-            problem,
-            list(requests),
-            means,
-            device,
-            batch,
-        )
-        self.reuse = {request.number: means.reuse(request.inputs) for request in requests} if means.reuse is not None else {}
+        self.graph, self.problem, self.requests = graph, problem, list(requests)
+        self.context, self.device, self.batch = context, device, batch
+        self.reuse = {request.number: context.reuse(request.inputs) for request in requests} if context.reuse is not None else {}
         self.keys = {request.number: self._keys_of(request) for request in requests}
         self.last = {reference.name for reference in graph.outputs.values()}
-        self.ready: dict[int, dict[str, Any]] = {}  # outputs of the graph that wait for its others
+        self.ready: dict[int, dict[str, Any]] = {}  # outputs of the graph, until all of a request's are there
 
     def run(self) -> None:
-        """All of them."""
+        """Runs all requests."""
         with Values(self.problem.ram_bytes) as values:
             self.values = values
             found = {request.number: self._found(request) for request in self.requests}
             for request in list(self.requests):
-                self._go_on(request, found[request.number])
+                self._resume_loop(request, found[request.number])
             counts = {stage.name: len(self._distinct((stage.name,), self.requests)) for stage in self.graph.stages}
             for stage, number in counts.items():
                 self.batch.shared[stage] = self.batch.shared.get(stage, 0) + len(self.requests) - number
             if not self.requests:
                 return
-            schedule = schedules(self.graph, self.problem, counts, len(self.requests), self.means.solve)[0]
+            schedule = schedules(self.graph, self.problem, counts, len(self.requests), self.context.solve)[0]
             values.ram_bytes = schedule.room_bytes
-            self._note_ways(schedule)
+            self._require_choices(schedule)
             self.batch.schedules.append(schedule)
-            self.means.watcher.schedule(schedule, counts)
+            self.context.watcher.schedule(schedule, counts)
             requests = list(self.requests)
             for begin in range(0, len(requests), schedule.group):
                 for segment in schedule.segments:
                     self._segment(segment, requests[begin : begin + schedule.group])
 
     def _found(self, request: Request) -> set[str]:
-        """Stages whose outputs need not be made: this item's own from before, or those that are kept."""
+        """The stages of ``request`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
         found = set[str]()
-        if self.means.journal is not None:
-            journal = self.means.journal.request(request.number)
+        if self.context.journal is not None:
+            journal = self.context.journal.request(request.number)
             for stage in self.graph.stages:
                 if stage.name not in self.last and (outputs := journal.values(stage.name)) is not None:
                     self._put(request, stage.name, outputs)
@@ -193,8 +192,8 @@ class _Runner:
                 found.add(name.partition(".")[0])
         return found
 
-    def _go_on(self, request: Request, found: set[str]) -> None:
-        """A loop that was broken off ends first, from the step it had come to."""
+    def _resume_loop(self, request: Request, found: set[str]) -> None:
+        """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
         journal = self._journal(request)
         for stage in self.graph.stages:
             state = journal.state(stage.name) if journal is not None else None
@@ -207,40 +206,43 @@ class _Runner:
             try:
                 problem = shortened(problem, {stage.name: (state.done, state.steps)})
             except InputError as error:
-                self._begin_anew(request, stage.name, error)
+                self._restart(request, stage.name, error)
                 continue
-            solution = self.means.solve(problem)
+            solution = self.context.solve(problem)
             segment = Segment((stage.name,), own, solution, simulate(solution.problem, solution.plan))
             try:
                 self._session(segment, [[request]], (OutOfMemory, TransferFailed))
-            except BrokenPlan as error:  # the loop is not as it was
-                self._begin_anew(request, stage.name, error)
+            except BrokenPlan as error:  # the saved state does not fit the loop
+                self._restart(request, stage.name, error)
 
-    def _begin_anew(self, request: Request, stage: str, why: GraphrunError) -> None:
+    def _restart(self, request: Request, stage: str, why: GraphrunError) -> None:
         if (journal := self._journal(request)) is not None:
             journal.forget(stage)
-        self.means.watcher.restarts(f"{stage} of item {request.number}", str(why))
+        self.context.watcher.restarts(f"{stage} of request {request.number}", str(why))
 
     def _segment(self, segment: Segment, requests: Sequence[Request]) -> None:
-        """A session over those of ``requests`` that differ; the others get what theirs made."""
+        """Runs ``segment`` as a session over the distinct ones of ``requests``; equal requests share the outputs."""
         if todo := self._distinct(segment.stages, [request for request in requests if request in self.requests]):
             self._session(segment, todo, (BrokenPlan,))
 
     def _session(self, segment: Segment, todo: Sequence[Sequence[Request]], failures: tuple[type[GraphrunError], ...]) -> None:
-        """A run for the first of each of ``todo``, whose outputs are those of all of them; so is one of ``failures``."""
+        """One run for the first request of each list in ``todo``, whose outputs all of the list share.
+
+        An error of a type in ``failures`` is recorded for all of the list; others are raised.
+        """
         problem, plan = segment.solution.problem, segment.solution.plan
         refuse_unfit(problem, plan, segment.graph)
-        self.means.watcher.segment(segment, len(todo))
-        host = Host.of_graph(segment.graph, apply_choices(problem, plan), self.device, self.means.modules)
+        self.context.watcher.segment(segment, len(todo))
+        host = Host.of_graph(segment.graph, apply_choices(problem, plan), self.device, self.context.modules)
         with Session(problem, plan, host, self.device) as session:
             for first, *others in todo:
-                if problem.runs == 1:  # what stays is for the runs that were planned
+                if problem.runs == 1:  # a plan for one run: the next starts with an empty device
                     session.close()
-                more = self._arguments(segment.graph, first, segment.solution)
-                stages = stages_for(plan, segment.graph, first.inputs, self.device, host, **more)
-                hears, tell = self.means.watcher.run(segment, first), self.means.watcher.planned_again
+                arguments = self._arguments(segment.graph, first, segment.solution)
+                stages = stages_for(plan, segment.graph, first.inputs, self.device, host, **arguments)
+                progress, tell = self.context.watcher.run(segment, first), self.context.watcher.planned_again
                 try:
-                    trace = run_to_the_end(problem, plan, stages, host, self.device, hears, tell=tell, session=session)
+                    trace = run_to_the_end(problem, plan, stages, host, self.device, progress, tell=tell, session=session)
                 except failures as error:  # the device is empty again
                     self._fail((first, *others), error)
                     continue
@@ -248,20 +250,20 @@ class _Runner:
                 self._finish(segment.graph, first, trace, (first, *others))
 
     def _arguments(self, graph: Graph, request: Request, solution: Solution) -> dict[str, Any]:
-        """More arguments of the stages: what they are handed, and who hears of what they do."""
+        """Further arguments of `stages_for`: precomputed values, the journal, and the callback after each stage."""
         precomputed = {str(reference)[1:]: self.values.get(request.number, str(reference)[1:]) for reference in graph.precomputed}
-        way, journal = way_of(solution.problem, solution.plan), self._journal(request)
+        choices, journal = choices_of(solution.problem, solution.plan), self._journal(request)
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             if request.number in self.reuse:
-                self.reuse[request.number].keep(stage, outputs, way)
+                self.reuse[request.number].keep(stage, outputs, choices)
             if journal is not None and stage not in self.last:
                 journal.keep(stage, outputs)
 
         return {"precomputed": precomputed, "journal": journal, "after_stage": after_stage}
 
     def _finish(self, graph: Graph, request: Request, trace: Trace, owners: Sequence[Request]) -> None:
-        """The outputs of a run are those of ``owners``: what others read waits, what the graph returns goes to the sink."""
+        """Stores the outputs of a run for all ``owners``: values for later segments wait, outputs of the graph go to the sink."""
         outputs = trace.outputs
         for owner in owners:
             for name, value in outputs.items():
@@ -276,27 +278,27 @@ class _Runner:
                 self._deliver(owner, self.ready.pop(owner.number))
 
     def _deliver(self, request: Request, outputs: Mapping[str, Any]) -> None:
-        files = list(self.means.sink(request, outputs)) if self.means.sink is not None else []
-        if self.means.sink is None:
+        files = list(self.context.sink(request, outputs)) if self.context.sink is not None else []
+        if self.context.sink is None:
             self.batch.outputs[request.number] = outputs
         if (journal := self._journal(request)) is not None:
             journal.finish(files)
         self.values.drop(request.number)
         self.requests.remove(request)
-        self.means.watcher.done(request, files)
+        self.context.watcher.done(request, files)
 
     def _fail(self, owners: Sequence[Request], error: GraphrunError) -> None:
-        """The run that was to make outputs of ``owners`` failed: they are left out, and can be gone on with."""
-        if self.means.strict:
+        """Records ``error`` for ``owners``. Their journals stay, so that the same batch can run them again."""
+        if self.context.strict:
             raise error
         for owner in owners:
             self.batch.errors[owner.number] = str(error)
-            self.means.watcher.left_out(replace(owner, error=str(error)))
+            self.context.watcher.left_out(replace(owner, error=str(error)))
             self.values.drop(owner.number)
             self.requests.remove(owner)
 
     def _distinct(self, stages: Sequence[str], requests: Sequence[Request]) -> list[list[Request]]:
-        """Items whose outputs of ``stages`` are still to be made, those together that get the same."""
+        """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one list."""
         wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
         found: dict[Any, list[Request]] = {}
         for request in requests:
@@ -306,25 +308,26 @@ class _Runner:
         return list(found.values())
 
     def _keys_of(self, request: Request) -> Keys:
-        """To tell which items' outputs are the same. Files are not read: all items have the same."""
+        """Keys that tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
         if request.number in self.reuse:
             return self.reuse[request.number].keys
-        return Keys(self.graph, request.inputs, self.means.device_name, str)
+        return Keys(self.graph, request.inputs, self.context.device_name, str)
 
-    def _note_ways(self, schedule: Schedule) -> None:
-        """A batch that goes on with another precision would end with other bits."""
-        if self.means.journal is None or not self.problem.allow:
+    def _require_choices(self, schedule: Schedule) -> None:
+        """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
+        if self.context.journal is None or not self.problem.allow:
             return
-        named: dict[str, str] = {}
+        entries: dict[str, str] = {}
         for segment in schedule.segments:
-            way = way_of(segment.solution.problem, segment.solution.plan)
-            named |= {f"how {name} is held": " on the ".join(how) for name, how in way.held.items()}
-            named |= {f"how {name} is run": option for name, option in way.options.items()}
-        self.means.journal.require(named, "ways " + " ".join(f"{name}={value}" for name, value in self.problem.settings))
+            choices = choices_of(segment.solution.problem, segment.solution.plan)
+            entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
+            entries |= {f"option of {name}": option for name, option in choices.options.items()}
+        settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)
+        self.context.journal.require(entries, f"choices {settings}")
 
     def _put(self, request: Request, stage: str, outputs: Mapping[str, Any]) -> None:
         for name, value in outputs.items():
             self.values.put(request.number, f"{stage}.{name}", value)
 
     def _journal(self, request: Request) -> RequestJournal | None:
-        return self.means.journal.request(request.number) if self.means.journal is not None else None
+        return self.context.journal.request(request.number) if self.context.journal is not None else None

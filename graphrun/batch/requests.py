@@ -1,9 +1,9 @@
-"""Lists of inputs, from files or from Python: which lines there are, what each asks for, what is wrong with a broken one.
+"""Reads lists of requests (one set of inputs each) from files or from Python, and reports what is wrong with a broken one.
 
-Decides what an item is. Knows neither plans nor devices.
+Knows neither plans nor devices.
 
-    prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}     one object to a line; a text alone is the prompt
-    prompts.csv     prompt,seed                               a header, then a row to an item; an empty cell is the default
+    prompts.jsonl   {"prompt": "a lighthouse", "seed": 3}     one object per line; a plain string is the prompt
+    prompts.csv     prompt,seed                               a header, then one row per request; an empty cell is the default
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from graphrun.graph.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One set of inputs. ``number``: the line of its file, or its place in a list, from 1. ``error``: why it cannot be run."""
+    """One set of inputs.
+
+    ``number``: its line in the file, or its position in the list, from 1. ``error``: why it cannot be run; empty if it can.
+    ``where``: the file and line, or ``request N``, for messages.
+    """
 
     number: int
     inputs: Mapping[str, Any]
@@ -31,35 +35,38 @@ class Request:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The items in the file ``path`` (``.csv``, else JSON lines), broken ones too. Raises InputError where it cannot be read."""
+    """The requests in the file ``path`` (``.csv``, else JSON lines), with an ``error`` in broken ones.
+
+    Raises InputError where the file cannot be read or holds no request.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     found = _rows(data) if path.suffix.lower() == ".csv" else _lines(data)
     if not found:
-        raise InputError(f'{path}: holds no inputs; give one JSON object to a line, such as {{"prompt": "a lighthouse"}}')
+        raise InputError(f'{path}: holds no inputs; write one JSON object per line, such as {{"prompt": "a lighthouse"}}')
     return [replace(request, where=f"{path}:{request.number}") for request in found]
 
 
-def listed(inputs: Iterable[Mapping[str, Any] | str | Request]) -> list[Request]:
-    """Items from Python: mappings of inputs, or texts, each a prompt; items as they are."""
+def requests_from(inputs: Iterable[Mapping[str, Any] | str | Request]) -> list[Request]:
+    """Requests from Python: each of ``inputs`` is a mapping of inputs, a prompt, or a `Request`, which is returned as it is."""
     return [
-        given if isinstance(given, Request) else replace(_request(number, given), where=f"item {number}")
-        for number, given in enumerate(inputs, 1)
+        entry if isinstance(entry, Request) else replace(_request(number, entry), where=f"request {number}")
+        for number, entry in enumerate(inputs, 1)
     ]
 
 
 def refuse_broken(requests: Iterable[Request]) -> None:
-    """Raises InputError, a line for each item that cannot be run."""
+    """Raises InputError with a line for each request that cannot be run."""
     if broken := [f"{request.where}: {request.error}" for request in requests if request.error]:
         raise InputError("\n".join(broken))
 
 
 def resolved(requests: Iterable[Request], graph: Graph, common: Mapping[str, Any]) -> list[Request]:
-    """``requests`` with a value for every input of ``graph``: their own, else those in ``common``, else defaults.
+    """``requests`` with a value for every input of ``graph``: the request's own, else the one in ``common``, else the default.
 
-    An item whose inputs the graph refuses has an ``error``. Raises InputError where ``common`` itself is refused.
+    A request whose inputs the graph refuses gets an ``error``. Raises InputError where ``common`` has an unknown input.
     """
     if unknown := [name for name in common if name not in graph.inputs]:
         graph.for_planning({name: common[name] for name in unknown})
@@ -79,7 +86,7 @@ def _lines(data: bytes) -> list[Request]:
             continue
         try:
             found.append(_request(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
-        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
             found.append(Request(number, {}, f"is not JSON: {error}"))
     return found
 
@@ -111,9 +118,9 @@ def _rows(data: bytes) -> list[Request]:
             found.append(Request(number, {name: cell for name, cell in zip(header, row, strict=True) if cell != ""}))
 
 
-def _request(number: int, given: Any) -> Request:
-    if isinstance(given, str):
-        return Request(number, {"prompt": given})
-    if isinstance(given, Mapping):
-        return Request(number, {str(name): value for name, value in given.items() if value is not None})
-    return Request(number, {}, f'is a {type(given).__name__}; give an object such as {{"prompt": "a lighthouse"}}, or a text')
+def _request(number: int, entry: Any) -> Request:
+    if isinstance(entry, str):
+        return Request(number, {"prompt": entry})
+    if isinstance(entry, Mapping):
+        return Request(number, {str(name): value for name, value in entry.items() if value is not None})
+    return Request(number, {}, f'is a {type(entry).__name__}; give an object such as {{"prompt": "a lighthouse"}}, or a string')

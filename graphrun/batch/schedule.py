@@ -1,11 +1,11 @@
-"""In which order many items pass the stages: item by item, stage by stage, or something between, whichever is predicted fastest.
+"""Schedules of a batch: how the stages are split into segments, each run for all requests before the next one begins.
 
-    item by item      (encode denoise decode)1 (encode denoise decode)2 ...        one session of all stages
-    stage by stage    encode1..n | denoise1..n | decode1..n                        a session for each stage; values wait between
-    between           encode1..n | (denoise decode)1 (denoise decode)2 ...
+    request by request    (encode denoise decode)1 (encode denoise decode)2 ...    one segment with all stages
+    stage by stage        encode1..n | denoise1..n | decode1..n                    a segment per stage; values wait between them
+    in between            encode1..n | (denoise decode)1 (denoise decode)2 ...
 
-Each leg is a session that the planner plans; a course is a cut of the stages into legs. Values that wait lie in RAM that no leg
-needs, then on disk; where both are short, items pass in groups. Knows no weights and no device.
+Each segment is planned as a session. The schedule with the least predicted time is chosen. Values wait in RAM that no segment
+needs, then on disk; where both are short, the requests are run in groups. Pure: no torch, no I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ Solve = Callable[[Problem], Solution]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some stages in a row, planned as a session: ``graph`` has these alone, ``precomputed`` and outputs at its ends."""
+    """Consecutive stages, planned as a session.
+
+    ``graph`` has only these stages: values of earlier stages are precomputed, values that later stages read are outputs.
+    """
 
     stages: tuple[str, ...]
     graph: Graph
@@ -33,20 +36,23 @@ class Segment:
     simulation: Simulation
 
     def seconds(self, runs: int) -> float:
-        """Predicted for a session of ``runs`` runs; 0 for none."""
+        """Predicted seconds of a session of ``runs`` runs; 0 for no runs."""
         further = self.simulation.again_seconds if self.simulation.again else self.simulation.seconds
         return self.simulation.seconds + (runs - 1) * further if runs else 0.0
 
     def moved_bytes(self, runs: int) -> int:
-        """Weights copied to the device in them."""
+        """Bytes of weights copied to the device in a session of ``runs`` runs."""
         further = self.simulation.again_moved_bytes if self.simulation.again else self.simulation.moved_bytes
         return self.simulation.moved_bytes + (runs - 1) * further if runs else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Parts in order, for groups of ``group`` items. ``seconds`` and ``moved_bytes`` are predicted for all items; ``waiting_bytes``
-    wait between two legs at most, ``room_bytes`` of them in RAM."""
+    """Segments in order, run for groups of ``group`` requests.
+
+    ``seconds`` and ``moved_bytes`` are predicted for all requests. ``waiting_bytes``: the most that waits between two segments, of
+    which ``room_bytes`` fit in RAM.
+    """
 
     segments: tuple[Segment, ...]
     requests: int
@@ -58,29 +64,29 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """``request by request``, ``stage by stage``, else the legs: ``encode | denoise decode``."""
+        """``request by request``, ``stage by stage``, ``one run``, else the segments: ``encode | denoise decode``."""
         if len(self.segments) == 1:
-            return "item by item" if self.requests > 1 or len(self.segments[0].stages) == 1 else "one run"
+            return "request by request" if self.requests > 1 or len(self.segments[0].stages) == 1 else "one run"
         if all(len(segment.stages) == 1 for segment in self.segments):
             return "stage by stage"
         return " | ".join(" ".join(segment.stages) for segment in self.segments)
 
 
 def schedules(graph: Graph, problem: Problem, counts: Mapping[str, int], requests: int, solve: Solve) -> list[Schedule]:
-    """Every course of ``requests`` items, the predicted fastest first; of equal ones the one with fewer bytes moved, then fewer legs.
+    """Every schedule of ``requests`` requests that fits, ordered by predicted seconds, then bytes moved, then number of segments.
 
-    ``counts``: how many of a stage's runs differ, so that outputs of the others are theirs; a stage with 0 is done already, and its
-    outputs are given. Raises Infeasible where no course fits the budgets.
+    ``counts``: how many distinct runs each stage needs (equal requests share outputs); a stage with 0 needs none, since all of its
+    outputs are precomputed. Raises Infeasible where no schedule fits the budgets.
     """
     order = [stage.name for stage in graph.stages if counts[stage.name]]
     segments: dict[tuple[str, ...], Segment | Infeasible] = {}
     found = []
-    for cut in _cuts(order):
-        runs = [max(counts[name] for name in stages) for stages in cut]
-        for stages, number in zip(cut, runs, strict=True):
+    for parts in _partitions(order):
+        runs = [max(counts[name] for name in stages) for stages in parts]
+        for stages, number in zip(parts, runs, strict=True):
             if stages not in segments:
                 segments[stages] = _segment(graph, problem, stages, number, solve)
-        chosen = [segments[stages] for stages in cut]
+        chosen = [segments[stages] for stages in parts]
         if all(isinstance(segment, Segment) for segment in chosen):
             found.append(_schedule(problem, tuple(segment for segment in chosen if isinstance(segment, Segment)), runs, requests))
     if not found:
@@ -89,16 +95,16 @@ def schedules(graph: Graph, problem: Problem, counts: Mapping[str, int], request
 
 
 def segment_of(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int) -> tuple[Graph, Problem]:
-    """The graph and the problem of ``stages`` alone, as a session of ``runs`` runs."""
+    """The graph with only ``stages``, and its problem as a session of ``runs`` runs."""
     own = graph.part(stages)
     precomputed = {reference.name for reference in own.precomputed}
     return own, replace(without(problem, stages, precomputed, own.digest), runs=runs)
 
 
 def _segment(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, solve: Solve) -> Segment | Infeasible:
-    own, cut = segment_of(graph, problem, stages, runs)
+    own, part = segment_of(graph, problem, stages, runs)
     try:
-        solution = solve(cut)
+        solution = solve(part)
     except Infeasible as error:
         return error
     return Segment(stages, own, solution, simulate(solution.problem, solution.plan))
@@ -128,20 +134,20 @@ def _schedule(problem: Problem, segments: tuple[Segment, ...], runs: list[int], 
     )
 
 
-def _crossing_bytes(problem: Problem, before: tuple[Segment, ...], behind: tuple[Segment, ...]) -> int:
-    """Bytes of one item's values that are made in the legs ``before`` and read in those ``behind``."""
+def _crossing_bytes(problem: Problem, before: tuple[Segment, ...], after: tuple[Segment, ...]) -> int:
+    """Bytes of one request's values that are made in the segments ``before`` and read in the segments ``after``."""
     made = {name for segment in before for name in segment.stages}
-    read = {name for segment in behind for name in segment.stages}
+    read = {name for segment in after for name in segment.stages}
     return sum(value.nbytes for value in problem.values if value.producer in made and read & set(value.consumers))
 
 
-def _cuts(order: list[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to cut ``order`` into legs."""
+def _partitions(order: list[str]) -> Iterator[list[tuple[str, ...]]]:
+    """Every partition of ``order`` into consecutive parts."""
     if not order:
         return
     for length in range(len(order), 0, -1):
         head = tuple(order[:length])
         if length == len(order):
             yield [head]
-        for rest in _cuts(order[length:]):
-            yield [head, *rest]
+        for tail in _partitions(order[length:]):
+            yield [head, *tail]

@@ -1,4 +1,4 @@
-"""Values that wait between two legs of a course: in RAM while there is room, then on disk. Knows no plan."""
+"""Stage outputs that wait between two segments of a schedule: in RAM up to a limit, then on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from graphrun.batch.cache.pack import pack, unpack
 
 
 class Values:
-    """Outputs of stages by item, on the host. At most ``ram_bytes`` lie in RAM; others in a folder that goes with the context."""
+    """Stage outputs by request, on the host. A context manager.
+
+    At most ``ram_bytes`` are held in RAM. The others are written to a temporary folder, which is deleted on exit.
+    """
 
     def __init__(self, ram_bytes: int) -> None:
         self.ram_bytes = ram_bytes
@@ -29,7 +32,7 @@ class Values:
             self._folder.cleanup()
 
     def put(self, request: int, name: str, value: Any) -> None:
-        """``value`` waits as ``name`` (as in ``encode.embeds``) of ``request``."""
+        """Stores ``value`` as output ``name`` (as in ``encode.embeds``) of request number ``request``."""
         nbytes = _nbytes(value, set())
         if self.held_bytes + nbytes <= self.ram_bytes:
             self._held[request, name] = (value, nbytes)
@@ -44,17 +47,17 @@ class Values:
         self.stored_bytes += len(data)
 
     def has(self, request: int, name: str) -> bool:
-        """Whether it waits."""
+        """Whether output ``name`` of ``request`` is stored."""
         return (request, name) in self._held or (request, name) in self._stored
 
     def get(self, request: int, name: str) -> Any:
-        """The value; KeyError where it does not wait."""
+        """Output ``name`` of ``request``. Raises KeyError where it is not stored."""
         if (request, name) in self._held:
             return self._held[request, name][0]
         return unpack(self._stored[request, name].read_bytes())
 
     def drop(self, request: int) -> None:
-        """Nothing waits of ``request`` any more."""
+        """Deletes all outputs of ``request``."""
         for key in [key for key in self._held if key[0] == request]:
             self.held_bytes -= self._held.pop(key)[1]
         for key in [key for key in self._stored if key[0] == request]:
@@ -64,11 +67,12 @@ class Values:
 
 
 def _nbytes(value: Any, seen: set[int]) -> int:
+    """Bytes of the storages in ``value``, each counted once."""
     if hasattr(value, "untyped_storage"):
         storage = value.untyped_storage()
-        known = storage.data_ptr() in seen
+        counted = storage.data_ptr() in seen
         seen.add(storage.data_ptr())
-        return 0 if known else int(storage.nbytes())
+        return 0 if counted else int(storage.nbytes())
     if isinstance(value, dict):
-        return sum(_nbytes(request, seen) for request in value.values())
-    return sum(_nbytes(request, seen) for request in value) if isinstance(value, (list, tuple)) else 0
+        return sum(_nbytes(item, seen) for item in value.values())
+    return sum(_nbytes(item, seen) for item in value) if isinstance(value, (list, tuple)) else 0

@@ -1,4 +1,4 @@
-"""Who hears how far a batch is. Decides nothing, and imports nothing that takes time."""
+"""Callbacks for the progress of a batch. Imports nothing heavy, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Hears how far a batch is. Does nothing; whoever shows it does more."""
+    """Receives the progress of a batch. The methods here do nothing; override those that are needed."""
 
     def schedule(self, schedule: Schedule, counts: Mapping[str, int]) -> None:
-        """Items of equal settings are about to run in this way, ``counts[stage]`` runs of each stage."""
+        """Requests with equal settings are about to run by ``schedule``, with ``counts[stage]`` runs of each stage."""
 
     def segment(self, segment: Segment, runs: int) -> None:
-        """A session of ``runs`` runs begins."""
+        """A session of ``runs`` runs of ``segment`` begins."""
 
     def run(self, segment: Segment, request: Request) -> Callable[[int, int, int], None] | None:
-        """A run of it, for ``request``; what is returned hears of each call, as a run's ``progress``."""
+        """A run of ``segment`` for ``request`` begins. Returns the run's ``progress`` callback, or None."""
 
     def planned_again(self, line: str) -> None:
-        """What is left of the item that runs was planned again, as ``line`` says."""
+        """The remainder of the current run was planned again; ``line`` is the message about it."""
 
     def done(self, request: Request, files: Sequence[Path]) -> None:
-        """An item's outputs are where they belong."""
+        """All outputs of ``request`` are written, to ``files``."""
 
     def left_out(self, request: Request) -> None:
-        """An item cannot be run, or its run failed: ``request.error`` says why."""
+        """``request`` cannot be run, or its run failed; ``request.error`` is the reason."""
 
     def restarts(self, stage: str, why: str) -> None:
-        """The loop of ``stage`` begins anew where it was broken off, or would."""
+        """The loop of ``stage`` restarts at its first step after an interruption (or would); ``why`` is the reason."""

@@ -1,1 +1,1 @@
-"""The command line. The only package that prints, and the only one that knows a terminal."""
+"""The command line, built with typer. The only package that prints."""

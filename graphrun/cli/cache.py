@@ -1,4 +1,4 @@
-"""The commands ``cache ls``, ``rm`` and ``verify``: outputs of stages that runs keep for later ones."""
+"""The commands ``cache ls``, ``cache rm`` and ``cache verify``, for the cache of stage outputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from graphrun.cli.common import AsJson, app, cache_folder, show
 from graphrun.errors import InputError
 from graphrun.units import show_seconds, show_size
 
-caches = typer.Typer(no_args_is_help=True, help="Look after the outputs of stages that runs keep for later ones.")
+caches = typer.Typer(no_args_is_help=True, help="Show, remove and verify cached stage outputs.")
 app.add_typer(caches, name="cache")
 Keys = Annotated[list[str] | None, typer.Argument(help="Entries, by the first digits of their keys.", show_default=False)]
 
 
 @caches.command("ls")
-def list_kept(as_json: AsJson = False) -> None:
-    """Show what is kept: key, stage, size, age, and the inputs it is for."""
+def list_entries(as_json: AsJson = False) -> None:
+    """List the cached stage outputs: key, stage, size, age, and the inputs they are for."""
     from graphrun.report.table import table
 
     index = _index()
@@ -37,34 +37,34 @@ def list_kept(as_json: AsJson = False) -> None:
     total = (
         f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
     )
-    screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"nothing is kept in {index.folder}"
+    screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"no cached outputs in {index.folder}"
     show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": data}, as_json, screen)
 
 
 @caches.command("rm")
-def remove_kept(keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="Everything that is kept.")] = False) -> None:
+def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all", help="All entries.")] = False) -> None:
     """Remove entries, by the first digits of their keys, or all of them."""
     index = _index()
     if bool(keys) == every:
         raise InputError("name the entries to remove (graphrun cache ls shows them), or add --all")
     chosen = None
     if keys:
-        known = [entry.key for entry in index.entries()]
-        found = {start: [key for key in known if key.startswith(start)] for start in keys}
+        all_keys = [entry.key for entry in index.entries()]
+        found = {start: [key for key in all_keys if key.startswith(start)] for start in keys}
         if missing := [start for start, matching in found.items() if not matching]:
-            raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows what is kept")
+            raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries")
         chosen = sorted({key for matching in found.values() for key in matching})
     typer.echo(f"removed {index.remove(chosen)} entries")
 
 
 @caches.command("verify")
-def verify_kept() -> None:
-    """Read every entry, and take out those that are damaged: they are computed again when they are needed."""
+def verify_entries() -> None:
+    """Read every entry, and remove those that are damaged: they are computed again when needed."""
     index = _index()
     broken = index.verify()
     for entry in broken:
-        typer.echo(f"damaged, and taken out: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
-    typer.echo(f"{len(index.entries())} entries are whole, {len(broken)} were not")
+        typer.echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
+    typer.echo(f"{len(index.entries())} entries are intact, {len(broken)} were damaged")
 
 
 def _index() -> Any:

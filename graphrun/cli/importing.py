@@ -1,4 +1,4 @@
-"""The command ``graphrun import``: parses what is asked for, calls, prints. Joins `cli`'s app; only commands print."""
+"""The command ``graphrun import``: writes a graph file for an existing pipeline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphrun.cli.common import app, stdout_kept_clean
+from graphrun.cli.common import app, native_stdout_to_stderr
 from graphrun.cli.options import Names
 from graphrun.errors import InputError
 
@@ -44,10 +44,12 @@ def import_(
         typer.Option("--set", help="An input's default, or another argument: name=value. Repeatable.", show_default=False),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="A commit, branch or tag on the hub.", show_default=False)] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="One stage, even where the pipeline can be cut.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="A single stage, even where the pipeline can be split into stages.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
 ) -> None:
-    """Write a graph file for a pipeline that is there already, from its configurations and a dry run of its own code.
+    """Write a graph file for an existing pipeline, from its configurations and a dry run of its own code.
 
     No weights are fetched or read, and no code that comes with a checkpoint is run.
     """
@@ -62,14 +64,14 @@ def import_(
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
     sets = {name: _value(name, value) for name, value in (_pair("--set", text) for text in set_ or [])}
     asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole)
-    with stdout_kept_clean():
+    with native_stdout_to_stderr():
         found = import_source(source, asked)
         found.write(out, force=force)
     typer.echo(imported_screen(found, out))
 
 
 def imported_screen(found: Imported, path: Path) -> str:
-    """What was written, in a few lines: stages with what they enter, and the command to go on with."""
+    """The summary of an import: the stages with the components they call, and the next command."""
     layout = found.layout
     lines = [f"wrote {path}: {found.spec.pipeline}, {len(found.spec.components)} components"]
     wide = max(len(stage.name) for stage in layout.stages)
@@ -90,7 +92,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value that ``text`` writes as YAML does: 512, 0.5, true, [1, 2], a text."""
+    """``text`` parsed as YAML: 512, 0.5, true, [1, 2], or a string. Raises InputError."""
     import yaml
 
     try:

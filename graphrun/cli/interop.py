@@ -1,4 +1,4 @@
-"""More of the command line: plans in the words of other programs. Joins `cli`'s app and prints as it does."""
+"""The commands ``export`` and ``map``: plans to and from diffusers calls and accelerate device maps."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from graphrun.report import plan_files as planfile
 def export(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
     kind: Annotated[str, typer.Option("--as", help="diffusers (a script of plain calls) or accelerate (device maps, JSON).")],
-    out: Annotated[Path | None, typer.Option("-o", help="Where it goes; default: the screen.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option("-o", help="The output file; default: stdout.", show_default=False)] = None,
     trust_package: Trust = None,
 ) -> None:
-    """Write what comes nearest to a plan in another program's words, with what is lost said in comments."""
+    """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible; comments say what is lost."""
     problem, candidate, saved = planfile.read(plan)
     planfile.refuse_violations(plan, problem, candidate)
     graph = api.load(planfile.graph_path(plan, saved), trust=trust_package or ())
     graph = graph.until(problem.until) if problem.until else graph
     if graph.digest != problem.graph_digest:
-        raise PlanError(f"is for another state of {planfile.graph_path(plan, saved)}: plan again", str(plan))
+        raise PlanError(f"is for an earlier version of {planfile.graph_path(plan, saved)}: plan again", str(plan))
     if kind == "diffusers":
         from graphrun.diffusers_.script import diffusers_script
 
@@ -48,14 +48,12 @@ def export(
 
 @app.command("map")
 def map_(
-    plan: Annotated[
-        Path, typer.Argument(help="A plan saved with -o, for whose graph and budgets the maps are.", show_default=False)
-    ],
+    plan: Annotated[Path, typer.Argument(help="A plan saved with -o: its graph and budgets apply.", show_default=False)],
     maps: Annotated[Path, typer.Argument(help="Device maps by component, JSON, as export --as accelerate writes them.")],
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the plan that does what accelerate's device maps say: what it takes, and how long. Refused where it does not fit."""
+    """Show the plan that accelerate's device maps amount to, with its memory and time. Refused where it does not fit."""
     from graphrun.diffusers_.device_map import plan_for
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
@@ -73,8 +71,8 @@ def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
     """The device maps in the file at ``path``. Raises InputError where it holds something else."""
     found = planfile.read_json(path)
     inner = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(isinstance(places, dict) and all(isinstance(at, int | str) for at in places.values()) for places in inner):
+    if not all(isinstance(each, dict) and all(isinstance(at, int | str) for at in each.values()) for each in inner):
         raise InputError(
-            f'{path}: these are no device maps by component, such as {{"transformer": {{"transformer_blocks": "cpu", "": 0}}}}'
+            f'{path}: does not hold device maps by component, such as {{"transformer": {{"transformer_blocks": "cpu", "": 0}}}}'
         )
     return found  # type: ignore[no-any-return]

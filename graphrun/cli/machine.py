@@ -1,4 +1,4 @@
-"""Commands about this machine: ``doctor`` and ``calibrate``."""
+"""The commands ``doctor`` and ``calibrate``, about this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrun.errors import InputError
 
 @app.command()
 def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
-    """Show what is here: device, driver, versions and what they allow or break, limits of memory, disk, cache."""
+    """Show this machine: device, driver, library versions and their limitations, limits of memory and disk, caches."""
     from graphrun.profile.doctor import examine
     from graphrun.report.doctor import doctor_screen
 
@@ -31,7 +31,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine in under 30 s and keep a profile: used as --hardware NAME, and by default for the card it is of."""
+    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by default for its card."""
     from graphrun.profile.calibrate import measure_and_keep
     from graphrun.report.calibrate import calibrate_screen
 

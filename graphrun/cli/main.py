@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli import cache, importing, interop, machine, plans, run  # noqa: F401  (each adds its commands to the app)
+from graphrun.cli import cache, graphs, importing, interop, machine, plans, run  # noqa: F401  (each adds its commands to the app)
 from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
 
@@ -24,7 +24,7 @@ from graphrun.errors import GraphrunError
 def about(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
-    """Run diffusion pipelines on cards too small for them: plan ahead what lives where, prove it, then do exactly that.
+    """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
 
     Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
@@ -34,10 +34,10 @@ def about(
 
 
 def main() -> NoReturn:
-    """Entry point of the ``graphrun`` command. Errors that graphrun raises on purpose become one message and an exit code."""
+    """Entry point of the ``graphrun`` command. A `GraphrunError` becomes a message and an exit code, without a traceback."""
     warnings.filterwarnings("ignore")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers anew when they are imported
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers on import
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         app()
@@ -63,7 +63,7 @@ def _error_text(error: GraphrunError) -> str:
 
 
 def _error_json(error: GraphrunError) -> None:
-    """For ``--json`` an infeasible budget is an answer too: the screen goes to stderr, the data to stdout."""
+    """With ``--json`` the data of an infeasible budget go to stdout; the screen has gone to stderr."""
     from graphrun.solve.infeasible import Infeasible
 
     if isinstance(error, Infeasible):

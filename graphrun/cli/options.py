@@ -1,7 +1,6 @@
-"""What the commands that plan are told: budgets, hardware, inputs, demands. Declares the options once, for all of them.
+"""The options of the commands that plan, declared once: budgets, hardware, inputs, directives.
 
-A command written as ``def plan(graph: GraphFile, asked: Asked)`` gets an option for each field of `Asked` by `shared`.
-Knows neither graphs nor plans.
+A command written as ``@shared def plan(graph: GraphFile, asked: Asked)`` gets an option for each field of `Asked`.
 """
 
 from __future__ import annotations
@@ -17,33 +16,35 @@ import typer
 from graphrun.errors import InputError
 
 Names = list[str] | None
-HardwareName = Annotated[str | None, typer.Option(help="A known device; default: the one found, else rtx4090.", show_default=False)]
+HardwareName = Annotated[
+    str | None, typer.Option(help="A profile or a built-in device; default: the card found, else rtx4090.", show_default=False)
+]
 DeviceName = Annotated[str | None, typer.Option(help="cuda or sim; default: the hardware's.", show_default=False)]
 Sets = Annotated[Names, typer.Option("--set", help="An input of the graph: name=value. Repeatable.", show_default=False)]
 Outputs = Annotated[
     Names,
     typer.Option(
-        "--output", "-o", help="A file for what is made; or name=file, for one output. Default out/<graph>.png.", show_default=False
+        "--output", "-o", help="The output file; or name=file, for one output. Default out/<graph>.png.", show_default=False
     ),
 ]
 Reuse = Annotated[
-    str, typer.Option("--reuse", help="Outputs kept from earlier runs: encoded (of encode_prompt), all (latents too), none.")
+    str, typer.Option("--reuse", help="Cached outputs of earlier runs to use: encoded (of encode_prompt), all (latents too), none.")
 ]
 Trust = Annotated[
     Names,
     typer.Option(
         "--trust-package",
-        help="A package that the graph file may name any class of, which runs its code. Repeatable.",
+        help="A package of which the graph file may name any class, which runs its code. Repeatable.",
         metavar="NAME",
         show_default=False,
     ),
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep dry runs and plans.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of a command that plans, as they were given."""
+    """The values of the shared options, as typed."""
 
     vram: Annotated[
         str | None, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)
@@ -54,7 +55,7 @@ class Asked:
     hardware: HardwareName = None
     device: DeviceName = None
     set_: Sets = None
-    runs: Annotated[int, typer.Option(help="Plan a session of so many runs: a first one, and others that find it warm.", min=1)] = 1
+    runs: Annotated[int, typer.Option(help="Plan a session of this many runs: a cold first one, then warm ones.", min=1)] = 1
     allow: Annotated[
         Names,
         typer.Option(help="What may change the output: precision, int8, nf4, cpu, tiling, split. Repeatable.", show_default=False),
@@ -63,23 +64,23 @@ class Asked:
         Names, typer.Option(help="A component that stays from its first use to the end. Repeatable.", show_default=False)
     ] = None
     exclude: Annotated[
-        Names, typer.Option(help="A component that is streamed, with nothing kept. Repeatable.", show_default=False)
+        Names, typer.Option(help="A component that is always streamed, with no block kept. Repeatable.", show_default=False)
     ] = None
     pin: Annotated[Names, typer.Option(help="A component whose master copy is page-locked. Repeatable.", show_default=False)] = None
     reserve: Annotated[str | None, typer.Option(help="Part of the VRAM budget left to other programs.", show_default=False)] = None
-    until: Annotated[str | None, typer.Option(help="A stage: plan what its outputs need, and stop.", show_default=False)] = None
+    until: Annotated[str | None, typer.Option(help="A stage: plan only what its outputs need.", show_default=False)] = None
     trust_package: Trust = None
     no_cache: NoCache = False
 
     @property
-    def demands(self) -> dict[str, Any]:
-        """What `graphrun.estimate` takes beside graph, VRAM budget, hardware and inputs."""
+    def estimate_arguments(self) -> dict[str, Any]:
+        """The arguments of `graphrun.estimate` besides graph, VRAM budget, hardware and inputs."""
         named = {name: tuple(getattr(self, name) or ()) for name in ("allow", "keep", "exclude", "pin")}
         return {name: getattr(self, name) for name in ("ram", "pinned", "disk", "runs", "reserve", "until")} | named
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs given as ``name=value``. Raises InputError for what does not look so."""
+        """The inputs set with ``--set name=value``. Raises InputError for another form."""
         found = {}
         for text in self.set_ or []:
             name, equals, value = text.partition("=")
@@ -89,10 +90,10 @@ class Asked:
         return found
 
     def refuse_for_plan(self, path: Any) -> None:
-        """Raises InputError where something was given that the plan saved at ``path`` has of its own."""
+        """Raises InputError where an option is set that the plan saved at ``path`` has fixed already."""
         own = [field.name for field in fields(self) if field.name not in ("set_", "no_cache", "ram", "trust_package")]
-        if given := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
-            flags = ", ".join(f"--{name}" for name in given)
+        if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
+            flags = ", ".join(f"--{name}" for name in set_names)
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
 
 
@@ -100,7 +101,7 @@ _DEFAULTS = {field.name: field.default for field in fields(Asked)}
 
 
 def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with an option for each field of `Asked` in place of its parameter ``asked``, as typer reads signatures."""
+    """``command`` with an option for each field of `Asked` in place of the parameter ``asked``, in the signature typer reads."""
     own = inspect.signature(command).parameters
     hints, options = get_type_hints(command, include_extras=True), get_type_hints(Asked, include_extras=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -110,9 +111,9 @@ def shared(command: Callable[..., None]) -> Callable[..., None]:
     parameters += [p for p in mine if p.default is not p.empty]
 
     @functools.wraps(command)
-    def called(**given: Any) -> None:
-        asked = Asked(**{name: given.pop(name) for name in options})
-        command(asked=asked, **given)
+    def called(**values: Any) -> None:
+        asked = Asked(**{name: values.pop(name) for name in options})
+        command(asked=asked, **values)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,4 +1,4 @@
-"""Commands about plans: ``plan``, ``explain``, ``check``, ``estimate``, ``frontier``, ``report``, ``schema``. None runs a graph."""
+"""The commands ``plan``, ``explain``, ``check``, ``estimate``, ``frontier``, ``report`` and ``schema``. None runs a graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from graphrun.cli.common import (
     cache_folder,
     hardware_for,
     load,
+    native_stdout_to_stderr,
     plan_screen_of,
     planned,
     show,
-    stdout_kept_clean,
     summary_of,
 )
 from graphrun.cli.options import Asked, DeviceName, HardwareName, NoCache, Reuse, Sets, Trust, shared
@@ -58,11 +58,11 @@ def explain(
     graph: GraphFile,
     asked: Asked,
     component: Annotated[
-        str | None, typer.Argument(help="Show what other placements of this one would cost.", show_default=False)
+        str | None, typer.Argument(help="Show the cost of other placements of this component.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show every slot of a plan: what it does, what it holds, and where its time goes. Or why a component is where it is."""
+    """Show every slot of a plan: actions, bytes, seconds. With COMPONENT: why it is placed as it is, and what others would cost."""
     from graphrun.report.screen import explain_screen
 
     made = planned(graph, asked)
@@ -77,7 +77,7 @@ def explain(
 def check(
     plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
 ) -> None:
-    """Check a saved plan against its own numbers: every rule that it breaks, with the place and the bytes."""
+    """Check a saved plan: every rule that it breaks, with slot, action and bytes."""
     from graphrun.report.screen import check_screen
     from graphrun.verify.simulate import simulate
 
@@ -96,7 +96,7 @@ def estimate(
     as_json: AsJson = False,
     no_cache: NoCache = False,
 ) -> None:
-    """Show what a graph takes, part by part, without a budget: weights, activations, values, FLOPs, seconds. No weights, no GPU."""
+    """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds. Needs no weights and no GPU."""
     from graphrun.report.estimate import estimate_screen
 
     asked = Asked(hardware=hardware, device=device, set_=set_, trust_package=trust_package)
@@ -134,9 +134,9 @@ def frontier(
 @app.command()
 def report(
     trace: Annotated[Path, typer.Argument(help="A trace saved with run --trace, or a plan saved with -o.", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", help="Where the page goes.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
-    """Make one page (HTML, no network) of a run: its timeline, its plan, planned against measured, time against budget."""
+    """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
     from graphrun.report.page import Measured, report_page
     from graphrun.solve.frontier import budgets_around
     from graphrun.solve.frontier import frontier as solve_all
@@ -150,7 +150,7 @@ def report(
         measured = Measured.of(data) if traced else None
     except (KeyError, TypeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
-    with stdout_kept_clean():
+    with native_stdout_to_stderr():
         points = solve_all(problem, budgets_around(problem), _planner(cache_folder(False)))
     planfile.write_text(out, report_page(planfile.solution_of(problem, plan, saved), measured, points))
     typer.echo(f"wrote {out}")
@@ -168,40 +168,43 @@ def _alternatives(made: Planned, component: str) -> tuple[dict[str, Any], str]:
     from graphrun.report.alternatives import alternatives_json, alternatives_screen
     from graphrun.solve.alternatives import alternatives
 
-    with stdout_kept_clean():
+    with native_stdout_to_stderr():
         found = alternatives(made.solution, component)
     return alternatives_json(made.solution, component, found), alternatives_screen(made.solution, component, found)
 
 
 def _swept(path: Path, asked: Asked, sweep: str | None) -> tuple[list[tuple[Problem, str, tuple[Point, ...]]], str]:
-    """Problem, value and points for each value of the swept input (one dry run each; one in all where none is swept), its name."""
+    """(problem, value, points) for each value of the swept input, and the input's name.
+
+    Each value needs a dry run of its own. Without ``sweep`` there is one entry, with the value "".
+    """
     from graphrun.solve.frontier import frontier as solve_all
     from graphrun.solve.frontier import sizes_between, values_between
 
     if path.suffix == ".json":
-        raise InputError(f"{path} is a plan; a frontier is of a graph (YAML)")
+        raise InputError(f"{path} is a plan; frontier needs a graph (YAML)")
     name, values = values_between(sweep) if sweep is not None else ("", ())
     if asked.vram is None:
         raise InputError("a frontier needs budgets: add --vram, such as --vram 4G:48G")
     inputs, cache = asked.inputs, cache_folder(asked.no_cache)
     graph = load(path, asked)
-    tried = [(str(value), {**inputs, name: str(value)}) for value in values] or [("", inputs)]
-    for _, given in tried:
-        graph.for_planning(given)  # a value that the graph refuses is better said now than after minutes
-    place = hardware_for(asked.hardware, asked.device, False, cache)
-    budgets = sizes_between(asked.vram, whole_bytes=place.capacity_bytes if place.device != "sim" else None)
+    swept = [(str(value), {**inputs, name: str(value)}) for value in values] or [("", inputs)]
+    for _, own in swept:
+        graph.for_planning(own)  # refuse bad values before minutes of planning
+    hardware = hardware_for(asked.hardware, asked.device, False, cache)
+    budgets = sizes_between(asked.vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
     found = []
-    for value, given in tried:
+    for value, own in swept:
         if name:
             typer.echo(f"  {name}={value}", err=True)
-        problem = api.estimate(graph, vram=budgets[0], hardware=place, inputs=given, cache=cache, **asked.demands)
-        with stdout_kept_clean():
+        problem = api.estimate(graph, vram=budgets[0], hardware=hardware, inputs=own, cache=cache, **asked.estimate_arguments)
+        with native_stdout_to_stderr():
             found.append((problem, value, solve_all(problem, budgets, _planner(cache))))
     return found, name
 
 
 def _planner(cache: Path | None) -> Callable[[Problem], Solution | None]:
-    """What finds plans, and keeps them in ``cache``."""
+    """A function that returns the best plan for a problem, or None, and caches it in ``cache``."""
     from graphrun.files import Store
     from graphrun.store import fitting_for
 

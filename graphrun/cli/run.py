@@ -1,6 +1,6 @@
-"""The command ``run``: one run of a graph or a saved plan, or one for every line of a file; planned beside measured.
+"""The command ``run``: runs a graph or a saved plan once, or a graph for every line of a file, and shows planned and measured.
 
-The first interrupt ends a run at the end of its step, a second one at once.
+The first interrupt (Ctrl-C) stops a run at the end of the current step, a second one immediately.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from graphrun.cli.common import (
     Planned,
     app,
     cache_folder,
+    checked_reuse,
     hardware_for,
     load,
     plan_screen_of,
     planned,
-    reused,
     show,
     summary_of,
 )
 from graphrun.cli.options import Asked, Outputs, Reuse, shared
 from graphrun.errors import InputError
 from graphrun.report import plan_files as planfile
-from graphrun.report.outputs import FILMS, FPS, OutputFile, output_file_of, save_outputs
+from graphrun.report.outputs import FPS, VIDEOS, OutputFile, output_file_of, save_outputs
 from graphrun.units import show_seconds, show_size
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What ``graphrun run`` is told beyond one run: a list of inputs, whether to go on, whether a broken line stops it."""
+class BatchOptions:
+    """The options of ``graphrun run`` with ``--inputs`` or ``--resume``. ``source``: the graph file."""
 
     source: Path
     random_weights: bool
@@ -69,30 +69,33 @@ def run(
     output: Outputs = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Save the plan to this file.", show_default=False)] = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", help="Save the trace here; for a viewer: *.perfetto.json.", show_default=False)
+        Path | None,
+        typer.Option("--trace", help="Save the trace to this file; *.perfetto.json for a trace viewer.", show_default=False),
     ] = None,
     inputs: Annotated[
-        Path | None, typer.Option(help="Run for every line of this file: JSON lines or CSV.", show_default=False)
+        Path | None, typer.Option(help="Run once for every line of this file: JSON lines or CSV.", show_default=False)
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the run's state beside its output; the same command again goes on from there.")
+        bool, typer.Option("--resume", help="Save the run's state beside its output; the same command resumes from it.")
     ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="A broken line of --inputs stops everything.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first broken line of --inputs, before anything runs.")
+    ] = False,
     reuse: Reuse = "encoded",
     as_json: AsJson = False,
 ) -> None:
-    """Run a graph, or a saved plan, and show what was planned beside what was measured; or run it for every line of a file."""
+    """Run a graph or a saved plan and show planned and measured numbers; or run a graph for every line of a file."""
     if prompt is not None:
         asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
     if inputs is not None or resume:
         if plan_file is not None or trace_file is not None:
-            raise InputError("--plan and --trace are of one run; leave them out with --inputs and --resume")
-        run_with(RunOptions(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
+            raise InputError("--plan and --trace are for a single run; leave them out with --inputs and --resume")
+        run_batch(BatchOptions(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
         return
     planfile.require_writable(plan_file, trace_file)
-    place = place_for(graph, asked, output)
+    target = output_file_for(graph, asked, output)
     made = planned(graph, asked, to_run=True, reuse=reuse, random_weights=random_weights)
-    _run_once(made, asked, random_weights, reuse, (place, plan_file, trace_file), as_json)
+    _run_once(made, asked, random_weights, reuse, (target, plan_file, trace_file), as_json)
 
 
 def _run_once(
@@ -109,7 +112,7 @@ def _run_once(
     from graphrun.report.summary import broken_caps
     from graphrun.verify.simulate import simulate
 
-    place, plan_file, trace_file = files
+    target, plan_file, trace_file = files
     if not as_json:
         typer.echo(plan_screen_of(made))
     solution, say = made.solution, None if as_json else functools.partial(typer.echo, err=True)
@@ -124,54 +127,54 @@ def _run_once(
             tell=say,
             cache=cache_folder(asked.no_cache),
             precomputed=made.precomputed,
-            reuse=reused(reuse),
+            reuse=checked_reuse(reuse),
             note=say,
         )
     summary = summary_of(made, trace)
     if plan_file is not None:
         planfile.save(plan_file, made.source, made.solution, summary)
     if trace_file is not None:
-        whole = planfile.content(trace_file, made.source, made.solution, summary)
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace, whole))
-    written = saved(trace.outputs, place, made.graph, made.inputs)
+        plan = planfile.content(trace_file, made.source, made.solution, summary)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan))
+    written = saved(trace.outputs, target, made.graph, made.inputs)
     show(summary, as_json, measured_screen(made.solution, trace, [str(path) for path in written]))
     if broken_caps(made.solution, trace):
         raise typer.Exit(4)
 
 
 class Stop:
-    """Whether an interrupt came."""
+    """Whether an interrupt was received."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
-    def watched(self, told: Callable[[int, int, int], None] | None) -> Callable[[int, int, int], None]:
-        """``told``, and before it an end to the run where one was asked for: a call begins where the last step ended."""
+    def watched(self, progress: Callable[[int, int, int], None] | None) -> Callable[[int, int, int], None]:
+        """``progress``, which raises KeyboardInterrupt at the start of a call (the end of a step) after an interrupt."""
 
         def called(slot: int, call: int, calls: int) -> None:
-            if self.asked:
+            if self.requested:
                 raise KeyboardInterrupt
-            if told is not None:
-                told(slot, call, calls)
+            if progress is not None:
+                progress(slot, call, calls)
 
         return called
 
 
 @contextlib.contextmanager
 def stopping(say: Callable[[str], None] | None) -> Iterator[Stop]:
-    """Interrupts wait for a step's end while this stands."""
+    """A context in which the first SIGINT only sets a flag, and the second one raises KeyboardInterrupt."""
     stop = Stop()
 
-    def asked(_: int, __: FrameType | None) -> None:
-        if stop.asked:
+    def interrupted(_: int, __: FrameType | None) -> None:
+        if stop.requested:
             raise KeyboardInterrupt
-        stop.asked = True
+        stop.requested = True
         if say is not None:
-            say("  stopping at the end of this step; once more stops at once")
+            say("  stopping at the end of this step; interrupt again to stop now")
 
     try:
-        before = signal.signal(signal.SIGINT, asked)
-    except ValueError:  # not the main thread: interrupts go where they went
+        before = signal.signal(signal.SIGINT, interrupted)
+    except ValueError:  # not the main thread, which alone may set handlers
         yield stop
         return
     try:
@@ -180,8 +183,8 @@ def stopping(say: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def place_for(source: Path, asked: Asked, output: Sequence[str] | None) -> OutputFile:
-    """Where the outputs of the graph, or of the plan, at ``source`` go. Raises InputError where that cannot be."""
+def output_file_for(source: Path, asked: Asked, output: Sequence[str] | None) -> OutputFile:
+    """The output files of the graph, or of the saved plan, at ``source``. Raises InputError where they cannot be written."""
     if source.suffix == ".json":
         problem, _, saved_plan = planfile.read(source)
         source, asked = planfile.graph_path(source, saved_plan), replace(asked, until=problem.until or None)
@@ -189,37 +192,40 @@ def place_for(source: Path, asked: Asked, output: Sequence[str] | None) -> Outpu
     return output_file_of(output or (), graph.kinds(), Path("out") / graph.name)
 
 
-def saved(outputs: Mapping[str, Any], place: OutputFile, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
-    """``outputs`` as files; a video is as fast as ``graph`` or its pipeline says."""
+def saved(outputs: Mapping[str, Any], target: OutputFile, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
+    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline."""
     from graphrun.ops.pipeline import frames_per_second
 
-    fast = any(path.suffix.lower() in FILMS for path in (place.base, *place.named.values()))
-    return save_outputs(outputs, place, (frames_per_second(graph, inputs) if fast else None) or FPS)
+    video = any(path.suffix.lower() in VIDEOS for path in (target.base, *target.named.values()))
+    return save_outputs(outputs, target, (frames_per_second(graph, inputs) if video else None) or FPS)
 
 
-def run_with(order: RunOptions, asked: Asked) -> None:
-    """A list of inputs, or one set of them that can be gone on with: runs, shows, and leaves with 2 where lines were left out."""
+def run_batch(options: BatchOptions, asked: Asked) -> None:
+    """Runs a list of requests, or a single one that can be resumed, and shows the results.
+
+    Exits with 2 where requests were left out.
+    """
     from graphrun.batch.requests import Request as OneRequest
     from graphrun.batch.requests import read_requests
     from graphrun.report.progress import BatchProgress
 
-    if order.source.suffix == ".json":
-        raise InputError(f"{order.source} is a plan for one run; --inputs and --resume plan for themselves: give the graph")
+    if options.source.suffix == ".json":
+        raise InputError(f"{options.source} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
     if asked.vram is None:
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
-    graph, what = api.load(order.source, trust=asked.trust_package or ()), reused(order.reuse)
+    graph, what = api.load(options.source, trust=asked.trust_package or ()), checked_reuse(options.reuse)
     cache = cache_folder(asked.no_cache)
-    place = hardware_for(asked.hardware, asked.device, True, cache)
-    where = place_for(order.source, asked, order.output)
-    many = order.inputs is not None
-    requests = read_requests(order.inputs) if order.inputs is not None else [OneRequest(1, {}, where="the inputs")]
-    say = None if order.as_json else functools.partial(typer.echo, err=True)
+    hardware = hardware_for(asked.hardware, asked.device, True, cache)
+    target = output_file_for(options.source, asked, options.output)
+    many = options.inputs is not None
+    requests = read_requests(options.inputs) if options.inputs is not None else [OneRequest(1, {}, where="the inputs")]
+    say = None if options.as_json else functools.partial(typer.echo, err=True)
     with BatchProgress(len(requests), say) as progress, stopping(say) as stop:
         watcher = _Watched(progress, stop)
         files: dict[int, list[str]] = {}
 
         def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-            written = saved(outputs, where.numbered(request.number) if many else where, graph, request.inputs)
+            written = saved(outputs, target.numbered(request.number) if many else target, graph, request.inputs)
             files[request.number] = [str(each) for each in written]
             return written
 
@@ -227,25 +233,25 @@ def run_with(order: RunOptions, asked: Asked) -> None:
             graph,
             requests,
             vram=asked.vram,
-            hardware=place,
+            hardware=hardware,
             common=asked.inputs,
-            random_weights=order.random_weights,
+            random_weights=options.random_weights,
             cache=cache,
             reuse=what,
-            resume=where.first.parent / f".{where.first.stem}.resume" if order.resume else None,
-            strict=order.strict or not many,
+            resume=target.first.parent / f".{target.first.stem}.resume" if options.resume else None,
+            strict=options.strict or not many,
             sink=sink,
             watcher=watcher,
             note=functools.partial(typer.echo, err=True),
-            **asked.demands,
+            **asked.estimate_arguments,
         )
-    show(_batch_json(batch, len(requests), files), order.as_json, _batch_screen(batch, len(requests)))
+    show(_batch_json(batch, len(requests), files), options.as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
 
 
 class _Watched(Watcher):
-    """A batch's progress, whose runs end at a step's end when they are asked to."""
+    """Forwards the progress of a batch, and stops its runs at the end of a step after an interrupt."""
 
     def __init__(self, progress: Any, stop: Stop) -> None:
         self._progress, self._stop = progress, stop
@@ -279,7 +285,7 @@ def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]])
         "done_before": list(batch.done_before),
         "left_out": {str(number): error for number, error in batch.errors.items()},
         "files": {str(number): list(names) for number, names in files.items()},
-        "courses": [
+        "schedules": [
             {
                 "name": schedule.name,
                 "requests": schedule.requests,
@@ -304,12 +310,12 @@ def _batch_screen(batch: Batch, requests: int) -> str:
     done = requests - len(batch.errors) - len(batch.done_before)
     before = f", {len(batch.done_before)} done before" if batch.done_before else ""
     left = f", {len(batch.errors)} left out" if batch.errors else ""
-    lines = [f"{done} of {requests} items run{before}{left}"]
+    lines = [f"{done} of {requests} requests run{before}{left}"]
     if batch.schedules:
         names = ", ".join(dict.fromkeys(schedule.name for schedule in batch.schedules))
         lines.append(f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved)} in")
     if batch.traces:
         lines.append(f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs")
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
-        lines.append(f"runs not needed, since their outputs were there: {shared}")
+        lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
     return "\n".join(lines)

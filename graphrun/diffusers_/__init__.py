@@ -1,1 +1,1 @@
-"""Pipelines that people have already: planned from the live object, without a graph file."""
+"""diffusers pipelines as live objects: attaching to them, planning their calls, and importing them as graph files."""

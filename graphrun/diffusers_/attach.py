@@ -1,13 +1,14 @@
-"""Attaches graphrun to a live pipeline: each call of it is planned from a dry run of that very call, then executed by the plan.
+"""Attaches graphrun to a live pipeline. Each call is dry-run once, planned for the budgets, and executed by that plan.
 
-Decides when a plan is made and which one holds. Where what lives, the plan has said; the executor follows it.
+This module decides when a plan is made and which plan a call uses. The executor (`graphrun.runtime`) carries the plan out.
 
-    pipe(...)            known kind of call?  --no-->  rehearse on the meta module -> problem -> solve -> keep
-                                   | yes                                                     |
-                                   v <-------------------------------------------------------'
-    executor.follow      pipe's own code; entering a component moves the plan; another entry than planned: a detour
-                                   v
-    device at its baseline, results as the pipeline returns them
+    pipe(...)            signature known?  --no-->  dry run on the meta pipeline -> problem -> solve -> store the plan
+                               | yes                                                                |
+                               v <------------------------------------------------------------------'
+    executor.follow      the pipeline's own code runs; each entry into a component advances the slot cursor;
+                         an entry that the plan lacks is replanned
+                               v
+    the device is at its baseline again; results are returned as the pipeline returns them
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 
 from graphrun.diffusers_.call import signature_of
-from graphrun.diffusers_.dry_call import Call, Rehearsal
-from graphrun.diffusers_.live import components_of, graph_of, joined, pipelines_in, state_of
-from graphrun.diffusers_.proxy import LOADERS, REWEIGHTING, PipelineProxy, cast_alone, lifted
+from graphrun.diffusers_.dry_call import Call, MetaPipeline
+from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipelines_in, state_of
+from graphrun.diffusers_.proxy import LOADER_MODULES, WEIGHT_CHANGING, PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
 from graphrun.model.plan import Plan, Slot
@@ -45,19 +46,24 @@ from graphrun.trace import Trace
 
 
 @dataclass(slots=True)
-class Planned:
-    """One kind of call: the entries it is made of, and the solution for the facts of trace number ``traces``."""
+class PlannedCall:
+    """The plan for one call signature.
 
-    expected: frozenset[Any]
+    ``signatures`` are those of the component entries in the call's dry run. ``traces`` is the number of traces that the component
+    profiles came from: a later trace may add to a profile, and the plan is then made again.
+    """
+
+    signatures: frozenset[Any]
     solution: Solution
     traces: int
 
 
 class Attachment:
-    """What `graphrun.attach` returns. A context manager: leaving it detaches.
+    """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
 
-    The pipeline has it as ``pipe.graphrun``. Of the last call: ``solution``, its plan; ``trace``, what was measured (bytes beyond
-    those that the caller had on the device); ``replans``, the entries that the plan did not have, each planned for when it came.
+    Attributes of the last call: ``solution`` is its plan; ``trace`` is what was measured, with peaks in bytes beyond what the
+    caller held on the device; ``replans`` names the entries (``component.entry``) that the plan lacked and that were planned when
+    they came.
     """
 
     def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:
@@ -68,44 +74,45 @@ class Attachment:
         self._device, self._hardware = device, hardware
         self._budget_bytes, self._ram_bytes, self._demands = budget_bytes, ram_bytes, demands
         self._lock, self._thread = threading.RLock(), 0
-        self._resting = self._detached = self._leaving = False
+        self._at_rest = self._detached = self._detach_pending = False
         self._state = ""
-        self._rehearsal: Rehearsal | None = None
-        self._tapes: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # by kind of call
-        self._plans: dict[Any, Planned] = {}  # by kind of call and what the caller had on the device
-        self._solved: dict[str, Solution] = {}  # by digest of the problem
-        self._by_text: set[Any] = set()
-        self._modules = joined(components_of(pipe))
+        self._meta_pipeline: MetaPipeline | None = None
+        self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # by call signature
+        self._plans: dict[Any, PlannedCall] = {}  # by call signature and the caller's bytes on the device
+        self._solutions: dict[str, Solution] = {}  # by digest of the problem
+        self._text_dependent: set[Any] = set()  # call signatures that left their plan: replanned for each text
+        self._modules = merge_shared(components_of(pipe))
         graph_of(pipe, self._modules).directed(*demands)
-        boundaries = lifted(self._modules)  # of pipelines that share components
+        removed = remove_interceptors(self._modules)  # those of attached pipelines that share components
         try:
             self._host = LiveHost(self._modules, device)
         finally:
-            _stand_again(boundaries)
-        self._enter()
+            _reinstall(removed)
+        self._install()
 
-    # -- what the user calls
+    # -- public methods
 
     def detach(self) -> None:
-        """The pipeline is as it was: its own class, weights in memory of their own, nothing on the device.
+        """Restores the pipeline: its own class, weights in ordinary CPU memory, nothing on the device.
 
-        Asked for inside a call (in a callback), it is done when the call ends, whether that returns or raises. Another thread waits
-        for that. Raises InputError, and changes nothing, where a call of another pipeline runs with components of this one.
+        Called inside a pipeline call (in a callback), it takes effect when that call ends, whether it returns or raises. Another
+        thread waits for the call to end. Raises InputError, and changes nothing, while a call of another attached pipeline uses
+        components of this one.
         """
         with self._lock:
-            if self._inside():
-                self._leaving = True
+            if self._in_call():
+                self._detach_pending = True
             elif not self._detached:
-                self._leave()
+                self._uninstall()
                 self._detached = True
 
-    def _leave(self) -> None:
-        others = [interceptor for interceptor in lifted(self._modules) if interceptor is not self._interceptor]
-        self._stand.leave()
+    def _uninstall(self) -> None:
+        others = [interceptor for interceptor in remove_interceptors(self._modules) if interceptor is not self._interceptor]
+        self._proxy.remove()
         self._host.restore()
-        _stand_again(others)
-        self._forget()
-        self._rehearsal = None
+        _reinstall(others)
+        self._clear_plans()
+        self._meta_pipeline = None
 
     def __enter__(self) -> Attachment:
         return self
@@ -114,9 +121,9 @@ class Attachment:
         self.detach()
 
     def report(self, *, full: bool = False) -> str:
-        """The last call, planned beside measured: a row per phase; with ``full`` its plan, and a row per slot.
+        """A text table of the last call, planned beside measured, with one row per phase. ``full``: the plan and one row per slot.
 
-        Raises InputError before the first one.
+        Raises InputError before the first call.
         """
         solution, trace = self._last()
         if not solution.problem.phases:
@@ -126,7 +133,7 @@ class Attachment:
         return f"{plan_screen(solution)}\n{measured_screen(solution, trace, [])}" if full else call_screen(solution, trace)
 
     def summary(self) -> dict[str, Any]:
-        """The same as JSON-ready data; ``replans`` names the entries for which it was planned again."""
+        """The last call as JSON-ready data; ``replans`` lists the entries that were replanned. Raises InputError as `report`."""
         solution, trace = self._last()
         fits = bool(solution.problem.phases) and not self.replans
         return {**summarize(solution, None, trace if fits else None), "replans": list(self.replans)}
@@ -136,82 +143,89 @@ class Attachment:
             raise InputError("nothing was called yet: call the pipeline first")
         return self.solution, self.trace
 
-    # -- standing between the pipeline and its caller
+    # -- interception of calls
 
-    def _enter(self) -> None:
-        """Every way into the pipeline and its components leads here."""
-        self._interceptor = CallInterceptor(self._modules, self._device.torch_device, around=self._directly, casts=AtRest())
+    def _install(self) -> None:
+        """Installs the call interceptor around the components and the proxy classes around the pipelines."""
+        self._interceptor = CallInterceptor(
+            self._modules, self._device.torch_device, around=self._on_component_entry, casts=AtRest()
+        )
         self._interceptor.__enter__()
-        self._stand = PipelineProxy(self.pipe, self._place, self._called, self._rested, graphrun=property(lambda _: self))
+        self._proxy = PipelineProxy(
+            self.pipe, self._reported_device, self._on_call, self._on_change, graphrun=property(lambda _: self)
+        )
 
-    def _place(self) -> torch.device:
-        return self._device.torch_device if not self._resting else torch.device("cpu")
+    def _reported_device(self) -> torch.device:
+        return self._device.torch_device if not self._at_rest else torch.device("cpu")
 
-    def _called(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        if self._inside():
+    def _on_call(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+        if self._in_call():
             return method(owner, *args, **kwargs)
 
-        def find(rehearsal: Rehearsal) -> Callable[..., Any]:
-            meta_module = pipelines_in(rehearsal.pipe)[path]
+        def find(meta_pipeline: MetaPipeline) -> Callable[..., Any]:
+            meta_module = pipelines_in(meta_pipeline.pipe)[path]
             return meta_module if name == "__call__" else getattr(meta_module, name)  # type: ignore[no-any-return]
 
         label = ".".join(filter(None, (path, name.strip("_"))))
         return self._call(Call(label, functools.partial(method, owner), find, args, kwargs))
 
-    def _rested(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        """What loads, saves or casts finds a pipeline that is on the CPU, wholly: that is where its weights are between calls."""
+    def _on_change(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a method that loads, saves, casts or changes settings with all weights on the CPU, where they are between calls."""
         if name == "to":
-            dtype = cast_alone(args, kwargs, self._device.torch_device)
+            dtype = dtype_of_to(args, kwargs, self._device.torch_device)
             if dtype is None:
                 return owner
             args, kwargs = (dtype,), {}
-        if self._inside():
-            if method.__module__.startswith(LOADERS) and name.startswith(REWEIGHTING):
-                raise InputError(f"a call of this pipeline runs, with the weights it was planned for: {name}() before or after it")
+        if self._in_call():
+            if method.__module__.startswith(LOADER_MODULES) and name.startswith(WEIGHT_CHANGING):
+                raise InputError(f"weights cannot change while a call of this pipeline runs: call {name}() before or after it")
             return method(owner, *args, **kwargs)
-        with self._alone(resting=True):
+        with self._exclusive(at_rest=True):
             if name == "save_pretrained":
                 self._host.restore()  # safetensors refuses tensors that lie in one arena
             return method(owner, *args, **kwargs)
 
-    def _directly(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A component is entered by somebody else than a method of the pipeline."""
+    def _on_component_entry(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Plans and runs an entry into a component that does not come from a method of the pipeline."""
         return self._call(Call(f"{component}.{entry}", proceed, lambda r: entry_of(r.meta_modules[component], entry), args, kwargs))
 
     # -- one call
 
     def _call(self, call: Call) -> Any:
-        with self._alone():
+        with self._exclusive():
             return self._run(call)
 
-    def _inside(self) -> bool:
-        """Whether this thread is in a call already."""
+    def _in_call(self) -> bool:
+        """Whether this thread is inside a call of the pipeline."""
         return self._thread == threading.get_ident()
 
     @contextmanager
-    def _alone(self, resting: bool = False) -> Iterator[None]:
-        """One thread at a time, with nothing standing around the components, whoever put it there."""
+    def _exclusive(self, at_rest: bool = False) -> Iterator[None]:
+        """Holds the lock and removes all interceptors of attached pipelines from the components; reinstalls them on exit.
+
+        ``at_rest``: the pipeline reports the CPU as its device meanwhile.
+        """
         with self._lock:
-            self._take_up()
-            boundaries = lifted(self._modules)
-            self._thread, self._resting = threading.get_ident(), resting
+            self._refresh_components()
+            removed = remove_interceptors(self._modules)
+            self._thread, self._at_rest = threading.get_ident(), at_rest
             try:
                 yield
             finally:
-                self._thread, self._resting = 0, False
-                _stand_again(boundaries)
-                if self._leaving:
+                self._thread, self._at_rest = 0, False
+                _reinstall(removed)
+                if self._detach_pending:
                     self.detach()
 
     def _run(self, call: Call) -> Any:
-        device, place = self._device, self._device.torch_device
-        self._host.begin(changed=self._notice_changes())
-        reserve_bytes = device.allocated_bytes  # what the caller has there, of which arguments may be a part
+        device, torch_device = self._device, self._device.torch_device
+        self._host.begin(changed=self._detect_changes())
+        reserve_bytes = device.allocated_bytes  # the caller's own tensors, arguments among them
         key = self._key(call, reserve_bytes)
-        planned = self._planned(call, key, reserve_bytes)
-        replan = _Replan(self, planned.expected, reserve_bytes)
+        planned = self._plan_for(call, key, reserve_bytes)
+        replan = _Replan(self, planned.signatures, reserve_bytes)
 
-        leftovers = Leftovers(self.pipe, self._modules, place)
+        leftovers = Leftovers(self.pipe, self._modules, torch_device)
 
         def work() -> dict[str, Any]:
             try:
@@ -220,143 +234,143 @@ class Attachment:
                 leftovers.clear()
 
         def handed_out(outputs: Mapping[str, Any]) -> int:
-            return device_bytes(outputs, place, besides=(call.args, call.kwargs))
+            return device_bytes(outputs, torch_device, besides=(call.args, call.kwargs))
 
         solution = planned.solution
-        self._host.arrange(solution.problem, self._known_dtype_variants())
+        self._host.lay_out(solution.problem, self._dtype_variants())
         trace = follow(solution.problem, solution.plan, self._host, device, work, replan=replan, handed_out=handed_out)
-        self.solution, self.replans = solution, tuple(replan.taken)
-        self.trace = _beyond(trace, reserve_bytes, handed_out(trace.outputs))
-        if replan.taken and key[:2] not in self._by_text:
-            self._by_text.add(key[:2])
-            del self._tapes[key[:3]]
+        self.solution, self.replans = solution, tuple(replan.entries)
+        self.trace = _without_caller_bytes(trace, reserve_bytes, handed_out(trace.outputs))
+        if replan.entries and key[:2] not in self._text_dependent:
+            self._text_dependent.add(key[:2])
+            del self._recordings[key[:3]]
         return trace.outputs["result"]
 
-    def _take_up(self) -> None:
-        """The components are those that the pipeline has now."""
-        modules = joined(components_of(self.pipe), self._modules.values())
+    def _refresh_components(self) -> None:
+        """Adopts components that were replaced on the pipeline since the last call."""
+        modules = merge_shared(components_of(self.pipe), self._modules.values())
         if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
             return
-        boundaries = lifted({**{f"{name} before": module for name, module in self._modules.items()}, **modules})
-        others = [interceptor for interceptor in boundaries if interceptor is not self._interceptor]
+        removed = remove_interceptors({**{f"previous {name}": module for name, module in self._modules.items()}, **modules})
+        others = [interceptor for interceptor in removed if interceptor is not self._interceptor]
         try:
-            self._host.adopt(modules)
+            self._host.replace_modules(modules)
         except InputError:
-            _stand_again(boundaries)
+            _reinstall(removed)
             raise
         self._modules = modules
-        self._stand.leave()
-        _stand_again(others)
-        self._enter()
+        self._proxy.remove()
+        _reinstall(others)
+        self._install()
 
-    def _notice_changes(self) -> bool:
-        """Plans do not outlive what they were made for: a VAE that tiles now, a LoRA, another scheduler."""
+    def _detect_changes(self) -> bool:
+        """Whether the pipeline changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops all its plans."""
         state = state_of(self.pipe, self._modules)
         changed = state != self._state
         if changed:
-            self._state, self._rehearsal = state, None
-            self._forget()
+            self._state, self._meta_pipeline = state, None
+            self._clear_plans()
         return changed
 
-    def _forget(self) -> None:
-        self._tapes.clear()
+    def _clear_plans(self) -> None:
+        self._recordings.clear()
         self._plans.clear()
-        self._solved.clear()
+        self._solutions.clear()
 
-    def _known_dtype_variants(self) -> Mapping[str, DtypeVariant]:
-        assert self._rehearsal is not None
-        return self._rehearsal.dtype_variants.known
+    def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
+        assert self._meta_pipeline is not None
+        return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> tuple[Any, ...]:
         kind = call.name, signature_of((call.args, call.kwargs))
-        texts = signature_of((call.args, call.kwargs), texts=True) if kind in self._by_text else ()
+        texts = signature_of((call.args, call.kwargs), texts=True) if kind in self._text_dependent else ()
         return *kind, texts, reserve_bytes
 
-    def _planned(self, call: Call, key: Any, reserve_bytes: int) -> Planned:
-        if self._rehearsal is None:
-            self._rehearsal = Rehearsal(self.pipe, self._modules)
-        rehearsal = self._rehearsal
+    def _plan_for(self, call: Call, key: Any, reserve_bytes: int) -> PlannedCall:
+        if self._meta_pipeline is None:
+            self._meta_pipeline = MetaPipeline(self.pipe, self._modules)
+        meta_pipeline = self._meta_pipeline
         kind = key[:3]
-        if kind not in self._tapes:
-            recording = rehearsal.probe(call)
-            self._tapes[kind] = recording, frozenset(rehearsal.prober.answered)
+        if kind not in self._recordings:
+            recording = meta_pipeline.probe(call)
+            self._recordings[kind] = recording, frozenset(meta_pipeline.prober.entry_signatures)
             self._plans.pop(key, None)
         found = self._plans.get(key)
-        if found is None or found.traces != rehearsal.prober.traces:
-            recording, expected = self._tapes[kind]
+        if found is None or found.traces != meta_pipeline.prober.traces:
+            recording, signatures = self._recordings[kind]
             problem = self.problem(recording, reserve_bytes)
-            solution = self._solved.get(problem.digest) or self.solve(problem)
-            self._solved[problem.digest] = solution
-            found = self._plans[key] = Planned(expected, solution, rehearsal.prober.traces)
+            solution = self._solutions.get(problem.digest) or self.solve(problem)
+            self._solutions[problem.digest] = solution
+            found = self._plans[key] = PlannedCall(signatures, solution, meta_pipeline.prober.traces)
         return found
 
     def problem(self, recording: Recording, reserve_bytes: int) -> Problem:
-        """The problem of what ``recording`` records, with ``reserve_bytes`` of other tensors on the device."""
-        assert self._rehearsal is not None
-        graph = graph_of(self.pipe, self._modules, self._known_dtype_variants().values()).directed(*self._demanded(recording))
+        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors."""
+        assert self._meta_pipeline is not None
+        graph = graph_of(self.pipe, self._modules, self._dtype_variants().values()).directed(*self._directives(recording))
         graph = graph.directed(reserve_bytes=graph.directives.reserve_bytes + reserve_bytes)
         limits = Limits(self._budget_bytes, self._ram_bytes)
-        return problem_of(graph, self._rehearsal.probed(recording), self._hardware, limits, {})
+        return problem_of(graph, self._meta_pipeline.probed(recording), self._hardware, limits, {})
 
-    def _demanded(self, recording: Recording) -> tuple[Any, ...]:
-        """What is demanded of the components that are entered, in the forms in which they are."""
+    def _directives(self, recording: Recording) -> tuple[Any, ...]:
+        """The user's directives as `Graph.directed` takes them, for the dtype variants that the call enters."""
         keep, exclude, reserve_bytes = self._demands
-        dtype_variants, entered = self._known_dtype_variants(), dict.fromkeys(call.component for _, call in recording.entries())
+        dtype_variants, entered = self._dtype_variants(), dict.fromkeys(call.component for _, call in recording.entries())
         wanted = ([name for name in entered if dtype_variants[name].component in names] for names in (keep, exclude))
         return *wanted, reserve_bytes
 
     def solve(self, problem: Problem) -> Solution:
-        """The plan for ``problem``; one without phases has nothing but an end."""
+        """The plan for ``problem``. Without phases it has the end slot only."""
         if problem.phases:
             return solve(problem)
         return Solution(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, 0.0, 0.0, 0.0)
 
 
-def _stand_again(boundaries: list[CallInterceptor]) -> None:
-    for interceptor in reversed(boundaries):
+def _reinstall(removed: list[CallInterceptor]) -> None:
+    for interceptor in reversed(removed):
         interceptor.__enter__()
 
 
 class _Replan:
-    """Plans for entries that the plan of a call does not have: the component is entered this way from now on."""
+    """Implements the executor's `Replan`: makes a plan for an entry that the plan in force lacks."""
 
-    def __init__(self, attachment: Attachment, expected: frozenset[Any], reserve_bytes: int) -> None:
-        self.taken: list[str] = []
-        self._attachment, self._expected, self._reserve_bytes = attachment, expected, reserve_bytes
+    def __init__(self, attachment: Attachment, signatures: frozenset[Any], reserve_bytes: int) -> None:
+        self.entries: list[str] = []
+        self._attachment, self._signatures, self._reserve_bytes = attachment, signatures, reserve_bytes
 
     def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the plan in force was made for such an entry."""
-        return self._signature(component, entry, args, kwargs) in self._expected
+        """Whether the plan in force includes an entry with this signature."""
+        return self._signature(component, entry, args, kwargs) in self._signatures
 
     def around(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
     ) -> tuple[Problem, Plan]:
-        """A plan for this entry and all that follow like it."""
-        rehearsal = self._attachment._rehearsal
-        assert rehearsal is not None
+        """(problem, plan) for this entry and later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
+        meta_pipeline = self._attachment._meta_pipeline
+        assert meta_pipeline is not None
         dtype_variants = self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        traced, made = rehearsal.trace(dtype_variants.known[component], entry, args, kwargs)
-        made_bytes = made.nbytes
+        traced, made = meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
+        output_bytes = made.nbytes
         again = Mark("enter", component, traced)
-        carried = max(0, live_bytes - self._reserve_bytes)
-        recording = Recording([(1, carried), again, (2, made_bytes), again, (3, made_bytes), Mark("stage", entry)])
+        live_in_bytes = max(0, live_bytes - self._reserve_bytes)
+        recording = Recording([(1, live_in_bytes), again, (2, output_bytes), again, (3, output_bytes), Mark("stage", entry)])
         solution = self._attachment.solve(self._attachment.problem(recording, self._reserve_bytes))
-        self._attachment._host.arrange(solution.problem, dtype_variants.known)
-        self._expected = frozenset({self._signature(component, entry, args, kwargs)})
-        self.taken.append(f"{component}.{entry}")
+        self._attachment._host.lay_out(solution.problem, dtype_variants.known)
+        self._signatures = frozenset({self._signature(component, entry, args, kwargs)})
+        self.entries.append(f"{component}.{entry}")
         return solution.problem, solution.plan
 
     def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rehearsal = self._attachment._rehearsal
-        assert rehearsal is not None
-        return rehearsal.prober.signature(component, entry, args, kwargs)
+        meta_pipeline = self._attachment._meta_pipeline
+        assert meta_pipeline is not None
+        return meta_pipeline.prober.signature(component, entry, args, kwargs)
 
 
-def _beyond(trace: Trace, held_bytes: int, glue_bytes: int) -> Trace:
-    """``trace`` without its results, its peaks counted from the ``held_bytes`` that the caller had on the device.
+def _without_caller_bytes(trace: Trace, held_bytes: int, glue_bytes: int) -> Trace:
+    """``trace`` without outputs, its peaks counted beyond the ``held_bytes`` that the caller had on the device before the call.
 
-    In the end slot the ``glue_bytes`` of results are the caller's, too.
+    In the end slot the outputs (``glue_bytes``) belong to the caller too, and are not counted.
     """
     own = {"end": held_bytes + glue_bytes}
     slots = tuple(replace(slot, peak_bytes=max(0, slot.peak_bytes - own.get(slot.part, held_bytes))) for slot in trace.slots)
@@ -364,9 +378,9 @@ def _beyond(trace: Trace, held_bytes: int, glue_bytes: int) -> Trace:
 
 
 def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
-    """The hardware to plan for: the one named; else that of ``device`` (sim, cuda, or an open device), else the card found.
+    """The hardware to plan for: ``hardware`` if given, else that of ``device`` (sim, cuda or an open device), else the GPU found.
 
-    Raises InputError where there is none, or the two are of different kinds.
+    Raises InputError where there is no CUDA device, or where ``device`` and ``hardware`` are of different kinds.
     """
     kind = device.name if device is not None and not isinstance(device, str) else device
     if kind not in (None, "cuda", "sim"):
@@ -382,5 +396,5 @@ def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
 
 
 def demands_of(keep: Iterable[str], exclude: Iterable[str], reserve_bytes: int | None) -> tuple[Any, ...]:
-    """Directives as `Graph.directed` takes them."""
+    """The directives as the tuple that `Graph.directed` takes."""
     return tuple(keep), tuple(exclude), reserve_bytes

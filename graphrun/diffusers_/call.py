@@ -1,13 +1,13 @@
-"""A call of a pipeline: what of its arguments a plan depends on, and a copy of them for a rehearsal.
+"""Arguments of a pipeline call: the signature that a plan is stored under, and a copy of them for a dry run.
 
-Texts and seeds are left out of the first (what pipelines do with most texts is pad them), and the second leaves the caller's
-generators, tensors and callbacks as they were.
+The signature leaves out texts and seeds, since pipelines pad most texts to a fixed length. The copy leaves the caller's generators,
+tensors and callbacks unchanged.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -18,7 +18,10 @@ from graphrun.modules.trees import walk
 
 
 def signature_of(value: Any, texts: bool = False) -> Any:
-    """What two values have in common that lead to one plan: sizes, shapes, types, counts. ``texts``: and what they say."""
+    """A hashable signature of ``value``: shapes, sizes, types, counts and plain numbers. ``texts``: also the content of strings.
+
+    Arguments with equal signatures share a plan.
+    """
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), str(value.dtype), value.device.type
     if isinstance(value, str):
@@ -41,9 +44,12 @@ def signature_of(value: Any, texts: bool = False) -> Any:
     return kind
 
 
-def rehearsed(value: Any, device: torch.device, twins: Mapping[int, Any]) -> Any:
-    """``value`` for a rehearsal on ``device``: tensors copied (those of an accelerator to ``device``), generators with their state,
-    a module by its meta module in ``twins``, and callbacks by one that does nothing."""
+def copy_for_dry_run(value: Any, device: torch.device, meta_modules_by_id: Mapping[int, Any]) -> Any:
+    """A copy of ``value`` for a dry run on ``device``.
+
+    Tensors are copied (those of an accelerator to ``device``), CPU generators with their state. A module is replaced by the meta
+    module in ``meta_modules_by_id`` (by the id of the live module), and a callback by one that does nothing.
+    """
     if isinstance(value, torch.Tensor):
         return walk(value, lambda t: t.clone() if t.device.type == "cpu" else t.cpu().to(device))
     if isinstance(value, torch.Generator):
@@ -52,26 +58,26 @@ def rehearsed(value: Any, device: torch.device, twins: Mapping[int, Any]) -> Any
             twin.set_state(value.get_state())
         return twin
     if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
+        return meta_modules_by_id.get(id(value), value)
     if isinstance(value, (types.FunctionType, types.MethodType)):
-        return silent
+        return no_op_callback
     if isinstance(value, tuple):
-        items = [rehearsed(item, device, twins) for item in value]
+        items = [copy_for_dry_run(item, device, meta_modules_by_id) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [rehearsed(item, device, twins) for item in value]
+        return [copy_for_dry_run(item, device, meta_modules_by_id) for item in value]
     if type(value) is dict:
-        return {key: rehearsed(item, device, twins) for key, item in value.items()}
+        return {key: copy_for_dry_run(item, device, meta_modules_by_id) for key, item in value.items()}
     return walk(value, lambda t: t.clone() if t.device.type == "cpu" else t.cpu().to(device))
 
 
-def silent(*args: Any, **kwargs: Any) -> Any:
-    """A callback at the end of a step that leaves everything as it is: it returns the tensors it was handed."""
+def no_op_callback(*args: Any, **kwargs: Any) -> Any:
+    """A step-end callback that changes nothing: it returns the dict of tensors that it received."""
     return next((value for value in reversed(args) if isinstance(value, dict)), {})
 
 
-def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call as an error shows them."""
+def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a call as text for error messages: dtype and shape for a tensor, the type name for other objects."""
     shown = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
     return ", ".join(shown)
 
@@ -82,6 +88,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     return type(value).__name__
-
-
-Method = Callable[..., Any]

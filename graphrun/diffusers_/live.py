@@ -1,10 +1,10 @@
-"""What a live pipeline consists of: its components, what else it holds, and its meta module.
+"""Components of a live pipeline, and its meta copy: the same pipeline with all parameters and buffers on the meta device.
 
-Decides which modules count as components and how a pipeline is copied without its weights. Must not know plans or devices' memory.
+Decides which modules count as components and how a pipeline is copied without its weights. Knows no plans and no device memory.
 
-    pipe                 text_encoder   transformer   vae   tokenizer   scheduler     prior_pipe.prior ...
-    components           x              x             x                               x (once, by its first name)
-    its meta module            on meta        on meta       on meta   shared  copied        on meta
+    pipe                 text_encoder   transformer   vae       tokenizer   scheduler   prior_pipe.prior ...
+    component            yes            yes           yes       no          no          yes (once, by its first name)
+    in the meta copy     on meta        on meta       on meta   shared      copied      on meta
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import plainly
-from graphrun.modules.quantize import settle_layers
+from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.ops.modular import blocks_in, is_modular_class
 
-# Things of these packages that are no modules (tokenizers, processors) keep nothing of a call: a meta module shares them.
-SHARED = ("transformers", "tokenizers", "sentencepiece")
+# Objects of these packages that are not modules (tokenizers, processors) keep no state of a call: the meta copy shares them.
+SHARED_LIBRARIES = ("transformers", "tokenizers", "sentencepiece")
 
-# What peft's layers keep of which LoRAs are computed with: one that is fused takes no activation.
-ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters")
+# Attributes of peft's layers that say which LoRAs a forward computes: one that is fused takes no activation.
+ADAPTER_ATTRIBUTES = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 def is_modular(pipe: Any) -> bool:
-    """Whether ``pipe`` is one of diffusers' modular pipelines, which share no class with the others."""
+    """Whether ``pipe`` is a modular pipeline of diffusers. Those do not derive from ``DiffusionPipeline``."""
     return is_modular_class(type(pipe))
 
 
@@ -47,23 +47,23 @@ def is_pipeline(value: Any) -> bool:
 
 
 def pipelines_in(pipe: Any) -> dict[str, Any]:
-    """``pipe`` and the pipelines that it holds, by the path of attributes (``""``: itself)."""
+    """``pipe`` and the pipelines inside it, by attribute path (``""`` for ``pipe`` itself)."""
     found: dict[str, Any] = {}
-    waiting: list[tuple[str, Any]] = [("", pipe)]
-    while waiting:
-        path, owner = waiting.pop(0)
+    queue: list[tuple[str, Any]] = [("", pipe)]
+    while queue:
+        path, owner = queue.pop(0)
         if any(owner is other for other in found.values()):
             continue
         found[path] = owner
         inner = ((name, value) for name, value in vars(owner).items() if is_pipeline(value))
-        waiting += [(f"{path}.{name}" if path else name, value) for name, value in inner]
+        queue += [(f"{path}.{name}" if path else name, value) for name, value in inner]
     return found
 
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
-    """Every module with weights that ``pipe`` holds, by attribute; each once, and none that is a part of another.
+    """Every module with weights that ``pipe`` or a pipeline inside it holds, by attribute name. Each module appears once.
 
-    Raises InputError when there is none.
+    Submodules of another component are left out. Raises InputError when there is no component.
     """
     held = dict.fromkeys((name, module) for owner in pipelines_in(pipe).values() for name, module in _modules(vars(owner)))
     found: dict[str, nn.Module] = {}
@@ -73,12 +73,12 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
     found = {name: module for name, module in found.items() if id(module) not in inner}
     if not found:
-        raise InputError(f"{type(pipe).__name__} holds no module with weights: hand in a pipeline with its components")
+        raise InputError(f"{type(pipe).__name__} holds no module with weights: pass a pipeline with its components")
     return found
 
 
-class Joined(nn.Module):
-    """Components that have weights in common, as one: what places them for one places them for all."""
+class MergedComponent(nn.Module):
+    """One module for components that share weights, so that the shared weights are placed once."""
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -87,10 +87,11 @@ class Joined(nn.Module):
         self.config = {name: _plain(getattr(part, "config", {})) for name, part in parts.items()}
 
 
-def joined(modules: Mapping[str, nn.Module], before: Iterable[nn.Module] = ()) -> dict[str, nn.Module]:
-    """``modules``, those with weights in common as one component (Z-Image's ControlNet runs layers of the transformer).
+def merge_shared(modules: Mapping[str, nn.Module], previous: Iterable[nn.Module] = ()) -> dict[str, nn.Module]:
+    """``modules`` with those that share weights merged into one component ``a_and_b`` (Z-Image's ControlNet runs layers of the
+    transformer).
 
-    ``before``: earlier results, of which a component that has the same parts is taken.
+    ``previous``: earlier results; a `MergedComponent` among them with the same parts is returned again.
     """
     groups: list[tuple[set[int], dict[str, nn.Module]]] = []
     for name, module in modules.items():
@@ -99,14 +100,14 @@ def joined(modules: Mapping[str, nn.Module], before: Iterable[nn.Module] = ()) -
             groups.remove(group)
             held, parts = held | group[0], {**group[1], **parts}
         groups.append((held, parts))
-    return {"_and_".join(parts): _one(parts, before) for _, parts in groups}
+    return {"_and_".join(parts): _merged(parts, previous) for _, parts in groups}
 
 
-def _one(parts: dict[str, nn.Module], before: Iterable[nn.Module]) -> nn.Module:
+def _merged(parts: dict[str, nn.Module], previous: Iterable[nn.Module]) -> nn.Module:
     if len(parts) == 1:
         return next(iter(parts.values()))
-    same = (old for old in before if isinstance(old, Joined) and old._modules == parts)  # modules are equal where they are the same
-    return next(same, None) or Joined(parts)
+    same = (old for old in previous if isinstance(old, MergedComponent) and old._modules == parts)  # modules compare by identity
+    return next(same, None) or MergedComponent(parts)
 
 
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -127,48 +128,48 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def meta_module_of(pipe: Any, device: torch.device) -> Any:
-    """A copy of ``pipe`` without weights: its modules' parameters and buffers are on meta, and it computes on ``device``.
+    """A copy of ``pipe`` with the parameters and buffers of its modules on meta, which computes on ``device``.
 
-    Classes, configurations, processors and ties are the live pipeline's; tokenizers are shared, schedulers copied. No weight is
-    read. Raises InputError when something in it cannot be copied.
+    Classes, configurations, processors and tied weights are those of the live pipeline; tokenizers are shared, schedulers copied.
+    No weight is read. Raises InputError when something in the pipeline cannot be copied.
     """
     memo: dict[int, Any] = {}
     for module in _all_modules(pipe):
-        settle_layers(module)
+        normalize_quantized_layers(module)
         for tensor in (tensor for child in module.modules() for tensor, *_ in held(child)):
             if id(tensor) not in memo:
                 twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 twin = torch.empty_like(tensor, device="meta") if type(tensor) in (torch.Tensor, nn.Parameter) else twin
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
         for tensor in _tensors(module):
-            _hang_on(memo[id(tensor)], tensor, memo)
-        for child in module.modules():  # computed from weights before each call, as torch's weight_norm does
+            _copy_bnb_state(memo[id(tensor)], tensor, memo)
+        for child in module.modules():  # tensors that are computed from weights before each call, as by torch's weight_norm
             made = (value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf)
             memo |= {id(tensor): torch.empty_like(tensor, device="meta").detach() for tensor in made}
     for owner in pipelines_in(pipe).values():
         for value in vars(owner).values():
-            if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED:
+            if not isinstance(value, nn.Module) and type(value).__module__.split(".")[0] in SHARED_LIBRARIES:
                 memo[id(value)] = value
     try:
         meta_module = copy.deepcopy(pipe, memo)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        raise InputError(f"{type(pipe).__name__} cannot be copied without its weights, for its probe: {error}") from error
+        raise InputError(f"{type(pipe).__name__} cannot be copied to the meta device for its dry run: {error}") from error
     for owner in pipelines_in(meta_module).values():
-        owner.__class__ = placed(own_class(owner), lambda: device)
-        for showing in _showing_progress(owner):
-            showing.set_progress_bar_config(disable=True)
+        owner.__class__ = subclass_on_device(own_class(owner), lambda: device)
+        for bar_owner in _progress_bar_owners(owner):
+            bar_owner.set_progress_bar_config(disable=True)
     return meta_module
 
 
-def _showing_progress(owner: Any) -> list[Any]:
-    """``owner``, or of a modular pipeline its blocks that show their progress, at any depth."""
+def _progress_bar_owners(owner: Any) -> list[Any]:
+    """The objects that show progress bars: ``owner``, or the blocks of a modular pipeline, at any depth."""
     if not is_modular(owner):
         return [owner]
     return [block for block in blocks_in(owner._blocks) if hasattr(block, "set_progress_bar_config")]
 
 
-def _hang_on(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
-    """What a layer of bitsandbytes looks for on its weight."""
+def _copy_bnb_state(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
+    """Copies the attributes that bitsandbytes' layers read from their weight."""
     if getattr(tensor, "quant_state", None) is not None:
         twin.quant_state, twin.bnb_quantized = copy.deepcopy(tensor.quant_state, memo), True
     if hasattr(tensor, "SCB"):
@@ -181,23 +182,26 @@ def _all_modules(pipe: Any) -> Iterator[nn.Module]:
             yield module
 
 
-def placed(kind: type[Any], place: Callable[[], torch.device], **members: Any) -> type[Any]:
-    """``kind`` as it answers on the device ``place()``, wherever its modules' parameters are. A copy of it is of ``kind``."""
-    here = property(lambda _: place())
-    own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_places": kind}
+def subclass_on_device(kind: type[Any], reported_device: Callable[[], torch.device], **members: Any) -> type[Any]:
+    """A subclass of ``kind`` that reports the device ``reported_device()``, wherever its modules' parameters are.
+
+    ``members`` are further attributes of the class. Copies and pickles of an instance are of ``kind`` itself.
+    """
+    here = property(lambda _: reported_device())
+    own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_original_class": kind}
     own["__reduce_ex__"] = lambda owner, protocol: plainly(kind, super(kind, owner).__reduce_ex__(protocol))
     return type(kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members})
 
 
 def own_class(owner: Any) -> type[Any]:
-    """The class of a pipeline without what `placed` put around it."""
-    return getattr(type(owner), "_graphrun_places", type(owner))
+    """The pipeline's own class, also where `subclass_on_device` has replaced it."""
+    return getattr(type(owner), "_graphrun_original_class", type(owner))
 
 
 def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterable[DtypeVariant] = ()) -> Graph:
-    """What a problem names of a live pipeline: its class, its components with class, configuration and dtype. No stages.
+    """The live pipeline as a graph without stages: its class, and its components with class, configuration and dtype.
 
-    ``dtype_variants``: those in which they are entered beside the one that they are in.
+    ``dtype_variants``: further dtypes in which components are entered, each listed as a component of its own.
     """
     components = {name: _component(name, module) for name, module in modules.items()}
     for dtype_variant in dtype_variants:
@@ -234,9 +238,10 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
-    """A digest of what a probe of ``pipe`` depends on beside the call: classes, plain settings, tensors' shapes, schedulers.
+    """A digest (16 hexadecimal digits) of the pipeline state that a dry run depends on beside the call's arguments.
 
-    A VAE that tiles from now on, another scheduler or guider, a LoRA: each gives another digest.
+    That is: classes, plain settings, shapes and dtypes of tensors, hooks, LoRAs, schedulers and guiders. A VAE that now tiles,
+    another scheduler or guider, or a LoRA each give another digest.
     """
     content: list[Any] = []
     for name, module in modules.items():
@@ -249,10 +254,10 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
             ]
             processor = type(getattr(child, "processor", None)).__name__
             others = [key for key in ("_hf_hook", "_diffusers_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
-            adapted = [(key, vars(child)[key]) for key in ADAPTED if key in vars(child)]
+            adapted = [(key, vars(child)[key]) for key in ADAPTER_ATTRIBUTES if key in vars(child)]
             content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
     for path, owner in pipelines_in(pipe).items():
         for key, value in vars(owner).items():
-            if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and modular pipelines' guiders
+            if hasattr(value, "set_timesteps") or hasattr(value, "prepare_inputs"):  # schedulers, and guiders of modular pipelines
                 content.append((path, key, type(value).__qualname__, sorted(map(str, _plain(value.config).items()))))
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

@@ -1,11 +1,12 @@
-"""What stands between a pipeline and its caller while graphrun is attached: a class around its own that hands every call on.
+"""Proxy classes that intercept every public method of an attached pipeline.
 
-Decides which methods are calls, which change the pipeline at rest, and which are refused. Must not know plans.
+Each pipeline object gets a subclass of its own class. The subclass decides by the method whether it is a call to plan, a change
+to a pipeline at rest, or refused. Knows no plans.
 
-    pipe(...)  pipe.encode_prompt(...)      its own that return    a call: planned, then run
-    pipe.fuse_qkv_projections()             its own that do not    changes it at rest: everything is on the host, and says so
-    pipe.load_lora_weights(...)             what all pipelines     likewise
-    pipe.enable_model_cpu_offload()         what moves weights     refused, with what to do
+    pipe(...)  pipe.encode_prompt(...)      own methods that return a value    a call: planned, then run
+    pipe.fuse_qkv_projections()             own methods that return none       a change: runs with all weights on the CPU
+    pipe.load_lora_weights(...)             methods of the loader mixins       a change, likewise
+    pipe.enable_model_cpu_offload()         methods that move weights          refused, with what to do instead
 """
 
 from __future__ import annotations
@@ -20,25 +21,26 @@ from typing import Any
 
 import torch
 
-from graphrun.diffusers_.live import is_pipeline, own_class, pipelines_in, placed
+from graphrun.diffusers_.live import is_pipeline, own_class, pipelines_in, subclass_on_device
 from graphrun.errors import InputError
 from graphrun.modules.dtype_variants import AtRest
 from graphrun.modules.interceptor import CallInterceptor, intercept
 
-# Where methods come from that every pipeline has: they load, save and set, and compute nothing.
-COMMON = (
+# Modules that define the methods which all pipelines inherit. These load, save and configure; they compute nothing.
+COMMON_MODULES = (
     "diffusers.pipelines.pipeline_utils",
     "diffusers.configuration_utils",
     "diffusers.loaders",
     "diffusers.modular_pipelines",
     "diffusers.utils",
 )
-# Those that look at where the pipeline is, and put what they load there.
-LOADERS = "diffusers.loaders"
-# Of these, what adds, removes or overwrites weights, which a call streams from the host. Others set what a forward looks at.
-REWEIGHTING = ("load_", "unload_", "fuse_", "unfuse_", "delete_")
-# What moves weights, and would be a second mover.
-MOVING = (
+# The package of the loader mixins, whose methods read the pipeline's device and put what they load there.
+LOADER_MODULES = "diffusers.loaders"
+# Prefixes of the loader methods that add, remove or overwrite weights: refused inside a call, which streams the weights from the
+# host. The other loader methods set what a forward reads.
+WEIGHT_CHANGING = ("load_", "unload_", "fuse_", "unfuse_", "delete_")
+# Methods of diffusers that move weights themselves.
+OFFLOADING = (
     "enable_model_cpu_offload",
     "enable_sequential_cpu_offload",
     "enable_group_offload",
@@ -46,56 +48,58 @@ MOVING = (
     "remove_all_hooks",
 )
 
-Called = Callable[[str, str, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-"""(path of the pipeline, name of the method, the method, its pipeline, arguments) -> what the method returns."""
+Handler = Callable[[str, str, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""(path of the pipeline, name of the method, the method, its pipeline, args, kwargs) -> what the method returns."""
 
 
 class PipelineProxy:
-    """A class around that of each pipeline in ``pipe``: ``call`` gets its calls, ``at_rest`` what changes or saves it.
+    """Gives each pipeline in ``pipe`` a subclass whose methods go to ``call`` (planned calls) or ``at_rest`` (changes and saving).
 
-    ``place()`` is the device on which the pipeline says it is, ``more``: what else it has meanwhile.
+    ``reported_device()`` is the device that the pipelines report. ``more``: further members of the subclasses.
     """
 
-    def __init__(self, pipe: Any, place: Callable[[], torch.device], call: Called, at_rest: Called, **more: Any) -> None:
+    def __init__(
+        self, pipe: Any, reported_device: Callable[[], torch.device], call: Handler, at_rest: Handler, **more: Any
+    ) -> None:
         self.pipelines = pipelines_in(pipe)
         self._classes: list[tuple[Any, type[Any]]] = []
         for path, owner in self.pipelines.items():
             kind = type(owner)
             members: dict[str, Any] = {
-                name: _handing(call if name == "__call__" or _returns(method) else at_rest, path, name, method)
+                name: _forwarding(call if name == "__call__" or _returns_value(method) else at_rest, path, name, method)
                 for name, method in _own_methods(kind)
             }
-            members |= {name: _handing(at_rest, path, name, method) for name, method in _loaders(kind)}
-            members |= {name: _handing(at_rest, path, name, getattr(kind, name)) for name in ("save_pretrained", "to")}
-            members |= {name: _refusing(name) for name in MOVING if hasattr(kind, name)} | more
+            members |= {name: _forwarding(at_rest, path, name, method) for name, method in _loaders(kind)}
+            members |= {name: _forwarding(at_rest, path, name, getattr(kind, name)) for name in ("save_pretrained", "to")}
+            members |= {name: _refusing(name) for name in OFFLOADING if hasattr(kind, name)} | more
             self._classes.append((owner, kind))
-            owner.__class__ = placed(kind, place, **members)
+            owner.__class__ = subclass_on_device(kind, reported_device, **members)
 
-    def leave(self) -> None:
-        """Every pipeline is of its own class."""
+    def remove(self) -> None:
+        """Restores every pipeline's own class."""
         while self._classes:
             owner, kind = self._classes.pop()
             owner.__class__ = kind
 
 
-def _handing(to: Called, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _forwarding(to: Handler, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def handed(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return to(path, name, method, owner, args, kwargs)
 
-    return handed
+    return forward
 
 
 def _own_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The call of a pipeline, and the public methods that are its own."""
+    """(name, function) of ``__call__`` and of the public methods that ``kind`` does not share with all pipelines."""
     for name, base, method in _functions(kind):
-        if name == "__call__" or (not name.startswith("_") and not base.__module__.startswith(COMMON)):
+        if name == "__call__" or (not name.startswith("_") and not base.__module__.startswith(COMMON_MODULES)):
             yield name, method
 
 
 @functools.cache
-def _returns(method: Callable[..., Any]) -> bool:
-    """Whether ``method`` returns a value. One that does not computes nothing for its caller: it checks or changes the pipeline."""
+def _returns_value(method: Callable[..., Any]) -> bool:
+    """Whether ``method`` returns a value other than None, by its bytecode. One that does not checks or changes the pipeline."""
     code = inspect.unwrap(method).__code__
     done = list(dis.get_instructions(code))
     values = (
@@ -108,7 +112,7 @@ def _returns(method: Callable[..., Any]) -> bool:
 
 def _loaders(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, base, method in _functions(kind):
-        if not name.startswith("_") and base.__module__.startswith(LOADERS) and not name.startswith("maybe_"):
+        if not name.startswith("_") and base.__module__.startswith(LOADER_MODULES) and not name.startswith("maybe_"):
             yield name, method
 
 
@@ -129,7 +133,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 def refuse_placed(pipe: Any) -> None:
-    """Raises InputError where somebody else places the pipeline's weights already, with how to stop that."""
+    """Raises InputError where something else places the pipeline's weights already; the message says how to turn that off."""
     name = type(pipe).__name__
     if not is_pipeline(pipe):
         raise InputError(f"attach takes a diffusers pipeline, not {name}")
@@ -138,7 +142,7 @@ def refuse_placed(pipe: Any) -> None:
         if own_class(owner) is not type(owner):
             raise InputError(f"graphrun is attached to {where} already: detach() it first")
         if getattr(owner, "_all_hooks", None):
-            raise InputError(f"{where} carries accelerate's hooks, which move its weights too: call remove_all_hooks() on it first")
+            raise InputError(f"{where} has accelerate's hooks, which move its weights too: call remove_all_hooks() on it first")
         if getattr(getattr(owner, "_components_manager", None), "_auto_offload_enabled", False):
             raise InputError(
                 f"the ComponentsManager of {where} moves its weights too: call disable_auto_cpu_offload() on the manager first"
@@ -147,8 +151,8 @@ def refuse_placed(pipe: Any) -> None:
             raise InputError(f"{where} was loaded with a device_map: call reset_device_map() on it, or load it without")
 
 
-def cast_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any], here: torch.device) -> torch.dtype | None:
-    """The dtype that a ``to`` of a pipeline asks for, if any. Raises InputError where it asks for another device than ``here``."""
+def dtype_of_to(args: tuple[Any, ...], kwargs: Mapping[str, Any], here: torch.device) -> torch.dtype | None:
+    """The dtype in the arguments of ``pipe.to(...)``, None without one. Raises InputError for a device other than ``here``."""
     dtype = None
     for value in (*args, *(kwargs.get(key) for key in ("device", "torch_device", "dtype", "torch_dtype"))):
         if isinstance(value, torch.dtype):
@@ -158,18 +162,19 @@ def cast_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any], here: torch.dev
     return dtype
 
 
-def lifted(modules: Mapping[str, torch.nn.Module]) -> list[CallInterceptor]:
-    """Takes away every boundary around ``modules``, the outermost first, and returns them: pipelines may share components.
+def remove_interceptors(modules: Mapping[str, torch.nn.Module]) -> list[CallInterceptor]:
+    """Removes every call interceptor around ``modules``, the outermost first, and returns them in that order.
 
-    Raises InputError, and takes none away, where one is that of a run.
+    There are several where attached pipelines share components. Raises InputError, and removes none, where one of them belongs to a
+    call that is running.
     """
     found: list[CallInterceptor] = []
-    while standing := {id(b): b for module in modules.values() if (b := intercept(module))}:
-        for interceptor in standing.values():
+    while installed := {id(b): b for module in modules.values() if (b := intercept(module))}:
+        for interceptor in installed.values():
             if not isinstance(interceptor.casts, AtRest):
                 shared = ", ".join(name for name, module in modules.items() if intercept(module) is interceptor)
                 raise InputError(f"a call of another attached pipeline runs with {shared}: wait until it has ended")
-        outermost = next(b for b in standing.values() if b.outermost)
+        outermost = next(b for b in installed.values() if b.outermost)
         outermost.__exit__()
         found.append(outermost)
     return found

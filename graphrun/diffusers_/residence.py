@@ -1,6 +1,6 @@
-"""The weights of a live pipeline in host arenas, laid out as the plan at hand needs them; and what a call left on the device.
+"""Host memory of an attached pipeline: weights in arenas as the plan lays them out, and cleanup of what a call left on the device.
 
-Decides nothing about when. A component is laid out anew where a new kind of call has shown other blocks in it.
+A component is laid out again when the problem's numbers for it change, as when a new kind of call shows other blocks in it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
 from graphrun.units import round_up
 
-# What every module has; none of it is a tensor that a call left.
-OWN = frozenset(vars(nn.Module()))
+# Attributes that every module has. None of them is a tensor that a call left behind.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class LiveHost(Host):
-    """``modules`` where they are, until a plan uses them; then in arenas. `restore` gives them memory of their own again."""
+    """Host side of an attached pipeline: ``modules`` keep their own memory until a plan uses them, and then move to arenas.
+
+    `restore` gives them memory of their own again.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module], device: Device) -> None:
         refuse_movers(modules, adapters=True)
@@ -43,7 +46,7 @@ class LiveHost(Host):
         self._numbers: dict[str, ComponentNumbers] = {}
 
     def begin(self, *, changed: bool) -> None:
-        """A call comes: components are in the form that they are in now. ``changed``: so is the pipeline, since the last one."""
+        """Prepares for a call: takes the components' present dtypes. ``changed``: the pipeline changed since the last call."""
         if not changed and self.dtype_variants is not None and self.dtype_variants.first:
             self.dtype_variants.begin()
             return
@@ -51,19 +54,22 @@ class LiveHost(Host):
         self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
         self.dtype_variants = DtypeVariants(self.modules, self._leave, self._join)
 
-    def adopt(self, modules: Mapping[str, nn.Module]) -> None:
-        """``modules`` are the components from now on. Those that are none any more have their weights to themselves again."""
-        lent = {name: module for name, module in modules.items() if self.modules.get(name) is not module}
-        refuse_movers(lent, adapters=True)
+    def replace_modules(self, modules: Mapping[str, nn.Module]) -> None:
+        """Makes ``modules`` the components, after `restore`. Raises InputError where a new one is moved by something else."""
+        added = {name: module for name, module in modules.items() if self.modules.get(name) is not module}
+        refuse_movers(added, adapters=True)
         self.restore()
         self.modules, self.dtype_variants = dict(modules), None
 
-    def arrange(self, problem: Problem, dtype_variants: Mapping[str, DtypeVariant]) -> None:
-        """Every component of ``problem`` is laid out as it says, each in its form. Between runs, or with nothing on the device."""
+    def lay_out(self, problem: Problem, dtype_variants: Mapping[str, DtypeVariant]) -> None:
+        """Lays out every component of ``problem`` in arenas, each in its dtype variant.
+
+        Call it between runs, or with nothing on the device.
+        """
         assert self.dtype_variants is not None
         for numbers in problem.components:
             with self.dtype_variants.within(dtype_variants[numbers.name]):
-                if self._numbers.get(numbers.name) != numbers or not self._current(numbers.name):
+                if self._numbers.get(numbers.name) != numbers or not self._is_laid_out(numbers.name):
                     self.residencies.pop(numbers.name, None)
                     module = self.modules[dtype_variants[numbers.name].component]
                     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -80,11 +86,11 @@ class LiveHost(Host):
         if dtype_variant in self.residencies:
             self.residencies[dtype_variant].join()
 
-    def settle_in(self, problem: Problem) -> None:
-        """Nothing is left to do: `arrange` has laid out what ``problem`` says."""
+    def match_layout(self, problem: Problem) -> None:
+        """Does nothing: `lay_out` has laid out the components of ``problem`` already."""
 
     def restore(self) -> None:
-        """Every weight has memory of its own, outside of arenas, and may be trained if it might before."""
+        """Gives every weight memory of its own outside the arenas, with ``requires_grad`` as it was."""
         for name in (
             {self.dtype_variants.known[dtype_variant].component for dtype_variant in self.residencies}
             if self.dtype_variants is not None
@@ -92,17 +98,17 @@ class LiveHost(Host):
         ):
             made: dict[int, torch.Tensor] = {}
             for child in self.modules[name].modules():
-                for tensor, _, place, _ in list(held(child)):
-                    place.put(made.setdefault(id(tensor), _own(tensor)))
+                for tensor, _, location, _ in list(held(child)):
+                    location.put(made.setdefault(id(tensor), _own_copy(tensor)))
         self.residencies.clear()
         self._numbers.clear()
 
-    def _current(self, name: str) -> bool:
-        """Whether the component's tensors are those that were laid out: loading other weights replaces them."""
+    def _is_laid_out(self, name: str) -> bool:
+        """Whether the component's tensors are still those that were laid out. Loading other weights replaces them."""
         return name in self.residencies and self.residencies[name].holds_module()
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().to("cpu", copy=True)
     if isinstance(tensor, nn.Parameter):
         copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -112,10 +118,10 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Leftovers:
-    """What a call leaves on ``device`` outside of weights and results, found against what was there before it.
+    """Finds and removes what a call left on ``device`` besides weights and results, by comparison with the state before it.
 
-    A scheduler's timesteps go to the host, and so do weights that a module was given meanwhile (a callback that fuses projections);
-    what a module has cached is forgotten, as it was before the call.
+    Tensors that a part keeps (a scheduler's timesteps) are moved to the host, and so are weights that a module was given during the
+    call (by a callback that fuses projections). Attributes in which modules cached tensors get their value from before the call.
     """
 
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -124,12 +130,12 @@ class Leftovers:
         helpers = (value for child in children for value in vars(child).values() if is_helper(value))
         self._weights = {child: {*child._parameters, *child._buffers} for child in children}
         self._caches = [(holder, _attributes(holder)) for holder in {id(h): h for h in (*children, *helpers)}.values()]
-        self._kept: Any = WeakTensorKeyDictionary()  # a set; what the call lets go of is let go of
+        self._kept: Any = WeakTensorKeyDictionary()  # used as a set; holds no tensor alive
         held = (tensor for holder in self._holders() for value in vars(holder).values() for tensor in tensors_in(value))
         self._kept.update((tensor, None) for tensor in held if tensor.device.type == device.type)
 
     def clear(self) -> None:
-        """Nothing that the call put on the device stays there."""
+        """Removes everything that the call put on the device."""
         for holder in self._holders():
             for key, value in list(vars(holder).items()):
                 if _on_device(value, self._device) and not all(tensor in self._kept for tensor in tensors_in(value)):
@@ -139,15 +145,15 @@ class Leftovers:
             for table in tables:
                 for key, tensor in list(table.items()):
                     if key not in self._weights.get(child, ()) and _on_device(tensor, self._device):
-                        table[key] = _own(tensor)
+                        table[key] = _own_copy(tensor)
         for child, before in self._caches:
             for key, value in list(vars(child).items()):
-                if key not in OWN and _on_device(value, self._device):
-                    _put_back(vars(child), key, before)
+                if key not in MODULE_ATTRIBUTES and _on_device(value, self._device):
+                    _restore_attribute(vars(child), key, before)
         forget(self._modules.values())
 
     def _holders(self) -> Iterator[Any]:
-        """The pipelines, what they hold besides modules, and what of the libraries' own that holds in turn: a guider's buffer."""
+        """The pipelines, the objects they hold besides modules, and library helpers inside those (a guider's buffer)."""
         for owner in pipelines_in(self._pipe).values():
             yield owner
             for value in list(vars(owner).values()):
@@ -157,12 +163,12 @@ class Leftovers:
 
 
 def _attributes(module: Any) -> dict[str, tuple[Any, Any]]:
-    """What ``module`` has beside weights, children and hooks: each value, and its content where that can change."""
-    found = ((key, value) for key, value in vars(module).items() if key not in OWN)
+    """Attributes of ``module`` besides weights, children and hooks: name -> (value, a copy of it if it is a list or dict)."""
+    found = ((key, value) for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES)
     return {key: (value, value.copy() if isinstance(value, (list, dict)) else None) for key, value in found}
 
 
-def _put_back(holder: dict[str, Any], key: str, before: Mapping[str, tuple[Any, Any]]) -> None:
+def _restore_attribute(holder: dict[str, Any], key: str, before: Mapping[str, tuple[Any, Any]]) -> None:
     if key not in before:
         del holder[key]
         return
@@ -179,7 +185,7 @@ def _on_device(value: Any, device: torch.device) -> bool:
 
 
 def device_bytes(value: Any, device: torch.device, besides: Any = ()) -> int:
-    """Bytes on ``device`` of the tensors in ``value``, those of ``besides`` apart."""
+    """Bytes on ``device`` of the storages of tensors in ``value``, without those that ``besides`` shares."""
     known = _storages(besides, device)
     return sum(nbytes for key, nbytes in _storages(value, device).items() if key not in known)
 

@@ -1,10 +1,11 @@
-"""A plan as plain diffusers calls: a script that loads, places, runs and lets go, stage by stage, and says what is lost on the way.
+"""Export of a plan as a plain diffusers script that loads, places, runs and frees components stage by stage.
 
-Decides which of diffusers' own means comes nearest to what a plan does with a component. Writes text; runs nothing.
+Picks the means of diffusers and accelerate that come closest to what the plan does with each component; the script's docstring
+lists what is lost. Writes text; runs nothing.
 
-    whole on the device in its phases      .to(DEVICE), and del behind its stage
-    streamed                               group offloading, block by block (leaf by leaf where there are no blocks of diffusers')
-    loaded for the decoding                accelerate's hook: on the device when it is entered
+    whole component on the device     .to(DEVICE), then del after its stage
+    streamed component                group offloading, by blocks (by leaves where the module has no block list of diffusers)
+    component of the decode stage     accelerate's cpu_offload_with_hook: moved to the device when it is entered
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ KNOWN = ("encode_prompt", "denoise", "decode")
 
 
 def diffusers_script(graph: Graph, problem: Problem, plan: Plan) -> str:
-    """The script; ``python script.py [device] [file]`` writes the picture. ``graph`` is the one that ``plan`` was made for.
+    """The text of the script. ``python script.py [device] [file]`` writes the picture.
 
-    Raises InputError for a graph whose stages are not one encoding, one denoising and one decoding, or whose weights are random.
+    ``graph`` is the one that ``plan`` was made for. Raises InputError for a graph whose stages are not one encode_prompt, one
+    denoise and one decode, or whose weights are random.
     """
     return _Script(graph, problem, plan).text()
 
@@ -41,7 +43,7 @@ class _Script:
         self.graph, self.problem, self.plan = graph, problem, plan
         ops = [stage.op for stage in graph.stages]
         if ops != list(KNOWN) or problem.precomputed:
-            raise InputError(f"only {', '.join(KNOWN)} in a row can be written as diffusers' calls; this plan has {', '.join(ops)}")
+            raise InputError(f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}")
         self.encode, self.denoise, self.decode = graph.stages
         self.variants = {c.name: c.variants[0] for c in apply_choices(problem, plan).components}
         self.inputs = graph.for_planning(dict(problem.settings))
@@ -49,50 +51,50 @@ class _Script:
             raise InputError(f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan")
 
     def text(self) -> str:
-        """The whole script."""
+        """The text of the script."""
         encoders = [name for name in self.variants if name in self.encode.uses]
         others = [name for name in self.variants if name not in self.encode.uses]
-        lines = [f'"""{line}' if n == 0 else line for n, line in enumerate([*self._lost(), '"""', ""])]
+        lines = [f'"""{line}' if n == 0 else line for n, line in enumerate([*self._losses(), '"""', ""])]
         lines += ["import gc", "import sys", "", "import diffusers", "import torch", "import transformers"]
         lines += ["from accelerate import cpu_offload_with_hook", "from diffusers.hooks import apply_group_offloading", ""]
         lines += ['DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")']
         lines += [f'OUTPUT = sys.argv[2] if len(sys.argv) > 2 else "{self.graph.name}.png"']
         lines += [f"INPUTS = {pprint.pformat(self.inputs, width=100, sort_dicts=False)}", ""]
         lines += [line for part in self.graph.parts.values() for line in self._part(part)]
-        lines += ["", f"# {self.encode.name}", *self._loaded(encoders, "encode"), *self._pipeline(encoders), *self._encoded()]
+        lines += ["", f"# {self.encode.name}", *self._load(encoders, "encode"), *self._pipeline(encoders), *self._encode_call()]
         lines += [f"del {', '.join(('pipe', *encoders))}", "gc.collect()", "if torch.cuda.is_available():"]
         lines += ["    torch.cuda.empty_cache()", "", f"# {self.denoise.name}, {self.decode.name}"]
-        lines += [*self._loaded(others, "rest"), *self._pipeline(others), *self._options(), *self._called()]
+        lines += [*self._load(others, "remaining"), *self._pipeline(others), *self._options(), *self._pipeline_call()]
         return "\n".join(lines) + "\n"
 
-    def _lost(self) -> Iterator[str]:
+    def _losses(self) -> Iterator[str]:
         simulation = simulate(self.problem, self.plan)
-        yield f"{self.graph.name}: what comes nearest in plain diffusers calls to plan {self.plan.digest} of graphrun."
+        yield f"{self.graph.name}: the closest plain diffusers calls to plan {self.plan.digest} of graphrun."
         yield ""
         peak = show_size(simulation.peak_bytes)
         yield f"The plan takes {show_seconds(simulation.seconds)} and {peak} at most, by its own simulation."
-        yield "Neither holds for this script. What the plan says and these calls cannot:"
-        yield "- no budget: what does not fit ends in torch.OutOfMemoryError"
+        yield "Neither number holds for this script. What the plan does and these calls do not:"
+        yield "- no budget: a component that does not fit raises torch.OutOfMemoryError"
         for name, variant in self.variants.items():
             if (stream := self._stream(name)) is not None:
-                groups = {k.name: len(k.blocks) for k in self.problem.component(name).groups}
+                groups = {group.name: len(group.blocks) for group in self.problem.component(name).groups}
                 kept = "all blocks" if stream.keep is None else ", ".join(f"{len(i)} of {groups[k]} {k}" for k, i in stream.keep)
-                yield f"- {name}: {kept or 'nothing'} stay on the device, the ring holds {show_size(stream.ring_bytes)}"
+                yield f"- {name}: {kept or 'no blocks'} stay on the device, the staging ring holds {show_size(stream.ring_bytes)}"
             if variant.backing_store == "disk":
-                yield f"- {name}: its weights are read from disk when they are needed, never whole in RAM"
+                yield f"- {name}: its weights are read from disk block by block, and are never all in RAM"
             elif variant.backing_store == "pinned":
-                yield f"- {name}: its master copy lies in page-locked memory, filled beside what computes before it"
+                yield f"- {name}: its backing store is pinned memory, read from disk while earlier phases compute"
             if variant.device == "cpu":
-                yield f"- {name}: computes on the CPU; here it is on the device"
+                yield f"- {name}: runs on the CPU; here it runs on the device"
         evicted = {slot.phase for slot in self.plan.slots if slot.phase and any(isinstance(a, Evict) for a in slot.actions)}
         if evicted:
-            yield f"- what is evicted before {', '.join(sorted(evicted))}: here whole components go, behind their stage"
-        yield f"- {self.decode.name} as a stage of its own: here it is the end of the call that denoises"
+            yield f"- components evicted before {', '.join(sorted(evicted))}: here whole components are freed after their stage"
+        yield f"- {self.decode.name} as a stage of its own: here it is the end of the pipeline call that denoises"
         if self.plan.again:
-            yield "- the session: further runs that find what the first left in place"
+            yield "- the session: further runs that reuse what the first left on the device"
 
     def _stream(self, name: str) -> Stream | None:
-        """The component's last streaming of the plan: that of most of its calls."""
+        """The component's last `Stream` action, which covers most of its calls; None where it is never streamed."""
         actions = [a for slot in self.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == name]
         return actions[-1] if actions else None
 
@@ -105,20 +107,20 @@ class _Script:
             yield f"{part.name} = {part.class_path}.{made}"
         else:
             more = ", trust_remote_code=False" if part.class_path.startswith("transformers.") else ""
-            yield f"{part.name} = {part.class_path}.from_pretrained({_place(part.source or '')}{more})"
+            yield f"{part.name} = {part.class_path}.from_pretrained({_source_arguments(part.source or '')}{more})"
 
-    def _loaded(self, names: list[str], stage: str) -> Iterator[str]:
+    def _load(self, names: list[str], stage: str) -> Iterator[str]:
         for name in names:
             component, variant = self.graph.component(name), self.variants[name]
-            yield from self._made(component, variant)
+            yield from self._construct(component, variant)
             if self._stream(name) is not None:
-                yield from self._streamed(component)
-            elif stage == "rest" and name in self.decode.uses and name not in self.denoise.uses:
+                yield from self._group_offload(component)
+            elif stage == "remaining" and name in self.decode.uses and name not in self.denoise.uses:
                 yield f"{name}, _ = cpu_offload_with_hook({name}, DEVICE)"
             else:
                 yield f"{name}.to(DEVICE)"
 
-    def _made(self, component: Component, variant: Variant) -> Iterator[str]:
+    def _construct(self, component: Component, variant: Variant) -> Iterator[str]:
         name, precision = component.name, variant.precision
         dtype = precision if precision in ("float32", "bfloat16", "float16") else component.dtype
         more = [f"torch_dtype=torch.{dtype}"]
@@ -132,20 +134,23 @@ class _Script:
             more.append(f"quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{dtype})")
         if source.endswith((".safetensors", ".gguf")):
             if not hasattr(resolve_class(component.class_path, self.graph.trust, component.where, "component"), "from_single_file"):
-                raise InputError(f"{name}: {component.class_path} has no from_single_file; give it a folder to export the plan")
-            yield "# config: a folder or repository with this component's config.json; here it is guessed from the file"
-            yield f"{name} = {component.class_path}.from_single_file({_place(source)}, {', '.join(more)})"
+                raise InputError(
+                    f"{name}: {component.class_path} has no from_single_file; give it a folder as its source to export the plan"
+                )
+            yield "# without config= (a folder or repository with this component's config.json) diffusers guesses it from the file"
+            yield f"{name} = {component.class_path}.from_single_file({_source_arguments(source)}, {', '.join(more)})"
         else:
             more += [f"variant={component.variant!r}"] if component.variant else []
-            yield f"{name} = {component.class_path}.from_pretrained({_place(source)}, {', '.join(more)})"
+            yield f"{name} = {component.class_path}.from_pretrained({_source_arguments(source)}, {', '.join(more)})"
         yield f"{name}.requires_grad_(False).eval()"
         for lora in component.loras:
-            yield f"# fused by the plan, to be loaded by hand: {lora.file} x {lora.scale}"
+            yield f"# the plan has this LoRA fused; load it by hand: {lora.file} x {lora.scale}"
         if precision == "fp8":
             yield f"{name}.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.{dtype})"
 
-    def _streamed(self, component: Component) -> Iterator[str]:
-        """Block by block for diffusers' models but VAEs, whose blocks they do not call by themselves; else leaf by leaf."""
+    def _group_offload(self, component: Component) -> Iterator[str]:
+        """Group offloading by blocks for models of diffusers other than VAEs, whose code does not call its blocks one by one;
+        else by leaves."""
         kind = resolve_class(component.class_path, self.graph.trust, component.where, "component")
         blocks = hasattr(kind, "enable_group_offload") and not hasattr(kind, "decode")
         level = '"block_level", num_blocks_per_group=1' if blocks else '"leaf_level"'
@@ -154,11 +159,11 @@ class _Script:
 
     def _pipeline(self, names: list[str]) -> Iterator[str]:
         kind = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
-        precomputed = dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
-        found = [f"{name}={name}" for name in precomputed if name in names or name in self.graph.parts]
-        found += [f"{name}=None" for name in precomputed if name in self.graph.components and name not in names]
+        parameters = dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
+        found = [f"{name}={name}" for name in parameters if name in names or name in self.graph.parts]
+        found += [f"{name}=None" for name in parameters if name in self.graph.components and name not in names]
         found += [f"{name}={value!r}" for name, value in self.graph.pipeline_config.items()]
-        required = [n for n, p in inspect.signature(kind.__init__).parameters.items() if p.default is p.empty and n in precomputed]
+        required = [n for n, p in inspect.signature(kind.__init__).parameters.items() if p.default is p.empty and n in parameters]
         known = {text.partition("=")[0] for text in found}
         found += [f"{name}=None" for name in required if name not in known and name != "kwargs"]
         yield f"pipe = {self.graph.pipeline}({', '.join(found)})"
@@ -168,20 +173,20 @@ class _Script:
             if name in ("tiling", "slicing") and stage == self.decode.name:
                 yield f"pipe.vae.enable_{name}()"
             elif name != "plain":
-                yield f"# {stage}: the plan runs it by {name}, which has no call in diffusers"
+                yield f"# {stage}: the plan runs it with {name}, which diffusers has no call for"
 
-    def _encoded(self) -> Iterator[str]:
+    def _encode_call(self) -> Iterator[str]:
         kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
         call, own = inspect.signature(kind.__call__).parameters, inspect.signature(kind.encode_prompt).parameters
-        precomputed = {name: self._value(value) for name, value in self.encode.arguments.items()}
-        scale = self._now(self.encode, "guidance_scale")
+        stage_arguments = {name: self._value(value) for name, value in self.encode.arguments.items()}
+        scale = self._resolved_argument(self.encode, "guidance_scale")
         more = {
             **{n: repr(p.default) for n, p in call.items() if n in own and p.default is not p.empty and p.default is not None},
             "device": "DEVICE",
-            "num_images_per_prompt": precomputed.get("num_images", "1"),
-            "num_videos_per_prompt": precomputed.get("num_images", "1"),
+            "num_images_per_prompt": stage_arguments.get("num_images", "1"),
+            "num_videos_per_prompt": stage_arguments.get("num_images", "1"),
             **({} if scale is None else {"do_classifier_free_guidance": repr(scale > 1)}),
-            **precomputed,
+            **stage_arguments,
         }
         required = {n: "None" for n, p in own.items() if p.default is p.empty and n not in ("self", "kwargs")}
         suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
@@ -190,11 +195,11 @@ class _Script:
         yield "with torch.no_grad():"
         taken: list[str] = []
         for index, suffix in enumerate(suffixes):
-            index_given = {"text_encoder_index": repr(index)} if "text_encoder_index" in own else {}
-            calls = [{**required, **{n: text for n, text in {**more, **index_given}.items() if n in own}}]
-            true_scale = self._now(self.encode, "true_cfg_scale")
-            if "negative_prompt" not in own and "negative_prompt" in precomputed and true_scale is not None and true_scale > 1:
-                calls.append({**calls[0], "prompt": precomputed["negative_prompt"]})
+            index_argument = {"text_encoder_index": repr(index)} if "text_encoder_index" in own else {}
+            calls = [{**required, **{n: text for n, text in {**more, **index_argument}.items() if n in own}}]
+            true_scale = self._resolved_argument(self.encode, "true_cfg_scale")
+            if "negative_prompt" not in own and "negative_prompt" in stage_arguments and true_scale is not None and true_scale > 1:
+                calls.append({**calls[0], "prompt": stage_arguments["negative_prompt"]})
             for number, arguments in enumerate(calls):
                 keys = [f"{'negative_' if number else ''}{name}{suffix}" for name in names]
                 taken += [key for key in keys if key in call]
@@ -202,13 +207,13 @@ class _Script:
                 yield f"    embeds |= dict(zip({keys!r}, found if isinstance(found, tuple) else (found,)))"
         yield f"embeds = {{name: embeds[name] for name in {taken!r} if embeds[name] is not None}}"
 
-    def _called(self) -> Iterator[str]:
+    def _pipeline_call(self) -> Iterator[str]:
         kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
         known = inspect.signature(kind.__call__).parameters
-        precomputed = {**self.decode.arguments, **self.denoise.arguments}
-        seed = self._value(precomputed.pop("seed", 0))
+        stage_arguments = {**self.decode.arguments, **self.denoise.arguments}
+        seed = self._value(stage_arguments.pop("seed", 0))
         arguments = {name: "None" for name in ("prompt", "negative_prompt") if name in known}
-        arguments |= {"num_inference_steps" if n == "steps" else n: self._value(v) for n, v in precomputed.items()}
+        arguments |= {"num_inference_steps" if n == "steps" else n: self._value(v) for n, v in stage_arguments.items()}
         arguments |= {"generator": f'torch.Generator("cpu").manual_seed({seed})'}
         left_out = ("embeds", "latents", "num_images", "tiling")
         shown = ", ".join(f"{n}={text}" for n, text in arguments.items() if n in known and n not in left_out)
@@ -220,18 +225,18 @@ class _Script:
         yield "    first.save(OUTPUT)"
 
     def _value(self, value: Any) -> str:
-        """An argument as it is written: a literal, or the input it refers to."""
+        """An argument as Python source: a literal, or the input that it refers to."""
         if isinstance(value, Reference):
             return f"INPUTS[{value.name!r}]" if value.kind == "input" else value.output
         return repr(value)
 
-    def _now(self, stage: Stage, name: str) -> Any:
+    def _resolved_argument(self, stage: Stage, name: str) -> Any:
         value = stage.arguments.get(name)
         return self.inputs[value.name] if isinstance(value, Reference) and value.kind == "input" else value
 
 
-def _place(source: str) -> str:
-    """The first arguments of ``from_pretrained`` or ``from_single_file``."""
+def _source_arguments(source: str) -> str:
+    """The source arguments of ``from_pretrained`` or ``from_single_file``, as Python source."""
     if source.startswith("/"):
         return repr(source)
     repository, revision, inside = split_source(source)

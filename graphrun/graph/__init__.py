@@ -1,1 +1,1 @@
-"""What is to be computed: the declaration of a pipeline as stages, components and values. Knows no torch and no device."""
+"""Graph files: a pipeline declared as stages, components, inputs and outputs. Pure: no torch, no devices."""

@@ -1,6 +1,6 @@
-"""A YAML file as plain data that remembers on which line everything stands.
+"""Reads a YAML file as plain data with the line number of every entry, for error messages.
 
-Decides what YAML is accepted: one document, safe tags, no key twice, no nesting that explodes. Knows nothing of graphs.
+Accepted: a single document, safe tags, unique keys, bounded alias expansion. Knows nothing of graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 
 from graphrun.errors import GraphError
 
-# Nodes of a document after its aliases are expanded. Reference graphs have about 200; a "billion laughs" has 10**9.
+# The most nodes of a document after its aliases are expanded. Reference graphs have about 200; a "billion laughs" file has 10**9.
 MOST_NODES = 100_000
 
 Location = Sequence[str | int]
@@ -30,7 +30,7 @@ class Document:
     root: yaml.Node
 
     def where(self, location: Location) -> str:
-        """``path:line`` of the entry at ``location``, or of its nearest enclosing entry that is in the file."""
+        """``path:line`` of the entry at ``location``, or of the nearest enclosing entry that the file has."""
         node, line = self.root, self.root.start_mark.line
         for step in location:
             found = _child(node, step)
@@ -49,7 +49,7 @@ def read_document(path: Path) -> Document:
         if root is None:
             raise GraphError("the file is empty", str(path))
         _count(path, root, {}, ())
-        problems = [f"{path}:{line}: key {key!r} stands twice" for line, key in _repeated(root, set())]
+        problems = [f"{path}:{line}: key {key!r} is given twice" for line, key in _repeated(root, set())]
         if problems:
             raise GraphError("\n".join(problems))
         return Document(path, loader.construct_document(root), root)
@@ -105,16 +105,16 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
-def _count(path: Path, node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int:
-    """Nodes below ``node`` with aliases expanded; GraphError when there are too many or an alias holds itself."""
+def _count(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[int, ...]) -> int:
+    """The number of nodes below ``node`` with aliases expanded. Raises GraphError for too many, or an alias within itself."""
     where = f"{path}:{node.start_mark.line + 1}"
     if id(node) in above:
         raise GraphError("an alias that contains itself", where)
-    if id(node) not in known:
-        known[id(node)] = 1 + sum(_count(path, child, known, (*above, id(node))) for child in _children(node))
-        if known[id(node)] > MOST_NODES:
+    if id(node) not in counted:
+        counted[id(node)] = 1 + sum(_count(path, child, counted, (*above, id(node))) for child in _children(node))
+        if counted[id(node)] > MOST_NODES:
             raise GraphError("too large once its aliases are expanded", where)
-    return known[id(node)]
+    return counted[id(node)]
 
 
 def _repeated(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
@@ -132,19 +132,19 @@ def _repeated(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
 
 
 class Problems:
-    """What is wrong with a document, gathered so that all of it can be said at once."""
+    """Collects the problems of a document, to report all of them at once."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
         self._found: list[tuple[int, str]] = []
 
     def add(self, location: Location, text: str, *, line_of: Location | None = None) -> None:
-        """Note ``text`` about the entry at ``location``, with the line of that entry, or of the one at ``line_of``."""
+        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or of the one at ``line_of``."""
         where = self._document.where(line_of or location)
-        place = ".".join(str(step) for step in location)
-        self._found.append((int(where.rsplit(":", 1)[1]), f"{where}: {place}: {text}" if place else f"{where}: {text}"))
+        entry = ".".join(str(step) for step in location)
+        self._found.append((int(where.rsplit(":", 1)[1]), f"{where}: {entry}: {text}" if entry else f"{where}: {text}"))
 
     def raise_if_any(self) -> None:
-        """Raises GraphError with one line per problem, in the order of the file's lines."""
+        """Raises GraphError with one line per problem, ordered by line number; nothing where there is none."""
         if self._found:
             raise GraphError("\n".join(dict.fromkeys(line for _, line in sorted(self._found, key=lambda found: found[0]))))

@@ -1,6 +1,6 @@
-"""A pipeline as a DAG: inputs, components with weights, parts without, stages, outputs. What, never where or when.
+"""A pipeline as a DAG of stages, with inputs, components (modules with weights), parts (without weights) and outputs.
 
-Decides the order of stages and what values an input may take. Must not know YAML, torch or devices.
+Declares what is computed, not where or when. Pure: no YAML, no torch, no devices.
 
     inputs --> encode --embeds--> denoise --latents--> decode --> outputs
                  |                   |                   |
@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
@@ -22,9 +22,12 @@ from graphrun.graph.digests import file_digest, header_digest
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import Input, did_you_mean, fit
 
+if TYPE_CHECKING:
+    import networkx
+
 DEFAULT_ALLOW = ("diffusers", "transformers")
 
-# A prompt that nobody gave, while planning: texts are padded to a fixed length, so no size depends on it.
+# The prompt of plans without one: texts are padded to a fixed length, so that no size depends on it.
 PLANNING_TEXT = "a photo"
 
 
@@ -42,7 +45,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A LoRA's file, as an absolute path, and what its difference is multiplied by."""
+    """A LoRA: the absolute path of its file, and the factor of its weight difference."""
 
     file: str
     scale: float = 1.0
@@ -50,7 +53,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class IpAdapter:
-    """An IP-Adapter's file, as an absolute path, and how much its pictures weigh."""
+    """An IP-Adapter: the absolute path of its file, and the weight of its image prompts."""
 
     file: str
     scale: float = 1.0
@@ -60,11 +63,11 @@ class IpAdapter:
 class Component:
     """A module with weights.
 
-    ``source`` is the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this component alone, None for
-    random weights made from ``seed``; ``variant`` says which of a folder's files, ``gguf`` is the file of that precision. ``loras``
-    are fused into either. ``config`` holds the class's configuration if ``has_config``; ``{}`` means the
-    constructor's defaults. ``precision``: the first is what is planned, the others must be allowed. ``backing_store``: where its master
-    copy may lie, empty: wherever it can. ``where`` is ``file:line``.
+    ``source`` is the folder, safetensors file or hub path (``owner/repo@revision/subfolder``) of this component; None: random
+    weights made from ``seed``. ``variant`` selects among a folder's files (``fp16``); ``gguf`` is the file of precision gguf.
+    ``loras`` are fused into the weights of both. ``config`` is the class's configuration if ``has_config``; ``{}`` means the
+    constructor's defaults. ``precision``: the first is the default, the others must be allowed. ``backing_store``: the kinds that
+    may hold the master copy; empty: any that can. ``where`` is ``file:line``.
     """
 
     name: str
@@ -83,13 +86,13 @@ class Component:
     where: str = field(default="", compare=False)
 
     def source_in(self, precision: str) -> str | None:
-        """Where its weights in ``precision`` come from; None: they are random."""
+        """The source of its weights in ``precision``; None: they are random."""
         return self.gguf or None if precision == "gguf" else self.source
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A thing without weights that pipeline code needs: a tokenizer, a scheduler. ``source`` as for a `Component`."""
+    """An object without weights that the pipeline's code needs: a tokenizer, a scheduler. ``source`` as for a `Component`."""
 
     name: str
     class_path: str
@@ -102,8 +105,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One op with its arguments (literals, references, lists of them), the components it uses, and other ways to run it
-    (``options``). ``outputs``: what it is asked for, which of an open op is what is read of it."""
+    """One op with its arguments (literals, references, lists of them) and the components it uses.
+
+    ``options``: alternatives that a plan may choose, such as ``tiling``. ``outputs``: the names of its outputs; of an op that is
+    ``open``, those that the graph reads.
+    """
 
     name: str
     op: str
@@ -115,14 +121,18 @@ class Stage:
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """The references among the arguments, in the order they are written."""
+        """The references among the arguments, in the order of the file."""
         return tuple(_references(list(self.arguments.values())))
 
 
 @dataclass(frozen=True, slots=True)
 class Directives:
-    """What the user demands of placement: components that stay from their first use to the end, components of which nothing stays
-    that can be streamed, components whose backing store is pinned, and bytes of the VRAM budget left to other programs."""
+    """Placement that the user demands of every plan.
+
+    ``keep``: components that stay on the device from their first use to the end; ``exclude``: components that are always streamed,
+    with no block kept on the device; ``pin``: components whose backing store is page-locked; ``reserve_bytes``: bytes of the VRAM
+    budget left to other programs.
+    """
 
     keep: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -132,8 +142,11 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file. ``trust``: packages of
-    which it may name any class, by the caller's word; ``where`` is the ``file:line`` of its pipeline."""
+    """A pipeline ready to be planned. ``stages`` are in topological order, ties in the order of the file.
+
+    ``trust``: packages of which it may name any class; only the caller sets it, never the file. ``where`` is the ``file:line`` of
+    its pipeline.
+    """
 
     name: str
     path: Path | None
@@ -147,20 +160,20 @@ class Graph:
     stages: tuple[Stage, ...]
     outputs: Mapping[str, Reference]
     directives: Directives = Directives()
-    precomputed: tuple[Reference, ...] = ()  # outputs of stages that are handed in, in place of these stages
-    fps: float | None = None  # of videos as files; None: as the pipeline's own arguments say
+    precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
+    fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
     where: str = field(default="", compare=False)
 
     def component(self, name: str) -> Component:
-        """The component called ``name``; KeyError if there is none."""
+        """The component called ``name``. Raises KeyError."""
         return self.components[name]
 
     def stage(self, name: str) -> Stage:
-        """The stage called ``name``; KeyError if there is none."""
+        """The stage called ``name``. Raises KeyError."""
         return {s.name: s for s in self.stages}[name]
 
     def kinds(self) -> dict[str, str]:
-        """What each of the outputs is: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``."""
+        """The kind of each output: ``image``, ``video``, ``audio``, ``latents``, ``embeds``, or ``any``."""
         return {name: OPERATIONS[self.stage(of.name).op].output(of.output) or "any" for name, of in self.outputs.items()}
 
     def producers(self, name: str) -> tuple[str, ...]:
@@ -171,17 +184,28 @@ class Graph:
         """Names of the stages that read outputs of the stage ``name``, in topological order."""
         return tuple(stage.name for stage in self.stages if name in self.producers(stage.name))
 
-    def resolve(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A value of the declared type for every input of the graph: the one given, else the default.
+    def to_networkx(self, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
+        """The graph as a `networkx.DiGraph`; nodes, edges and attributes are as `graphrun.graph.nx` lists them.
 
-        Text is converted, so that values may come from a command line. Raises InputError, one line per problem: an unknown
+        ``estimate``, as `graphrun.survey` returns it, adds bytes, parameters and seconds.
+        """
+        from graphrun.graph.nx import to_networkx
+
+        return to_networkx(self, estimate)
+
+    def resolve(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A value of the declared type for every input of the graph: from ``inputs``, else the default.
+
+        Strings are converted, so that values may come from a command line. Raises InputError with one line per problem: an unknown
         name, a missing required input, a wrong type, a value out of range.
         """
         return self._resolve(inputs, planning=False)
 
     def for_planning(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Like `resolve`, but a missing required text becomes ``"a photo"``: sizes do not depend on it. A missing image or the like
-        becomes one of the declared size; a mask has that of an image that is given.
+        """Like `resolve`, with placeholders for missing required inputs.
+
+        A text becomes ``"a photo"``: sizes do not depend on it. An image, mask, video or audio becomes a blank one of the declared
+        size; a mask takes the size of an image input that is present.
         """
         return self._resolve(inputs, planning=True)
 
@@ -207,7 +231,7 @@ class Graph:
         return {**values, **self._blanks(values)}
 
     def _blanks(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Stand-ins for images and the like that are not given."""
+        """Placeholders for images, masks, videos and audio that are missing."""
         absent = [declared for declared in self.inputs.values() if declared.sizes and values[declared.name] is PLANNING_TEXT]
         images = (media.size_of(values[name]) for name, declared in self.inputs.items() if declared.type == "image")
         size = next(filter(None, images), None)
@@ -224,45 +248,45 @@ class Graph:
     ) -> Graph:
         """The same graph with more directives; ``reserve_bytes`` takes the place of the graph's own.
 
-        Raises InputError naming components that there are not, or that are to be both kept and excluded.
+        Raises InputError for unknown components, and for one that is in both ``keep`` and ``exclude``.
         """
         kept = tuple(dict.fromkeys((*self.directives.keep, *keep)))
         excluded = tuple(dict.fromkeys((*self.directives.exclude, *exclude)))
         pinned = tuple(dict.fromkeys((*self.directives.pin, *pin)))
         problems = [
-            f"{verb} {name}: there is no such component{did_you_mean(name, self.components)}"
+            f"{verb} {name}: no such component{did_you_mean(name, self.components)}"
             for verb, names in (("keep", kept), ("exclude", excluded), ("pin", pinned))
             for name in names
             if name not in self.components
         ]
-        problems += [f"keep and exclude {name}: do without one of them" for name in kept if name in excluded]
+        problems += [f"keep and exclude {name}: leave one of them out" for name in kept if name in excluded]
         if problems:
             raise InputError("\n".join(problems))
         reserve = self.directives.reserve_bytes if reserve_bytes is None else reserve_bytes
         return replace(self, directives=Directives(kept, excluded, reserve, pinned))
 
     def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
-        """``names`` of what may change the output, sorted; ``precision`` stands for every further precision that the graph lists.
+        """``names`` of allowed changes of the output, sorted; ``precision`` means every further precision that the graph lists.
 
         Raises InputError for a name that means nothing in this graph.
         """
         precisions = {precision for component in self.components.values() for precision in component.precision[1:]}
         options = {OPERATIONS[stage.op].options[option] for stage in self.stages for option in stage.options} - {""}
         known = sorted({*precisions, *options, "cpu"})
-        precomputed = [name.strip() for text in names for name in text.split(",")]
-        if unknown := [name for name in precomputed if name not in known and name != "precision"]:
+        asked = [name.strip() for text in names for name in text.split(",")]
+        if unknown := [name for name in asked if name not in known and name != "precision"]:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
-        return tuple(sorted({*precomputed, *(precisions if "precision" in precomputed else ())} - {"precision"}))
+        return tuple(sorted({*asked, *(precisions if "precision" in asked else ())} - {"precision"}))
 
     def until(self, name: str) -> Graph:
-        """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and its outputs, all of them.
+        """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and all outputs of ``name``.
 
-        Components and parts stay, since pipelines read sizes from those that they do not enter; directives stay for what is used.
-        Raises InputError when there is no such stage.
+        Components and parts stay, since pipelines read sizes even from those that they do not call. Directives stay for components
+        that are used. Raises InputError where there is no such stage.
         """
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
-            raise InputError(f"until {name}: there is no such stage{did_you_mean(name, stages)}")
+            raise InputError(f"until {name}: no such stage{did_you_mean(name, stages)}")
         needed = {name}
         for stage in reversed(self.stages):  # consumers before producers
             needed |= {r.name for r in stage.references if r.kind == "stage" and stage.name in needed}
@@ -275,27 +299,27 @@ class Graph:
         return replace(self._of(kept), inputs={key: value for key, value in self.inputs.items() if key in read}, outputs=outputs)
 
     def with_precomputed(self, names: Iterable[str]) -> Graph:
-        """The graph to which the outputs of the stages ``names`` are handed in: without these, and without what only they need.
+        """The graph in which outputs of the stages ``names`` are precomputed: without these stages and those only they need.
 
-        All inputs stay. Raises InputError when there is no such stage, or nothing would be left to run.
+        All inputs stay. Raises InputError where there is no such stage, or no stage would remain.
         """
-        stages, handed = {stage.name: stage for stage in self.stages}, set(names)
-        if unknown := sorted(handed - stages.keys()):
-            raise InputError(f"given {unknown[0]}: there is no such stage{did_you_mean(unknown[0], stages)}")
-        if not handed:
+        stages, done = {stage.name: stage for stage in self.stages}, set(names)
+        if unknown := sorted(done - stages.keys()):
+            raise InputError(f"precomputed {unknown[0]}: no such stage{did_you_mean(unknown[0], stages)}")
+        if not done:
             return self
-        needed = {reference.name for reference in self.outputs.values()} - handed
+        needed = {reference.name for reference in self.outputs.values()} - done
         for stage in reversed(self.stages):  # consumers before producers
-            needed |= {name for name in self.producers(stage.name) if stage.name in needed} - handed
+            needed |= {name for name in self.producers(stage.name) if stage.name in needed} - done
         kept = tuple(stage for stage in self.stages if stage.name in needed)
         if not kept:
-            raise InputError(f"given {', '.join(sorted(handed))}: no stage is left to run")
-        read = dict.fromkeys(reference for stage in kept for reference in stage.references if reference.name in handed)
-        asked = (reference for reference in self.outputs.values() if reference.name in handed)
+            raise InputError(f"precomputed {', '.join(sorted(done))}: no stage is left to run")
+        read = dict.fromkeys(reference for stage in kept for reference in stage.references if reference.name in done)
+        asked = (reference for reference in self.outputs.values() if reference.name in done)
         return replace(self._of(kept), precomputed=tuple(sorted({*self.precomputed, *read, *asked}, key=str)))
 
     def part(self, names: Iterable[str]) -> Graph:
-        """The stages ``names`` alone: what they read of others is given, and what others read of them is among the outputs."""
+        """The graph with only the stages ``names``: what they read of others is precomputed, what others read is an output."""
         chosen = set(names)
         kept = tuple(stage for stage in self.stages if stage.name in chosen)
         read = {r for stage in kept for r in stage.references if r.kind == "stage" and r.name not in chosen}
@@ -305,15 +329,15 @@ class Graph:
         return replace(self._of(kept), precomputed=tuple(sorted(read, key=str)), outputs=outputs)
 
     def _of(self, kept: tuple[Stage, ...]) -> Graph:
-        """The graph with the stages ``kept`` alone, and directives for what they use."""
-        used, demands = {component for stage in kept for component in stage.uses}, self.directives
-        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (demands.keep, demands.exclude, demands.pin))
-        return replace(self, stages=kept, directives=Directives(keep, exclude, demands.reserve_bytes, pin))
+        """The graph with only the stages ``kept``, and the directives for components they use."""
+        used, own = {component for stage in kept for component in stage.uses}, self.directives
+        keep, exclude, pin = (tuple(c for c in names if c in used) for names in (own.keep, own.exclude, own.pin))
+        return replace(self, stages=kept, directives=Directives(keep, exclude, own.reserve_bytes, pin))
 
     def without_sources(self) -> Graph:
-        """The same graph with random weights: what it needs to be run where no checkpoint is.
+        """The same graph with random weights, to be run without a checkpoint.
 
-        Raises InputError naming a component that has its config from its source alone.
+        Raises InputError naming a component whose config is only in its source.
         """
         for component in self.components.values():
             if not component.has_config:
@@ -327,10 +351,10 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """First 16 hexadecimal digits of SHA-256 over what numbers depend on.
+        """First 16 hexadecimal digits of SHA-256 over what sizes and times depend on.
 
-        Classes, configurations, dtypes, stages, arguments; not paths, comments, key order, seeds, nor where weights come from; not
-        directives, which are part of the problem.
+        These are classes, configurations, dtypes, stages and arguments; not paths, comments, key order, seeds or sources of
+        weights, and not directives, which are part of the problem.
         """
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],

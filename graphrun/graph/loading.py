@@ -1,16 +1,10 @@
-"""Reads a graph file into a `Graph`: shape first, then whether the pieces fit together. Every problem is found, with its line.
+"""Reads a graph file into a `Graph`, and reports every problem in it with file and line.
 
-Decides what a graph file may say. Must not import torch, nor the packages whose classes it names.
+    1  shape         pydantic models (`schema`); their errors are translated to messages about the file's entries
+    2  entries       inputs and their sizes, components, parts, sources, trusted packages
+    3  connections   ops and their arguments, references and their kinds, cycles, and whether everything declared is used
 
-What pydantic finds wrong with a graph file's shape, said in the words of the file: places, known keys, what was meant.
-
-For what sizes a plan is made where an image, a video or audio is not given: numbers, or inputs that hold them.
-
-Decides where each size comes from. Knows no file.
-
-How stages fit together: ops and their arguments, references, kinds, and whether everything declared is used.
-
-Decides what may be passed where. Must not know files or classes.
+Imports neither torch nor the packages whose classes the file names.
 """
 
 from __future__ import annotations
@@ -64,7 +58,7 @@ _EXPECTED = {
 
 
 def note_shape(error: ValidationError, data: Any, problems: Problems) -> None:
-    """Adds to ``problems`` what ``error`` says about ``data``; the branches of a union become one problem."""
+    """Adds the problems that ``error`` reports about ``data``; the branches of a union become one problem."""
     expected: dict[tuple[str | int, ...], list[str]] = {}
     for details in error.errors(include_url=False):
         location = tuple(_existing(details["loc"], data))
@@ -83,7 +77,7 @@ def note_shape(error: ValidationError, data: Any, problems: Problems) -> None:
 
 
 def _existing(location: tuple[str | int, ...], data: Any) -> Iterator[str | int]:
-    """``location`` without the steps that pydantic adds for a union's branch or a missing key."""
+    """``location`` without the steps that pydantic adds for the branch of a union or a missing key."""
     for step in location:
         if (isinstance(data, dict) and step in data) or (isinstance(data, list) and step in range(len(data))):
             yield step
@@ -113,7 +107,7 @@ def _sentence(details: ErrorDetails, key: str) -> str:
             return f"{value!r} is not a class path such as diffusers.AutoencoderKL"
         case "string_pattern_mismatch" if "._-" in context["pattern"]:
             what = "letters, digits, dots, dashes and underscores, at most 64, no dot or dash first"
-            return f"{value!r} cannot be a graph's name, which is that of the files of its outputs: {what}"
+            return f"{value!r} cannot be a graph's name, since output files are named by it: {what}"
         case "string_pattern_mismatch" if "A-Z" in context["pattern"]:
             return f"{value!r} is not a name: letters, digits and underscores, at most 64, no digit first"
         case "string_pattern_mismatch":
@@ -133,7 +127,7 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
 
 
-# Which sizes each kind has, and which inputs hold them where the graph says nothing.
+# The sizes of each kind, and the inputs that hold them by default.
 SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "image": {"height": ("height",), "width": ("width",)},
     "mask": {"height": ("height",), "width": ("width",)},
@@ -144,7 +138,7 @@ NAMES = ("height", "width", "frames", "rate", "seconds")
 
 
 def read_sizes(name: str, item: InputSpec, spec: GraphSpec, problems: Problems) -> dict[str, float | str]:
-    """The sizes of the input ``name`` by what they are of; empty for a number or a text. What is wrong is added to ``problems``."""
+    """The sizes of the input ``name``, by `NAMES`; empty for a number or a text. Problems are added to ``problems``."""
     wanted, found = SIZES.get(item.type, {}), dict[str, float | str]()
     for key in NAMES:
         at, value = ("inputs", name, key), getattr(item, key)
@@ -169,17 +163,17 @@ def read_sizes(name: str, item: InputSpec, spec: GraphSpec, problems: Problems) 
     return found
 
 
-NOTHING = object()  # in place of a reference that names nothing
+UNRESOLVED = object()  # in place of a reference to something that does not exist
 
 
 def read_stages(spec: GraphSpec, inputs: Mapping[str, Input], document: Document, problems: Problems) -> dict[str, Stage]:
-    """The stages of ``spec`` in the order of the file; what does not fit is added to ``problems``."""
+    """The stages of ``spec`` in the order of the file. Problems are added to ``problems``."""
     read = [text for item in spec.stages.values() for text in _written(item)] + list(spec.outputs.values())
     return {name: _stage(name, item, spec, inputs, document, problems, read) for name, item in spec.stages.items()}
 
 
 def read_outputs(spec: GraphSpec, problems: Problems) -> dict[str, Reference]:
-    """The graph's outputs, each a stage's output."""
+    """The outputs of the graph, each a reference to a stage's output. Problems are added to ``problems``."""
     outputs: dict[str, Reference] = {}
     for name, text in spec.outputs.items():
         at = ("outputs", name)
@@ -195,14 +189,14 @@ def read_outputs(spec: GraphSpec, problems: Problems) -> dict[str, Reference]:
 def check_uses(
     spec: GraphSpec, inputs: Mapping[str, Input], stages: Mapping[str, Stage], outputs: Mapping[str, Reference], problems: Problems
 ) -> None:
-    """Everything declared must be used: components and inputs by stages, stages by stages or outputs.
+    """Adds a problem for every component and input that no stage uses, and every stage whose outputs nothing reads.
 
-    Silent where a name was misspelled: that is a problem already, and what was meant is used.
+    Does nothing where a reference is misspelled: that is reported already, and what was meant is used.
     """
     used = {component for stage in stages.values() for component in stage.uses}
     for name in spec.components:
         if name not in used and used <= spec.components.keys():
-            problems.add(("components", name), "no stage uses it; add it to a stage's uses, or remove it")
+            problems.add(("components", name), "no stage uses it; add it to uses: of a stage, or remove it")
     references = {r for stage in stages.values() for r in stage.references} | set(outputs.values())
     read = {(r.kind, r.name) for r in references}
     sizes = [size for name, declared in inputs.items() if ("input", name) in read for size in declared.sizes.values()]
@@ -213,7 +207,7 @@ def check_uses(
     for section, kind, unused in (("inputs", "input", "no stage reads it"), ("stages", "stage", "nothing reads its outputs")):
         for name in getattr(spec, section):
             if (kind, name) not in read:
-                problems.add((section, name), f"{unused}; remove it, or pass it on")
+                problems.add((section, name), f"{unused}; remove it, or use it")
 
 
 def _stage(
@@ -230,11 +224,11 @@ def _stage(
         if component not in spec.components:
             problems.add((*at, "uses", index), f"unknown component {component!r}{did_you_mean(component, spec.components)}")
         elif component in item.uses[:index]:
-            problems.add((*at, "uses", index), f"{component!r} stands twice")
+            problems.add((*at, "uses", index), f"{component!r} is given twice")
     arguments: dict[str, Any] = {}
     for key, value in item.arguments.items():
         argument = _argument(value, (*at, "with", key), spec, problems)
-        if argument is not NOTHING:
+        if argument is not UNRESOLVED:
             arguments[key] = argument
     operation = OPERATIONS.get(item.op)
     if operation is None:
@@ -264,18 +258,18 @@ def _stage(
 
 
 def _argument(value: Any, at: Location, spec: GraphSpec, problems: Problems) -> Any:
-    """``value`` with references in place of what names them; NOTHING where one names nothing."""
+    """``value`` with `Reference` objects in place of texts such as ``$prompt``; UNRESOLVED where one does not exist."""
     if isinstance(value, list):
         found = [_argument(item, (*at, index), spec, problems) for index, item in enumerate(value)]
-        return NOTHING if any(item is NOTHING for item in found) else found
+        return UNRESOLVED if any(item is UNRESOLVED for item in found) else found
     if not (isinstance(value, str) and value.startswith("$")):
         return value
     reference = _reference(value, at, spec, problems)
-    return NOTHING if reference is None else reference
+    return UNRESOLVED if reference is None else reference
 
 
 def _written(item: StageSpec) -> list[str]:
-    """The references in a stage's arguments, as they are written."""
+    """The references in a stage's arguments, as texts."""
 
     def of(value: Any) -> list[str]:
         if isinstance(value, list):
@@ -293,10 +287,10 @@ def _reference(text: str, at: Location, spec: GraphSpec, problems: Problems) -> 
         if name in spec.stages:
             problems.add(at, f"{text} is a stage; say which of its outputs, such as {text}.{_an_output(spec.stages[name])}")
         else:
-            problems.add(at, f"there is no input {name!r}{did_you_mean(name, spec.inputs)}")
+            problems.add(at, f"no such input {name!r}{did_you_mean(name, spec.inputs)}")
         return None
     if name not in spec.stages:
-        problems.add(at, f"there is no stage {name!r}{did_you_mean(name, spec.stages)}")
+        problems.add(at, f"no such stage {name!r}{did_you_mean(name, spec.stages)}")
         return None
     operation = OPERATIONS.get(spec.stages[name].op)
     if operation is not None and operation.output(output) is None:
@@ -317,7 +311,7 @@ def _an_output(stage: StageSpec) -> str:
 
 
 def _misfit(wanted: Kind, value: Any, spec: GraphSpec, inputs: Mapping[str, Input]) -> str:
-    """Why ``value`` cannot be passed where ``wanted`` is expected; empty when it can."""
+    """Why ``value`` cannot be passed as an argument of kind ``wanted``; empty where it can."""
     if isinstance(value, Reference):
         if value.kind == "input":
             got: Kind | None = inputs[value.name].type
@@ -340,19 +334,19 @@ def _misfit(wanted: Kind, value: Any, spec: GraphSpec, inputs: Mapping[str, Inpu
     return ""
 
 
-# What a file of weights is called, and what one is that is not read.
+# Suffixes of weight files, and of pickled ones, which are refused.
 WEIGHTS = ".safetensors"
 FILES = (WEIGHTS, ".gguf")
 PICKLED = (".ckpt", ".bin", ".pt", ".pth", ".pkl")
 
-# Where libraries keep the configuration of a component or part in its folder.
+# File names of the configuration of a component or part in its folder.
 _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
 
 def load(path: str | Path, trust: Iterable[str] = ()) -> Graph:
-    """The graph in the YAML file ``path``. ``trust``: packages whose code it may run; its own ``allow:`` only asks for them.
+    """The graph in the YAML file ``path``. ``trust``: packages whose code it may run; the file's ``allow:`` only requests them.
 
-    Raises GraphError; its text has one line per problem, each ``file:line: place: what is wrong``.
+    Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
     """
     document = read_document(Path(path))
     problems = Problems(document)
@@ -361,7 +355,7 @@ def load(path: str | Path, trust: Iterable[str] = ()) -> Graph:
     except ValidationError as error:
         note_shape(error, document.data, problems)
         problems.raise_if_any()
-        raise  # pydantic found something and nothing was noted: a bug here
+        raise  # pydantic reported a problem that `note_shape` did not add: a bug
     reader = _Reader(document, spec, problems, tuple(sorted(set(trust))))
     graph = reader.read()
     problems.raise_if_any()
@@ -369,7 +363,7 @@ def load(path: str | Path, trust: Iterable[str] = ()) -> Graph:
 
 
 class _Reader:
-    """Turns a spec of the right shape into a graph, noting what does not fit."""
+    """Turns a spec of the right shape into a graph, and collects problems."""
 
     def __init__(self, document: Document, spec: GraphSpec, problems: Problems, trust: tuple[str, ...]) -> None:
         self.document, self.spec, self.problems = document, spec, problems
@@ -428,7 +422,7 @@ class _Reader:
                     what = f"unknown component {name!r}{did_you_mean(name, self.spec.components)}"
                     self.problems.add((*at, key, index), what)
         for name in set(spec.keep) & set(spec.exclude):
-            self.problems.add((*at, "exclude"), f"{name!r} is to be kept too; do without one of them")
+            self.problems.add((*at, "exclude"), f"{name!r} is in keep too; leave one of them out")
         reserve_bytes = 0
         if spec.reserve is not None:
             try:
@@ -440,7 +434,7 @@ class _Reader:
     def _ordered(self, stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
         if cycle := find_cycle(stages):
             around = " -> ".join([*cycle, cycle[0]])
-            self.problems.add(("stages", cycle[0]), f"stages form a cycle: {around}; one of them must do without the one before")
+            self.problems.add(("stages", cycle[0]), f"stages form a cycle: {around}; remove one of these references")
             return ()
         return order_stages(stages)
 
@@ -457,11 +451,11 @@ class _Reader:
         sizes = read_sizes(name, spec, self.spec, self.problems)
         declared = Input(name, spec.type, spec.default, required, spec.multiple_of, minimum, spec.maximum, spec.many, sizes)
         if spec.optional and not without_default:
-            self.problems.add((*at, "optional"), f"{name!r} has a default, so it may be left out anyway: do without one of them")
+            self.problems.add((*at, "optional"), f"{name!r} has a default, so it may be left out anyway: remove one of them")
         elif spec.optional:
             return declared
         elif not required and sizes:
-            self.problems.add((*at, "default"), f"{name!r} is {AN[spec.type]}, which a run is given: leave the default out")
+            self.problems.add((*at, "default"), f"{name!r} is {AN[spec.type]}, which every run passes: leave the default out")
         elif not required and not wrong:
             try:
                 return replace(declared, default=fit(declared, spec.default))
@@ -500,7 +494,7 @@ class _Reader:
         )
 
     def _gguf(self, at: Location, spec: ComponentSpec) -> str:
-        """The GGUF file of a component, which a plan of that precision reads the header of."""
+        """The GGUF file of a component, whose header is read for planning; empty where there is none."""
         wanted = "gguf" in (spec.precision or ())
         if spec.gguf is None:
             if wanted:
@@ -543,17 +537,17 @@ class _Reader:
             what = f"outside the trusted packages ({', '.join(self.allow)}){advice}" if advice else outside(package, self.allow)
             self.problems.add(at, f"{class_path} is {what}")
 
-    def _config(self, at: Location, given: str | dict[str, Any] | None, source: str | None) -> dict[str, Any] | None:
-        """The configuration given, or the one in a local source's folder; None when the hub has it, or nobody."""
-        if isinstance(given, dict):
+    def _config(self, at: Location, config: str | dict[str, Any] | None, source: str | None) -> dict[str, Any] | None:
+        """The configuration in ``config``, or else in the folder of a local source; None where there is none on this machine."""
+        if isinstance(config, dict):
             try:
-                return dict(json.loads(json.dumps(given, sort_keys=True, allow_nan=False)))
+                return dict(json.loads(json.dumps(config, sort_keys=True, allow_nan=False)))
             except (TypeError, ValueError) as error:
-                self.problems.add(at, f"holds something that JSON cannot: {error}")
+                self.problems.add(at, f"holds a value that is not JSON: {error}")
                 return {}
-        files = [self.folder / given] if given else _config_files(source)
+        files = [self.folder / config] if config else _config_files(source)
         for file in files:
-            if given or file.is_file():
+            if config or file.is_file():
                 try:
                     return read_json(file)
                 except GraphError as error:
@@ -562,11 +556,14 @@ class _Reader:
         return None
 
     def _own_source(self, at: Location, own: str | None, revision: str | None) -> str | None:
-        """The source of the component or part ``at``; a single file is that of every component, and of no part."""
+        """The source of the component or part ``at``: its own, else its folder in the graph's source.
+
+        A graph's source that is a single file is the source of all components and of no part.
+        """
         if own is not None:
             return self._source((*at, "source"), own, revision)
         if revision is not None:
-            self.problems.add((*at, "revision"), "is that of a source: give source: too")
+            self.problems.add((*at, "revision"), "needs a source: give source: too")
         if not self.spec.source:
             return None
         whole = self._source((), self.spec.source, self.spec.revision)
@@ -575,23 +572,25 @@ class _Reader:
         return f"{whole}/{at[1]}"
 
     def _source(self, at: Location, text: str, revision: str | None) -> str:
-        """A hub path, with its revision; a folder or file, taken relative to the graph file, as an absolute path. What is wrong is
-        noted ``at`` its place, if that is not ()."""
+        """A hub path with its revision, or the absolute path of a folder or file, which is relative to the graph file.
+
+        Problems are added for the entry ``at``, unless that is ().
+        """
         text = text.rstrip("/") or text
-        place = self.folder / Path(text).expanduser()
+        path = self.folder / Path(text).expanduser()
         parts = text.split("/")
-        local = text.startswith((".", "/", "~")) or len(parts) < 2 or (len(parts) == 2 and text.endswith(FILES)) or place.exists()
+        local = text.startswith((".", "/", "~")) or len(parts) < 2 or (len(parts) == 2 and text.endswith(FILES)) or path.exists()
         problem = ""
         if text.endswith(PICKLED):
             problem = "is pickled, and nothing is unpickled: convert it to safetensors"
         elif local and revision is not None:
-            problem = f"{place} is on this machine, and a revision is that of a repository: leave revision: out"
+            problem = f"{path} is on this machine, and only a repository has revisions: leave revision: out"
         elif not local and revision is not None and "@" in text:
             problem = "has a revision of its own: leave revision: out"
         if problem and at:
             self.problems.add(at, problem)
         if local:
-            return str(place.resolve())
+            return str(path.resolve())
         owner, repository, *inside = parts
         pinned = f"{repository}@{revision.replace('/', '%2F')}" if revision is not None else repository
         return "/".join((owner, pinned, *inside))

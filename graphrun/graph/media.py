@@ -1,7 +1,7 @@
-"""Images, masks, videos and audio that a run is given: read from files, checked, told by their sizes, named by their content.
+"""Images, masks, videos and audio as inputs of a run: reading, checking, describing by size, digesting by content.
 
-Decides what a file must be. A file is read when its input is resolved, and again when a stage takes it: between, only its name,
-size and digest are kept. Knows neither pipelines nor devices; arrays and tensors from Python are passed on as they are.
+A file is read when its input is resolved, and again when a stage takes it; in between only its path, size and digest are kept.
+Arrays and tensors from Python are passed on as they are. Knows neither pipelines nor devices.
 
     image  mask    png jpg webp ...                       PIL, RGB or L
     video          mp4 gif ..., a folder or list of frames    a list of PIL pictures
@@ -23,14 +23,14 @@ from graphrun.graph.ops import MEDIA_KINDS
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")  # of 8 bits a channel, which PIL converts
-# What a plan without the file is for: a picture of one colour, a mask that is full.
+# Placeholders for plans without the file: an image of one colour, a mask that selects everything.
 GREY, FULL = (127, 127, 127), 255
 AN = {"image": "an image", "mask": "a mask", "video": "a video", "audio": "audio"}
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file, or files, that an input names. ``told``: its size, as a plan shows it; ``digest``: SHA-256 of its bytes."""
+    """The file or files of an input. ``told``: the size as `told` describes it; ``digest``: SHA-256 of the content."""
 
     kind: str
     paths: tuple[Path, ...]
@@ -38,16 +38,16 @@ class File:
     digest: str
 
     def open(self) -> Any:
-        """What is in it. Raises InputError where that is not what it was when the run was planned."""
+        """The content. Raises InputError where the file has changed since the run was planned."""
         if _digest(self.paths) != self.digest:
             raise InputError(f"{self.paths[0]}: has changed since the run was planned: start it again")
         return _content(self.kind, self.paths)
 
 
-def given(kind: str, value: Any, rate: int | None = None) -> Any:
-    """``value`` as a stage may take it: a `File` for a path (for a video also a list of them), an object as it is.
+def accept(kind: str, value: Any, rate: int | None = None) -> Any:
+    """``value`` as an input of ``kind``: a `File` for a path (for a video also a folder, or a list of paths), an object as it is.
 
-    ``rate``: samples per second that audio must have. Raises ValueError saying what is wrong with it.
+    ``rate``: samples per second that audio must have. Raises ValueError saying what is wrong with the value.
     """
     if isinstance(value, File) and value.kind == kind:
         return value
@@ -63,14 +63,14 @@ def given(kind: str, value: Any, rate: int | None = None) -> Any:
 
 
 def opened(value: Any) -> Any:
-    """``value`` with every `File` in it opened."""
+    """``value`` with every `File` in it replaced by its content."""
     if isinstance(value, list):
         return [opened(item) for item in value]
     return value.open() if isinstance(value, File) else value
 
 
 def blank(kind: str, sizes: Mapping[str, float]) -> Any:
-    """A stand-in for planning, of ``sizes``: height and width, frames, or rate and seconds."""
+    """A placeholder for planning with ``sizes``: height and width in pixels, frames, or rate and seconds."""
     from PIL import Image
 
     if kind == "audio":
@@ -85,7 +85,7 @@ def blank(kind: str, sizes: Mapping[str, float]) -> Any:
 
 
 def told(value: Any) -> str:
-    """What a plan depends on of an input: a number as it is, of everything else its size."""
+    """What a plan depends on of an input, as text: a number itself, the size of an image, array or list."""
     if isinstance(value, File):
         return value.told
     if isinstance(value, (list, tuple)):
@@ -101,12 +101,12 @@ def told(value: Any) -> str:
     return str(value)
 
 
-def named(value: Any) -> Any:
-    """``value`` as plain data that is equal for equal content: pictures, arrays and files by their digests."""
+def fingerprint(value: Any) -> Any:
+    """``value`` as plain data that is equal for equal content: images, arrays and files by their SHA-256."""
     if isinstance(value, File):
         return [value.kind, value.told, value.digest]
     if isinstance(value, (list, tuple)):
-        return [named(item) for item in value]
+        return [fingerprint(item) for item in value]
     if _is_picture(value):
         return ["picture", value.mode, list(value.size), hashlib.sha256(value.tobytes()).hexdigest()]
     if hasattr(value, "shape"):
@@ -116,7 +116,7 @@ def named(value: Any) -> Any:
 
 
 def size_of(value: Any) -> tuple[int, int] | None:
-    """Width and height of a picture, an image's file or a video's first frame; None for anything else."""
+    """Width and height in pixels of an image, a mask or their file; None for anything else."""
     if isinstance(value, File) and value.kind in ("image", "mask"):
         width, _, height = value.told.partition("x")
         return int(width), int(height)
@@ -124,7 +124,7 @@ def size_of(value: Any) -> tuple[int, int] | None:
 
 
 def is_media(kind: str) -> bool:
-    """Whether ``kind`` is given as a file."""
+    """Whether an input of ``kind`` is a file."""
     return kind in MEDIA_KINDS
 
 
@@ -140,7 +140,7 @@ def _object(kind: str, value: Any, what: str) -> Any:
         if len(value.shape) not in dimensions or 0 in value.shape:
             raise ValueError(f"an array of shape {list(value.shape)} is not {what}")
         return value
-    raise ValueError(f"{_short(value)} is not {what}: give a file, or in Python a picture, an array or a tensor")
+    raise ValueError(f"{_short(value)} is not {what}: give a file, or in Python a PIL image, an array or a tensor")
 
 
 def _short(value: Any) -> str:
@@ -166,7 +166,7 @@ def _file(kind: str, paths: tuple[Path, ...], rate: int | None) -> File:
     if kind == "audio":
         found = _rate(paths[0])
         if rate is not None and found != rate:
-            raise ValueError(f"{paths[0]}: has {found} samples a second, and {rate} are wanted: convert it")
+            raise ValueError(f"{paths[0]}: has {found} samples per second, and {rate} are needed: convert it")
     return File(kind, paths, told(content), digest)
 
 
@@ -184,7 +184,7 @@ def _digest(paths: tuple[Path, ...]) -> str:
 
 
 def _content(kind: str, paths: tuple[Path, ...]) -> Any:
-    """Raises InputError for a file that is not of this kind."""
+    """The content of the files. Raises InputError where they are not of this kind."""
     if kind == "audio":
         return _sound(paths[0])[1]
     if kind != "video":
@@ -216,7 +216,7 @@ def _film(path: Path) -> list[Any]:
             with Image.open(path) as found:
                 return [frame.convert("RGB") for frame in ImageSequence.Iterator(found)]
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InputError(f"{path}: is no moving picture that can be read: {error}") from None
+            raise InputError(f"{path}: is no animation that can be read: {error}") from None
     import av
 
     try:
@@ -238,7 +238,7 @@ def _rate(path: Path) -> int:
 
 
 def _sound(path: Path) -> tuple[int, Any]:
-    """Samples per second, and the samples [channels samples] in float32."""
+    """Samples per second, and the samples, float32 [channels samples]."""
     import numpy as np
 
     if path.suffix.lower() != ".wav":
@@ -273,8 +273,8 @@ def _other_sound(path: Path) -> tuple[int, Any]:
     return int(rate), np.ascontiguousarray(samples.T)
 
 
-def listed(text: str) -> Any:
-    """The list that ``text`` writes as JSON; ``text`` itself where it does not begin as one. Raises ValueError."""
+def parse_list(text: str) -> Any:
+    """The JSON list in ``text``; ``text`` itself where it does not start with ``[``. Raises ValueError for invalid JSON."""
     if not text.lstrip().startswith("["):
         return text
     try:

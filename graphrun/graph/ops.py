@@ -1,7 +1,4 @@
-"""The signatures of the ops, as data: what a stage may pass to an op, and what it gets back.
-
-Decides which arguments and outputs exist and of which kind they are. Must not know how an op works: that is `graphrun.ops`.
-"""
+"""The signatures of the ops as data: the names and kinds of their arguments and outputs. `graphrun.ops` implements them."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from typing import Literal
 
 Kind = Literal["str", "int", "float", "bool", "embeds", "latents", "image", "mask", "video", "audio", "any"]
 
-# Kinds that are written in a graph file or given to a run; the others only flow from stage to stage.
+# Kinds that a graph file or a run's inputs may hold as plain values; the others only pass between stages.
 PLAIN_KINDS: frozenset[Kind] = frozenset({"str", "int", "float", "bool"})
-# Kinds that a run is given as a file, or in Python as an object. What a plan depends on is their size.
+# Kinds that a run takes as a file, or in Python as an object. A plan depends on their size.
 MEDIA_KINDS: frozenset[Kind] = frozenset({"image", "mask", "video", "audio"})
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a stage that names this op must pass (``required``), may pass (``optional``) and produces (``outputs``).
+    """The signature of an op: its ``required`` and ``optional`` arguments and its ``outputs``, each name with its kind.
 
-    ``options``: other ways to run it -> what must be allowed for it since the output changes ("": nothing does). ``open``: it takes
-    and produces more, of kind ``any``; what there is says the pipeline's class, which is asked when the stage is planned.
-    ``outlined``: arguments of which it takes shapes and dtypes and no number.
+    ``options``: alternative ways to run it -> what must be allowed, since the output changes ("": nothing, it does not change).
+    ``open``: it takes and produces more, of kind ``any``; the pipeline's class decides, and is asked when the stage is planned.
+    ``outlined``: arguments of which it reads only shapes and dtypes.
     """
 
     name: str
@@ -37,7 +34,7 @@ class Operation:
 
     @property
     def arguments(self) -> dict[str, Kind]:
-        """Every argument with its kind, the required ones first."""
+        """All arguments with their kinds, the required ones first."""
         return {**self.required, **self.optional}
 
     def argument(self, name: str) -> Kind | None:

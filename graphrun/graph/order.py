@@ -1,4 +1,4 @@
-"""The order of stages, each behind those whose outputs it takes, the cycle where there is none, and what is read of outputs."""
+"""The topological order of stages, cycles among them, and the values that a stage reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphrun.graph.ops import OPERATIONS
 
 
 def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-    """``stages`` in topological order, ties in the order given. There must be no cycle."""
+    """``stages`` in topological order, ties in the order of ``stages``. Raises CycleError where there is a cycle."""
     names, sorter = list(stages), TopologicalSorter(_producers(stages))
     sorter.prepare()
     found: list[Stage] = []
@@ -27,7 +27,7 @@ def order_stages(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
 
 
 def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
-    """The members of a cycle among ``stages``, each the producer of the next; empty when there is none."""
+    """The stages of a cycle, each the producer of the next; empty where there is none."""
     try:
         TopologicalSorter(_producers(stages)).prepare()
     except CycleError as error:
@@ -38,7 +38,7 @@ def find_cycle(stages: Mapping[str, Stage]) -> tuple[str, ...]:
 
 
 def read_by(stage: Stage) -> frozenset[Reference]:
-    """What ``stage`` takes with its numbers; of its other references the op takes shapes and dtypes (`Operation.outlined`)."""
+    """The references whose values ``stage`` reads; of the others the op reads only shapes and dtypes (`Operation.outlined`)."""
     outlined = OPERATIONS[stage.op].outlined
     numbers = {name: value for name, value in stage.arguments.items() if name not in outlined}
     return frozenset(replace(stage, arguments=numbers).references)

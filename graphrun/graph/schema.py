@@ -1,6 +1,6 @@
-"""The shape of a graph file, as pydantic models: which keys there are and what type each has. Where outside text enters.
+"""The shape of a graph file as pydantic models: its keys and their types.
 
-Decides nothing about how the pieces fit together (`load` does), and knows neither files nor line numbers.
+How the entries fit together is checked by `loading`. Knows neither files nor line numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from graphrun.graph.ops import OPERATIONS
 
-# Names become parts of files' names: characters of POSIX's portable file names, and room for what is put beside them (a file's name
-# has 255 bytes on most systems).
+# Names become parts of file names: characters of POSIX's portable file name set, and at most 64 of them, since suffixes are added
+# and most file systems limit a name to 255 bytes.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 GraphName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
 ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$")]
@@ -34,7 +34,7 @@ Source = Annotated[
     Text,
     Field(
         description="A repository on the Hugging Face hub (owner/name, owner/name@revision), a local folder in the layout "
-        "of diffusers, or one safetensors file in the layout of its first authors."
+        "of diffusers, or one safetensors file in the original authors' layout."
     ),
 ]
 Revision = Annotated[
@@ -54,28 +54,26 @@ class Spec(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _say_something(cls, value: Any) -> Any:
+    def _refuse_empty(cls, value: Any) -> Any:
         if value is None:
-            raise PydanticCustomError("nothing", "is empty; give it a value, or leave it out")
+            raise PydanticCustomError("empty", "is empty; give it a value, or leave it out")
         return value
 
 
 class InputSpec(Spec):
-    """A value that a run is given. Without ``default`` it is required, unless it is ``optional``.
+    """An input of a run. Without ``default`` it is required, unless it is ``optional``.
 
-    An image, a mask, a video or audio is a file, or in Python an object. A plan without it is for ``height``, ``width``,
-    ``frames``, ``rate`` and ``seconds``: numbers or inputs such as $height.
+    An image, a mask, a video or audio is a file, or in Python an object. Plans without the file are for ``height``, ``width``,
+    ``frames``, ``rate`` and ``seconds``: numbers, or inputs such as $height.
     """
 
     type: Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
     default: Scalar | None = None
-    optional: bool = Field(
-        default=False, description="Whether it may be left out: what the pipeline does without it may be something else."
-    )
+    optional: bool = Field(default=False, description="Whether it may be left out; the pipeline may do something else without it.")
     multiple_of: Annotated[int, Field(gt=0)] | None = None
     minimum: float | None = None
     maximum: float | None = None
-    many: bool = Field(default=False, description="Whether a list of such values may be given in place of one.")
+    many: bool = Field(default=False, description="Whether a list of such values is accepted too.")
     height: Measure | None = Field(default=None, description="Pixels; left out: the input height.")
     width: Measure | None = Field(default=None, description="Pixels; left out: the input width.")
     frames: Measure | None = Field(default=None, description="Of a video; left out: the input frames, or num_frames.")
@@ -87,14 +85,14 @@ class LoraSpec(Spec):
     """A LoRA that is fused into a component's weights when they are read."""
 
     file: Text = Field(description="A safetensors file in diffusers' layout, relative to the graph file.")
-    scale: float = Field(default=1.0, description="What the LoRA's difference is multiplied by.")
+    scale: float = Field(default=1.0, description="The factor of the LoRA's weight difference.")
 
 
 class IpAdapterSpec(Spec):
-    """An IP-Adapter: what lets a UNet or a transformer follow pictures (ip_adapter_image of its pipeline)."""
+    """An IP-Adapter: image prompts for a UNet or a transformer (ip_adapter_image of its pipeline)."""
 
     file: Text = Field(description="A safetensors file as its authors publish it, relative to the graph file.")
-    scale: float = Field(default=1.0, description="How much the pictures weigh.")
+    scale: float = Field(default=1.0, description="The weight of the image prompts.")
 
 
 class ComponentSpec(Spec):
@@ -113,7 +111,7 @@ class ComponentSpec(Spec):
         default=None, min_length=1, description="The first is planned; the others are what --allow may choose from."
     )
     backing_store: list[BackingStore] | None = Field(
-        default=None, min_length=1, description="Where the master copy may lie; left out: wherever it can."
+        default=None, min_length=1, description="The kinds of memory that may hold the master copy; default: any."
     )
     loras: list[LoraSpec] = Field(default_factory=list, description="Fused into the weights, in this order.")
     ip_adapters: list[IpAdapterSpec] = Field(default_factory=list, description="Added to the component, in this order.")
@@ -135,17 +133,17 @@ class StageSpec(Spec):
     op: Annotated[Name, Field(json_schema_extra={"enum": sorted(OPERATIONS)})]
     uses: list[Name] = Field(default_factory=list)
     arguments: dict[Name, Argument] = Field(alias="with", default_factory=dict)
-    options: list[StageChoice] = Field(default_factory=list, description="Other ways to run it that a plan may choose.")
+    options: list[StageChoice] = Field(default_factory=list, description="Alternatives that a plan may choose.")
 
 
 class DirectivesSpec(Spec):
-    """What is demanded of every plan. The command line may add to it."""
+    """Placement demanded of every plan. The command line may add to it."""
 
     keep: list[Name] = Field(
         default_factory=list, description="Components that stay on the device from their first use to the end."
     )
-    pin: list[Name] = Field(default_factory=list, description="Components whose master copy lies in page-locked memory.")
-    exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with nothing kept.")
+    pin: list[Name] = Field(default_factory=list, description="Components whose master copy is in page-locked memory.")
+    exclude: list[Name] = Field(default_factory=list, description="Components that are always streamed, with no block kept.")
     reserve: Text | None = Field(default=None, description="A part of the VRAM budget left to other programs, such as 1G.")
 
 
@@ -153,7 +151,7 @@ class GraphSpec(Spec):
     """A graph file of graphrun: a diffusion pipeline as a DAG of stages."""
 
     graphrun: Literal[1] = Field(description="The version of this file format.")
-    name: GraphName = Field(description="Of the files of its outputs too: letters, digits, dots, dashes, underscores.")
+    name: GraphName = Field(description="Also names its output files: letters, digits, dots, dashes, underscores.")
     pipeline: ClassPath = Field(description="The pipeline class whose code the ops run, such as diffusers.FluxPipeline.")
     pipeline_config: dict[Name, Scalar | None | list[Scalar]] = Field(
         default={}, description="More constructor arguments of the pipeline; lists, also of components such as [$canny, $depth]."
@@ -164,8 +162,8 @@ class GraphSpec(Spec):
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of its videos, as files.")
     allow: list[Name] | None = Field(
         default=None,
-        description="Packages that classes come from, in place of the usual two. It only asks: what runs their code is "
-        "--trust-package NAME of whoever uses the file.",
+        description="Packages that classes come from, in place of diffusers and transformers. This only requests them: "
+        "whoever uses the file allows their code with --trust-package NAME.",
     )
     inputs: dict[Name, InputSpec] = Field(default_factory=dict)
     components: dict[Name, ComponentSpec] = Field(min_length=1)
@@ -176,6 +174,6 @@ class GraphSpec(Spec):
 
 
 def schema_text() -> str:
-    """The JSON Schema of a graph file, for editors, as it is kept in ``graphs/graphrun.schema.json``."""
+    """The JSON Schema of a graph file, for editors, as stored in ``graphs/graphrun.schema.json``."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **GraphSpec.model_json_schema()}
     return json.dumps(schema, indent=2) + "\n"

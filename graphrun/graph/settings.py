@@ -1,6 +1,6 @@
-"""What of a graph's inputs a plan depends on, and whether a run's inputs are what was planned. Knows neither plans nor problems.
+"""The settings of a plan: those inputs that sizes and times depend on. Knows neither plans nor problems.
 
-height=1024 image=1024x768 steps=30        a plan holds for these; texts and seeds may be others
+height=1024 image=1024x768 steps=30        a plan is for these; texts and seeds may differ
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from graphrun.graph.media import is_media, told
 
 def seeds_of(graph: Graph) -> set[str]:
     """Names of the inputs that are seeds."""
-    given = (stage.arguments.get("seed") for stage in graph.stages)
-    return {value.name for value in given if isinstance(value, Reference)}
+    arguments = (stage.arguments.get("seed") for stage in graph.stages)
+    return {value.name for value in arguments if isinstance(value, Reference)}
 
 
 def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The inputs that sizes and times depend on: all but texts (padded to a fixed length by the pipelines) and seeds; of a list of
-    texts, their number; of an image and the like, its size."""
+    """The inputs that sizes and times depend on, as sorted (name, text): all but texts and seeds.
+
+    Pipelines pad texts to a fixed length; a list of texts counts by its length, an image, mask, video or audio by its size.
+    """
     seeds = seeds_of(graph)
     kept = (name for name in sorted(inputs) if not isinstance(inputs[name], str) and name not in seeds)
     return tuple((name, told(inputs[name])) for name in kept)
@@ -30,7 +32,7 @@ def settings_of(graph: Graph, inputs: Mapping[str, Any]) -> tuple[tuple[str, str
 def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """``inputs`` completed from a plan's ``settings`` and the graph's defaults.
 
-    Raises PlanError when one that the plan depends on differs from what was planned.
+    Raises PlanError where an input that the plan depends on differs from the planned one.
     """
     planned = dict(settings)
     own = {name: graph.inputs[name] for name in planned}

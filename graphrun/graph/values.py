@@ -1,4 +1,4 @@
-"""Declared inputs, whether a value suits one, and which known name an unknown one resembles."""
+"""Declared inputs, checks and conversions of their values, and messages that suggest what was meant."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value the user gives to a run, None where it is left out and has no default. ``minimum`` and ``maximum`` are inclusive;
-    ``many``: or a list of such values.
+    """A declared input of a graph. Its value is None where it is left out and has no default.
 
-    ``sizes`` of an image, a video or audio that a plan is made without: numbers, and names of inputs that hold them.
+    ``minimum`` and ``maximum`` are inclusive. ``many``: a list of such values is accepted too. ``sizes``: of an image, mask, video
+    or audio, for plans without the file: numbers, or names of inputs that hold them.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Input:
 
     @property
     def bounds(self) -> tuple[float | None, ...]:
-        """Of what the value must be a multiple, the least and the most that it may be."""
+        """``multiple_of``, ``minimum`` and ``maximum``."""
         return self.multiple_of, self.minimum, self.maximum
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'height'?"``, else ``"; known are 'a', 'b'"`` where there are few, else nothing."""
+    """``"; did you mean 'height'?"`` for a similar known name, else ``"; known are 'a', 'b'"`` for at most 12 names, else ""."""
     names = sorted(known)
     if close := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {close[0]!r}?"
@@ -50,17 +50,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def outside(package: str, packages: Iterable[str]) -> str:
-    """What is said of a class of ``package``, which is none of ``packages``."""
+    """The message for a class of ``package``, which is not one of the trusted ``packages``."""
     return f"outside the trusted packages ({', '.join(packages)}); {to_trust(package)}"
 
 
 def to_trust(package: str) -> str:
-    """What a caller does to let a graph name any class of ``package``, which runs its code: no file can."""
+    """How a caller lets a graph name any class of ``package``, which runs that package's code. A file cannot do this itself."""
     return f"if you trust {package}, plan and run the graph with --trust-package {package} (in Python trust=[{package!r}])"
 
 
 def of_type(kind: str, value: Any) -> Any:
-    """``value`` as ``kind`` (str, int, float or bool), an int being a float too. Raises ValueError if it is something else."""
+    """``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float. Raises ValueError for anything else."""
     if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
         return value
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
@@ -75,14 +75,14 @@ def of_type(kind: str, value: Any) -> Any:
 
 
 def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
-    """``value`` converted to the input's type and within its bounds; with ``text`` a string is read as a number or a bool.
+    """``value`` converted to the input's type and checked against its bounds; with ``text`` strings are parsed.
 
-    A path becomes a `media.File` where an image or the like is declared; an input of ``many`` takes a list too. Raises InputError
-    that says what would do.
+    The path of an image, mask, video or audio becomes a `media.File`; an input with ``many`` accepts a list too. Raises InputError
+    saying which values are accepted.
     """
     if declared.many:
         try:
-            value = media.listed(value) if text and isinstance(value, str) else value
+            value = media.parse_list(value) if text and isinstance(value, str) else value
         except ValueError as error:
             raise InputError(f"input {declared.name!r}: {error}") from None
         if isinstance(value, (list, tuple)):
@@ -96,7 +96,7 @@ def _one(declared: Input, value: Any, text: bool) -> Any:
     if media.is_media(declared.type):
         try:
             rate = declared.sizes.get("rate")
-            return media.given(declared.type, value, rate if isinstance(rate, int) else None)
+            return media.accept(declared.type, value, rate if isinstance(rate, int) else None)
         except ValueError as error:
             raise InputError(f"input {declared.name!r}: {error}") from None
     try:

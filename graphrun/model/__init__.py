@@ -1,5 +1,7 @@
-"""When: a `Problem` of pure numbers in, a `Plan` out. Knows no torch, no file, no clock; importing this imports no solver.
+"""Data types of planning: `Problem` (the input), `Plan` (the output), and pure functions on them. No torch, no I/O, no solver.
 
-solve.solve(problem) -> Solution        simulate.simulate(problem, plan) -> Simulation
-plan.parse(text) -> Plan                check.check(problem, plan) -> violations
+graphrun.solve.solve.solve(problem)                 -> Solution
+graphrun.model.plan.parse(text)                     -> Plan
+graphrun.verify.check.check(problem, plan)          -> violated rules
+graphrun.verify.simulate.simulate(problem, plan)    -> Simulation: bytes and seconds
 """

@@ -1,9 +1,13 @@
-"""How much a device must hold for a sequence of allocations: counted alone, or as PyTorch's caching allocator reserves it.
+"""Models of device allocators: how many bytes a sequence of allocations and releases reserves. Pure: no torch, no device.
 
-Both answer `used_bytes` after every event. Rules of the caching allocator with expandable segments, from PyTorch's
-c10/cuda/CUDACachingAllocator.cpp: sizes round up to 512 bytes; up to 1 MiB they come from a pool of small blocks, above from a
-pool of large ones; each pool is one address range that grows page by page (2 MiB pages in the small pool, 20 MiB in the large
-one) and is searched best fit, free neighbours being merged.
+Counting   every size rounded up to 512 bytes: the simulated accelerator
+Caching    PyTorch's caching allocator with ``expandable_segments:True``
+Native     PyTorch's caching allocator with native segments, its default
+
+All three report `used_bytes` after every call. Rules of the caching allocator, from PyTorch's c10/cuda/CUDACachingAllocator.cpp:
+sizes round up to 512 bytes; sizes up to 1 MiB come from a pool of small blocks, larger ones from a pool of large blocks. With
+expandable segments each pool is one address range that grows page by page (2 MiB pages in the small pool, 20 MiB pages in the
+large one). The search is best fit, and adjacent free ranges are merged.
 """
 
 from __future__ import annotations
@@ -20,44 +24,44 @@ PACKED_BYTES, SEGMENT_STEP_BYTES = 10 * MIB, 2 * MIB  # native segments: kMinLar
 
 
 class Allocator(Protocol):
-    """What a replay needs: allocate, release, and the bytes a device must hold now."""
+    """Interface of the allocator models. ``key`` identifies an allocation."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes the device must hold now."""
+        """Bytes reserved on the device now."""
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Take ``nbytes`` under ``key``."""
+        """Allocate ``nbytes`` as ``key``."""
 
     def release(self, key: int) -> None:
-        """Give back what was taken under ``key``."""
+        """Release the allocation ``key``."""
 
     def trim(self) -> None:
-        """Give pages that hold nothing back to the device."""
+        """Return unused pages or segments to the device, as `torch.cuda.empty_cache` does."""
 
 
 class Counting:
-    """Every allocation rounded to 512 bytes, nothing else: the simulated accelerator."""
+    """Sum of all live allocations, each rounded up to 512 bytes: the simulated accelerator. Caches nothing."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self._live: dict[int, int] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Take ``nbytes``, rounded up, under ``key``."""
+        """Allocate ``nbytes``, rounded up to 512, as ``key``."""
         self._live[key] = rounded = round_up(nbytes, ROUND_BYTES)
         self.used_bytes += rounded
 
     def release(self, key: int) -> None:
-        """Give back what was taken under ``key``."""
+        """Release the allocation ``key``."""
         self.used_bytes -= self._live.pop(key)
 
     def trim(self) -> None:
-        """Nothing to do: nothing is kept."""
+        """No effect: nothing is cached."""
 
 
 class Pool:
-    """One growing address range, searched best fit.
+    """One growing address range with a best-fit search, mapped in pages of ``page_bytes``.
 
     0        offset                       end     mapped pages
     |##used##|..free..|##used##|...free...|       [0 1 2 3 4 5]
@@ -66,49 +70,50 @@ class Pool:
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.end = 0
-        self.free: dict[int, int] = {}  # offset -> size, merged
+        self.free: dict[int, int] = {}  # offset -> size of a free range; adjacent ranges are merged
         self.ends: dict[int, int] = {}  # end of a free range -> its offset
-        self.sizes: list[tuple[int, int]] = []  # (size, offset), sorted
-        self.mapped = bytearray()
+        self.sizes: list[tuple[int, int]] = []  # (size, offset) of every free range, sorted
+        self.mapped = bytearray()  # per page: 1 if mapped
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the pages that are mapped."""
+        """Bytes of all mapped pages."""
         return sum(self.mapped) * self.page_bytes
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """(offset, bytes newly mapped): the smallest free range that is large enough, else the range grows at its end.
+        """Allocate ``nbytes``: (offset, bytes newly mapped).
 
-        A free range at the end comes last: it can grow, so for the best fit it is as large as what it can grow to.
+        Takes the smallest free range that is large enough; without one, the pool grows at its end. A free range at the end is
+        tried last: it can grow, so best fit treats it as the largest.
         """
         index = bisect_left(self.sizes, (nbytes, 0))
         if index < len(self.sizes) - 1 and self.sizes[index][0] + self.sizes[index][1] == self.end:
             index += 1
         if index < len(self.sizes):
             size, offset = self.sizes[index]
-            self._forget(offset)
+            self._remove_free(offset)
             if size > nbytes:
-                self._remember(offset + nbytes, size - nbytes)
+                self._add_free(offset + nbytes, size - nbytes)
         else:
             offset = self.ends.get(self.end, self.end)
             if offset != self.end:
-                self._forget(offset)
+                self._remove_free(offset)
             self.end = offset + nbytes
         return offset, self._map(offset, nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Free a range and merge it with its neighbours."""
+        """Free a range and merge it with adjacent free ranges."""
         if (before := self.ends.get(offset)) is not None:
             nbytes += self.free[before]
-            self._forget(before)
+            self._remove_free(before)
             offset = before
         if (size := self.free.get(offset + nbytes)) is not None:
-            self._forget(offset + nbytes)
+            self._remove_free(offset + nbytes)
             nbytes += size
-        self._remember(offset, nbytes)
+        self._add_free(offset, nbytes)
 
     def trim(self) -> int:
-        """Unmap pages that lie whole in free ranges; the bytes given back."""
+        """Unmap pages that lie entirely in free ranges. Returns the bytes unmapped."""
         before = self.mapped_bytes
         for offset, size in self.free.items():
             first, last = -(-offset // self.page_bytes), (offset + size) // self.page_bytes
@@ -125,19 +130,19 @@ class Pool:
         self.mapped[first : last + 1] = b"\1" * (last + 1 - first)
         return new * self.page_bytes
 
-    def _remember(self, offset: int, size: int) -> None:
+    def _add_free(self, offset: int, size: int) -> None:
         self.free[offset] = size
         self.ends[offset + size] = offset
         insort(self.sizes, (size, offset))
 
-    def _forget(self, offset: int) -> None:
+    def _remove_free(self, offset: int) -> None:
         size = self.free.pop(offset)
         del self.ends[offset + size]
         del self.sizes[bisect_left(self.sizes, (size, offset))]
 
 
 class Caching:
-    """PyTorch's caching allocator with expandable segments: `used_bytes` is what it reserves."""
+    """PyTorch's caching allocator with expandable segments. `used_bytes` corresponds to `torch.cuda.memory_reserved`."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -145,7 +150,7 @@ class Caching:
         self._live: dict[int, tuple[Pool, int, int]] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Take ``nbytes``, rounded up, from the pool of its size."""
+        """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
         rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
         pool = self._small if rounded <= SMALL_BYTES else self._large
         offset, mapped = pool.take(rounded)
@@ -153,80 +158,84 @@ class Caching:
         self.used_bytes += mapped
 
     def release(self, key: int) -> None:
-        """Give back what was taken under ``key``; its pages stay reserved."""
+        """Release the allocation ``key``; its pages stay reserved."""
         pool, offset, nbytes = self._live.pop(key)
         pool.give(offset, nbytes)
 
     def trim(self) -> None:
-        """What `torch.cuda.empty_cache` does: pages that hold nothing go back to the device."""
+        """Unmap unused pages, as `torch.cuda.empty_cache` does."""
         self.used_bytes -= self._small.trim() + self._large.trim()
 
 
 class Segments:
-    """Segments as `cudaMalloc` returned them, cut into blocks; the smallest free block that is large enough is taken.
+    """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free blocks.
 
-    segment 0 |##used##|..free..|##used##|      segment 1 |....free....|      a block merges with free neighbours of its segment
+    segment 0 |##used##|..free..|##used##|      segment 1 |....free....|      adjacent free blocks of a segment are merged
 
-    ``keep_bytes``: a remainder of less than this is not cut off, it stays with the block that is handed out.
+    ``min_split_bytes``: a block is split only if the remainder has at least this many bytes.
     """
 
-    def __init__(self, keep_bytes: int) -> None:
-        self.keep_bytes = keep_bytes
+    def __init__(self, min_split_bytes: int) -> None:
+        self.min_split_bytes = min_split_bytes
         self.sizes: dict[int, int] = {}  # segment -> bytes
-        self.free: dict[int, dict[int, int]] = {}  # segment -> offset -> bytes of a free block
+        self.free: dict[int, dict[int, int]] = {}  # segment -> offset -> bytes of the free block there
         self.blocks: list[tuple[int, int, int]] = []  # (bytes, segment, offset) of every free block, sorted
         self._next = 0
 
     def take(self, nbytes: int, segment_bytes: int) -> tuple[int, int, int, int]:
-        """(segment, offset, bytes handed out, bytes newly reserved): from a free block, else from a new segment."""
+        """Allocate ``nbytes`` from a free block, else from a new segment of ``segment_bytes``.
+
+        Returns (segment, offset, bytes of the block, bytes newly reserved).
+        """
         index = bisect_left(self.blocks, (nbytes, -1, -1))
         reserved = 0
         if index == len(self.blocks):
             self.sizes[self._next], self.free[self._next], reserved = segment_bytes, {}, segment_bytes
-            self._remember(self._next, 0, segment_bytes)
+            self._add_free(self._next, 0, segment_bytes)
             self._next += 1
             index = bisect_left(self.blocks, (nbytes, -1, -1))
         size, segment, offset = self.blocks[index]
-        self._forget(segment, offset)
-        if size - nbytes >= self.keep_bytes:
-            self._remember(segment, offset + nbytes, size - nbytes)
+        self._remove_free(segment, offset)
+        if size - nbytes >= self.min_split_bytes:
+            self._add_free(segment, offset + nbytes, size - nbytes)
             size = nbytes
         return segment, offset, size, reserved
 
     def give(self, segment: int, offset: int, nbytes: int) -> None:
-        """Free a block and merge it with its free neighbours."""
+        """Free a block and merge it with adjacent free blocks."""
         if (size := self.free[segment].get(offset + nbytes)) is not None:
-            self._forget(segment, offset + nbytes)
+            self._remove_free(segment, offset + nbytes)
             nbytes += size
         before = next((o for o, size in self.free[segment].items() if o + size == offset), None)
         if before is not None:
             nbytes += self.free[segment][before]
-            self._forget(segment, before)
+            self._remove_free(segment, before)
             offset = before
-        self._remember(segment, offset, nbytes)
+        self._add_free(segment, offset, nbytes)
 
     def trim(self) -> int:
-        """Give back segments of which nothing is used; the bytes given back."""
+        """Release segments without a used block. Returns the bytes released."""
         empty = [segment for segment, size in self.sizes.items() if self.free[segment].get(0) == size]
         for segment in empty:
-            self._forget(segment, 0)
+            self._remove_free(segment, 0)
             del self.free[segment]
         return sum(self.sizes.pop(segment) for segment in empty)
 
-    def _remember(self, segment: int, offset: int, size: int) -> None:
+    def _add_free(self, segment: int, offset: int, size: int) -> None:
         self.free[segment][offset] = size
         insort(self.blocks, (size, segment, offset))
 
-    def _forget(self, segment: int, offset: int) -> None:
+    def _remove_free(self, segment: int, offset: int) -> None:
         size = self.free[segment].pop(offset)
         del self.blocks[bisect_left(self.blocks, (size, segment, offset))]
 
 
 class Native:
-    """PyTorch's caching allocator with its native segments, the default: `used_bytes` is what it reserves.
+    """PyTorch's caching allocator with native segments, its default. `used_bytes` corresponds to `torch.cuda.memory_reserved`.
 
-    Up to 1 MiB from segments of 2 MiB; below 10 MiB from segments of 20 MiB; above, a segment of its own size rounded up to 2 MiB.
-    A small block is cut wherever 512 bytes remain, a large one only where more than 1 MiB does (`should_split`).
+    Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a larger size gets a segment of that
+    size, rounded up to 2 MiB. A small block is split if at least 512 bytes remain, a large one only if more than 1 MiB remains
+    (`should_split`).
     """
 
     def __init__(self) -> None:
@@ -235,7 +244,7 @@ class Native:
         self._live: dict[int, tuple[Segments, int, int, int]] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Take ``nbytes``, rounded up, from the segments of its size."""
+        """Allocate ``nbytes``, rounded up to 512, from the small or the large segments."""
         rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
         pool = self._small if rounded <= SMALL_BYTES else self._large
         segment, offset, size, reserved = pool.take(rounded, segment_bytes(rounded))
@@ -243,17 +252,17 @@ class Native:
         self.used_bytes += reserved
 
     def release(self, key: int) -> None:
-        """Give back what was taken under ``key``; its segment stays reserved."""
+        """Release the allocation ``key``; its segment stays reserved."""
         pool, *block = self._live.pop(key)
         pool.give(*block)
 
     def trim(self) -> None:
-        """What `torch.cuda.empty_cache` does: segments that hold nothing go back to the device."""
+        """Release unused segments, as `torch.cuda.empty_cache` does."""
         self.used_bytes -= self._small.trim() + self._large.trim()
 
 
 def segment_bytes(nbytes: int) -> int:
-    """Bytes that `cudaMalloc` is asked for when no cached block holds ``nbytes`` (`get_allocation_size`)."""
+    """Bytes requested from `cudaMalloc` when no cached block has room for ``nbytes`` (`get_allocation_size`)."""
     if nbytes <= SMALL_BYTES:
         return SMALL_PAGE_BYTES
     return LARGE_PAGE_BYTES if nbytes < PACKED_BYTES else round_up(nbytes, SEGMENT_STEP_BYTES)

@@ -1,13 +1,11 @@
-"""A problem with its choices made: what a plan's variants, options and order of stages turn it into. Chooses nothing itself.
+"""Applies a plan's choices (variants, stage options, order of stages) to a problem. Pure functions; the solver makes the choices.
 
-    problem + order + options -> arrange -> phases and values as they will be; variants still open
-            + variants        -> settle  -> one variant to a component, its slowdown and scratch in the phases' numbers
+    problem + order + options -> reorder       -> final phases and values; every component still has all its variants
+            + variants        -> apply_choices -> one variant per component; its slowdown and scratch are in the phases' numbers
 
-Whoever follows, simulates or judges a plan does so on the settled problem, in which ``variants[0]`` is the one chosen.
+Executor, simulator and `check` work on the problem with choices applied, in which ``variants[0]`` is the chosen variant.
 
-Which compute copies of blocks can hide in: their own, and what of the rest computes between them. Decides nothing.
-
-rest |  block  |  block  | rest |  block  | rest |      the ring, and the buffer for reads, fill while the rest computes
+Also computes with how much compute the copies of each block group can overlap (`overlap_seconds`).
 """
 
 from __future__ import annotations
@@ -19,15 +17,21 @@ from graphrun.errors import PlanError
 from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
 
-COPIES = 2  # blocks that a ring has room for, and the buffer for reads of a backing store on disk: `Variant.host_bytes`
+# Blocks for which a ring has room, and likewise the bounce buffer of a backing store on disk (`Variant.host_bytes`).
+BUFFERED_BLOCKS = 2
 
 
 def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -> list[float]:
-    """Seconds per class of one call that computes in ``order`` (`Use.order`), in which copies of the class can hide.
+    """Compute seconds per block group with which copies of that group can overlap, in one call that computes in ``order``.
 
-    While the rest (class 0) computes between two blocks, the ring fills for the block that follows: that hides two copies at most,
-    and of a backing store on disk four reads, two of them into the buffer. What is longer hides nothing and stays with the rest. The stretch
-    behind the last block joins the one before the next call's first.
+    ``order`` is `Use.order`: (group, block, seconds) in call order; group 0 is the remainder. A block's copy overlaps with the
+    compute of its group, and with the remainder's compute directly before the block:
+
+        remainder |  block  |  block  | remainder |  block  | remainder |      while the remainder computes, the ring is filled
+
+    Of the latter only as much counts as two copies take, since the ring has room for two blocks; with a backing store on disk as
+    much as four reads take, two of them into the bounce buffer. Any excess stays with group 0. The remainder's compute after the
+    last block is added to that before the next call's first block.
     """
     found = [0.0] * len(variant.block_bytes)
     blocks = [number for number, (k, _, _) in enumerate(order) if k]
@@ -35,22 +39,22 @@ def overlap_seconds(order: Sequence[tuple[int, int, float]], variant: Variant) -
         found[0] = sum(seconds for _, _, seconds in order)
         return found
     reads = variant.disk_seconds if variant.backing_store == "disk" and variant.disk_seconds else (0.0,) * len(found)
-    waiting = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
+    between = sum(seconds for _, _, seconds in order[blocks[-1] + 1 :])
     for k, _, seconds in order[: blocks[-1] + 1]:
         if k:
-            hidden = min(waiting, COPIES * max(variant.load_seconds[k], 2 * reads[k]))
-            found[k] += seconds + hidden
-            found[0] += waiting - hidden
-            waiting = 0.0
+            overlapped = min(between, BUFFERED_BLOCKS * max(variant.load_seconds[k], 2 * reads[k]))
+            found[k] += seconds + overlapped
+            found[0] += between - overlapped
+            between = 0.0
         else:
-            waiting += seconds
+            between += seconds
     return found
 
 
 def read_from_disk(use: Use, variant: Variant, counts: Sequence[int]) -> Use:
-    """``use`` with the seconds in which reads can hide too, where ``variant`` is read from disk and the order of compute is known.
+    """``use`` with `seconds` divided among groups by `overlap_seconds`, which counts reads from disk.
 
-    ``counts``: blocks per class.
+    Unchanged if the backing store of ``variant`` is not on disk, or the order of compute is unknown. ``counts``: blocks per group.
     """
     if variant.backing_store != "disk" or not use.order:
         return use
@@ -65,10 +69,11 @@ def stages_of(problem: Problem) -> tuple[str, ...]:
 
 
 def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, str] | None = None) -> Problem:
-    """``problem`` with its stages in ``order`` (empty: as they are), run by ``options`` (stage -> name), and no such choice left.
+    """``problem`` with its stages in ``order`` (empty: unchanged) and run with ``options`` (stage -> option name).
 
-    Values live from behind their producer to their last consumer in that order. Raises PlanError for an unknown option, for an
-    option that needs what is not allowed, and for an order that is not one of these stages or breaks their precedence.
+    The result has no choice of order or option left. A value is live from the phase after its producer to its last consumer in
+    that order. Raises PlanError for an unknown option, for an option that needs a permission which is not in `Problem.allow`, and
+    for an order that is not a permutation of the stages or violates their precedence.
     """
     order, options = tuple(order) or stages_of(problem), dict(options or {})
     _require_order(problem, order)
@@ -76,14 +81,14 @@ def reorder(problem: Problem, order: Sequence[str] = (), options: Mapping[str, s
     for stage, name in options.items():
         phases[stage] = _option(problem, stage, name)
     reordered = tuple(phase for stage in order for phase in phases[stage])
-    values = tuple(living(value, order, reordered) for value in problem.values)
+    values = tuple(with_live_range(value, order, reordered) for value in problem.values)
     return replace(problem, phases=reordered, values=values, precedence=None, options=())
 
 
 def apply_choices(problem: Problem, plan: Plan) -> Problem:
-    """``problem`` as ``plan`` chose: arranged, one variant to a component, the phases' seconds and bytes as with that variant.
+    """``problem`` with all choices of ``plan``: reordered, one variant per component, its seconds and bytes in the phases.
 
-    Raises PlanError where the plan chooses what the problem does not have, or does not allow.
+    Raises PlanError if the plan chooses something that the problem does not have or does not allow.
     """
     reordered = reorder(problem, plan.order, dict(plan.options))
     names = dict(plan.variants)
@@ -99,10 +104,13 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
 
 
 def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
-    """``use`` of ``component`` with seconds as ``variant`` computes: slowed down, with its block_seconds once a block and call, and
-    shared among classes as its reads from disk can hide."""
+    """``use`` of ``component`` with the compute seconds of ``variant``.
+
+    They are multiplied by `slowdown`, increased by `block_seconds` once per block and call, and divided among groups as
+    `read_from_disk` says.
+    """
     use = read_from_disk(use, variant, [len(of.blocks) for of in component.groups])
-    use = replace(use, beside_bytes=()) if variant.scratch_bytes and use.beside_bytes else use  # scratch is not told apart
+    use = replace(use, beside_bytes=()) if variant.scratch_bytes and use.beside_bytes else use  # scratch is not known per block
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
     if variant.slowdown == 1.0 and not any(extra):
         return use
@@ -115,9 +123,10 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
 
 
 def activation_bytes(phase_bytes: int, variants: Iterable[Variant], glue_bytes: int = 0) -> int:
-    """What a phase that takes ``phase_bytes`` of activation takes with ``variants``, one for each component it uses.
+    """Device bytes of activation of a phase that runs with ``variants``, one per component it uses.
 
-    Where all of them compute on the CPU what is handed out of them, at most; else the phase's bytes and the largest scratch.
+    ``phase_bytes``: the phase's activation as traced. If all variants compute on the CPU: ``glue_bytes``, at most ``phase_bytes``.
+    Otherwise: ``phase_bytes`` plus the largest `scratch_bytes`.
     """
     found = list(variants)
     if found and all(variant.device == "cpu" for variant in found):
@@ -143,7 +152,8 @@ def _variant(problem: Problem, component: ComponentNumbers, name: str | None) ->
         if variant.name == name:
             return variant
     known = ", ".join(variant.name for variant in usable) or "none that is allowed"
-    raise PlanError(f"variant: {component.name} has no {name!r}; it has {known}" if name else f"variant: {component.name} has none")
+    found = f"{component.name} has no {name!r}" if name else f"the plan chooses none for {component.name}"
+    raise PlanError(f"variant: {found}; it has {known}")
 
 
 def _option(problem: Problem, stage: str, name: str) -> tuple[PhaseNumbers, ...]:
@@ -160,17 +170,17 @@ def _require_order(problem: Problem, order: tuple[str, ...]) -> None:
     if order == stages:
         return
     if sorted(order) != sorted(stages) or problem.precedence is None:
-        raise PlanError(f"order: the problem has {' '.join(stages)}, the plan {' '.join(order)}")
-    place = {stage: number for number, stage in enumerate(order)}
+        raise PlanError(f"order: the problem has the stages {' '.join(stages)}, the plan {' '.join(order)}")
+    position = {stage: number for number, stage in enumerate(order)}
     for earlier, later in problem.precedence:
-        if place[earlier] > place[later]:
-            raise PlanError(f"order: {later} needs {earlier} before it")
+        if position[earlier] > position[later]:
+            raise PlanError(f"order: {later} depends on {earlier}, so it must come after it")
 
 
-def living(value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]) -> ValueNumbers:
-    """``value`` with the phases at whose entry it lives, in ``order``; a value that no later stage consumes keeps none."""
-    place = {stage: number for number, stage in enumerate(order)}
-    last = max((place[stage] for stage in value.consumers if stage in place), default=-1)
-    begin = place.get(value.producer, -1)
-    lives = [number for number, phase in enumerate(phases) if begin < place[phase.stage] <= last]
-    return replace(value, first_phase=lives[0], last_phase=lives[-1]) if lives else value
+def with_live_range(value: ValueNumbers, order: Sequence[str], phases: Sequence[PhaseNumbers]) -> ValueNumbers:
+    """``value`` with its first and last live phase for stages in ``order``; unchanged if no later stage consumes it."""
+    position = {stage: number for number, stage in enumerate(order)}
+    last = max((position[stage] for stage in value.consumers if stage in position), default=-1)
+    begin = position.get(value.producer, -1)
+    live = [number for number, phase in enumerate(phases) if begin < position[phase.stage] <= last]
+    return replace(value, first_phase=live[0], last_phase=live[-1]) if live else value

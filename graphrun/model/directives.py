@@ -1,6 +1,6 @@
-"""Directives on a problem: which can be obeyed at all, and a problem that has them. What they mean stands in `problem.Directive`.
+"""Adds directives to a problem and refuses those that no plan can satisfy. `problem.Directive` documents what each one means.
 
-Decides nothing about plans: `solve` obeys, `check` enforces, `infeasible` weighs.
+The solver satisfies directives, `check` enforces them, and `graphrun.solve.infeasible` suggests dropping one that does not fit.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from graphrun.errors import InputError
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import Directive, Problem
 
-# Pairs that no plan can obey together.
+# Pairs that no plan can satisfy together.
 _CONFLICTS = (("keep", "exclude"), ("keep", "drop"), ("exclude", "whole"))
 
 
 def directed(problem: Problem, directives: Iterable[Directive]) -> Problem:
-    """``problem`` with exactly ``directives``, each once, sorted. Raises InputError naming every one that cannot be obeyed."""
+    """``problem`` with exactly ``directives``, sorted and deduplicated. Raises InputError naming each that no plan can satisfy."""
     chosen = sorted(set(directives), key=lambda of: (of.component, of.placement))
     found = replace(problem, directives=tuple(chosen))
     problems = [text for directive in chosen if (text := _refusal(problem, directive))]
@@ -45,7 +45,7 @@ def _refusal(problem: Problem, directive: Directive) -> str:
         return f"pin {name}: it has no variant with a pinned backing store"
     streamable = (yes for number in numbers for k, yes in enumerate(streamable_groups(component, number)) if k in groups)
     if placement == "exclude" and not any(streamable):
-        return f"exclude {name}: it has no blocks that can be streamed, so it must be on the device whole while it computes"
+        return f"exclude {name}: none of its blocks can be streamed, so all of it must be on the device while it computes"
     if placement in ("exclude", "drop") and not any(variant.movable for variant in component.variants):
         return f"{placement} {name}: it cannot be moved off the device once it is there"
     return ""

@@ -1,11 +1,11 @@
-"""The least that each phase takes on the device: exact byte arithmetic with one variant to a component. No solver.
+"""Least device memory of each phase, in exact integer bytes, for one variant per component. Needs no solver.
 
-What a slot uses and cannot stream must be whole; all that can be streamed passes through a ring with room for the largest block
-alone, and to hold that block instead would take as much. A layer needs only as much of a ring as it does not find among the
-activation's bytes while it runs. `load` never needs more than `first`.
+Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring with room for the largest of
+them; to keep that block resident would take as much. A layer needs ring bytes only as far as it does not fit into activation memory
+that is unused while it runs. A load slot never needs more than the first slot.
 
-    first   | fixed: used | ring | first activation | values + carry |
-    rest    | fixed: used | ring | rest activation  | values + carry |  <= effective budget
+    first    | resident: not streamable | ring | first activation  | values + live-in |
+    steady   | resident: not streamable | ring | steady activation | values + live-in |  <= effective budget
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphrun.model.plan import Part
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.units import round_up
 
-# Blocks of a ring in which the next one is copied while one computes.
+# Blocks for which a ring must have room so that the next one is copied while one computes.
 DEPTH = 2
 # The slots of a phase that compute.
 PARTS: tuple[Part, ...] = ("first", "steady")
@@ -26,8 +26,11 @@ PARTS: tuple[Part, ...] = ("first", "steady")
 
 @dataclass(frozen=True, slots=True)
 class PhaseMinimum:
-    """The least that a phase takes in its tighter slot ``part``. ``weights_bytes`` must be whole (what cannot be streamed),
-    ``values_bytes`` includes carry; ``available_bytes`` is the effective budget."""
+    """Least device bytes of a phase, in whichever slot (``part``: first or steady) needs more.
+
+    ``weights_bytes``: blocks that must be resident because they cannot be streamed. ``values_bytes`` includes the phase's live-in
+    bytes. ``available_bytes``: the effective budget.
+    """
 
     stage: str
     phase: str
@@ -40,42 +43,47 @@ class PhaseMinimum:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the terms."""
+        """Weights, ring, activation and values."""
         return self.weights_bytes + self.ring_bytes + self.activation_bytes + self.values_bytes
 
     @property
     def short_bytes(self) -> int:
-        """Bytes missing; 0 or less where the phase fits."""
+        """Bytes missing from the budget; 0 or less if the phase fits."""
         return self.total_bytes - self.available_bytes
 
 
 def used_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
-    """Components that some phase enters, in the problem's order."""
+    """Components that some phase calls, in the problem's order."""
     names = {use.component for phase in problem.phases for use in phase.uses}
     return tuple(component for component in problem.components if component.name in names)
 
 
 def needed_components(problem: Problem) -> tuple[ComponentNumbers, ...]:
-    """Components of which some phase runs a block; the backing store of any other is not needed, and freed before the first slot."""
+    """Components of which some phase runs a block, in the problem's order. In a session: all that some phase calls.
+
+    The backing store of any other component is dropped before the first slot.
+    """
     names = {use.component for phase in problem.phases for use in phase.uses if any(use.group_calls) or problem.runs > 1}
     return tuple(component for component in problem.components if component.name in names)
 
 
 def streamable_groups(component: ComponentNumbers, number: int = 0) -> tuple[bool, ...]:
-    """Which classes may be streamed in variant ``number``. What cannot be moved cannot be streamed either."""
+    """Per block group: whether it may be streamed in variant ``number``. A variant that is not movable cannot be streamed."""
     variant = component.variants[number]
     return tuple(of.streamable and variant.streamable and variant.movable for of in component.groups)
 
 
 def room_bytes(phase_bytes: int, use: Use, number: int) -> int:
-    """What of an activation of ``phase_bytes`` is not there while a block of class ``number`` runs: so much of it passes without a
-    ring."""
+    """Bytes of the phase's activation, ``phase_bytes`` at its peak, that are unused while a block of group ``number`` runs.
+
+    So much of the block needs no ring. 0 if the use has no `beside_bytes`.
+    """
     return max(0, phase_bytes - use.beside_bytes[number]) if use.beside_bytes else 0
 
 
 def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """What each phase takes at least with the first variants, in the slot (first or rest) that decides; nothing is spilled."""
-    needs, held = [], dict[str, set[int]]()
+    """Least device memory of each phase, with every component's first variant and no value spilled."""
+    found, held = [], dict[str, set[int]]()
     for index, phase in enumerate(problem.phases):
         values = problem.value_bytes(index) + phase.live_in_bytes
         weights, rings = 0, {"first": 0, "steady": 0}
@@ -88,39 +96,39 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
             if not component.variants[0].movable or "keep" in demanded:
                 here = {k for k, calls in enumerate(use.group_calls if use else ()) if calls}
                 held[component.name] = held.get(component.name, set()) | here
-                weights += _whole(component, held[component.name])
+                weights += _group_bytes(component, held[component.name])
                 continue
             if use is None:
                 continue
             for part in PARTS:
-                whole, ring = _passing(problem, component, use, phase, part)
-                fixed[part], rings[part] = fixed[part] + whole, rings[part] + ring
+                resident, ring = _resident_and_ring(problem, component, use, phase, part)
+                fixed[part], rings[part] = fixed[part] + resident, rings[part] + ring
         both = [_minimum(problem, phase, part, weights + fixed[part], rings[part], values) for part in ("first", "steady")]
-        needs.append(both[1] if phase.steady_calls and both[1].total_bytes > both[0].total_bytes else both[0])
-    return tuple(needs)
+        found.append(both[1] if phase.steady_calls and both[1].total_bytes > both[0].total_bytes else both[0])
+    return tuple(found)
 
 
 def least_weights(problem: Problem, component: ComponentNumbers, phase: PhaseNumbers, use: Use, number: int) -> int:
-    """The least with which ``phase`` can make this ``use`` of ``component`` in variant ``number``: weights and activation."""
+    """Least bytes of weights, ring and activation that ``phase`` needs for ``use`` of ``component`` in variant ``number``."""
     if component.variants[number].device == "cpu":
         return 0
     found = []
     for part in PARTS:
-        whole, ring = _passing(problem, component, use, phase, part, number)
-        found.append(whole + ring + (phase.first_bytes if part == "first" else phase.steady_bytes))
+        resident, ring = _resident_and_ring(problem, component, use, phase, part, number)
+        found.append(resident + ring + (phase.first_bytes if part == "first" else phase.steady_bytes))
     return max(found)
 
 
-def _passing(
+def _resident_and_ring(
     problem: Problem, component: ComponentNumbers, use: Use, phase: PhaseNumbers, part: Part, number: int = 0
 ) -> tuple[int, int]:
-    """What ``use`` needs whole of ``component`` in ``part``, and the ring for what passes: bytes, in variant ``number``."""
-    sizes, whole = component.variants[number].block_bytes, problem.demanded(component.name) & {"keep", "whole"}
-    passes = {k for k, yes in enumerate(streamable_groups(component, number)) if yes and not whole}
+    """Bytes of ``component`` that must be resident for ``use`` in ``part``, and bytes of the ring for the streamed blocks."""
+    sizes, unstreamed = component.variants[number].block_bytes, problem.demanded(component.name) & {"keep", "whole"}
+    streamed = {k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed}
     used = {k for k, calls in enumerate(use.group_calls_in(part)) if calls}
     activation = phase.first_bytes if part == "first" else phase.steady_bytes
-    ring = max((sizes[k] - room_bytes(activation, use, k) for k in used & passes), default=0)
-    return _whole(component, used - passes, number), round_up(max(0, ring), ALLOCATION_BYTES)
+    ring = max((sizes[k] - room_bytes(activation, use, k) for k in used & streamed), default=0)
+    return _group_bytes(component, used - streamed, number), round_up(max(0, ring), ALLOCATION_BYTES)
 
 
 def _minimum(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int) -> PhaseMinimum:
@@ -129,6 +137,7 @@ def _minimum(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ri
     return PhaseMinimum(phase.stage, phase.name, part, weights, ring, activation, values, problem.effective_bytes)
 
 
-def _whole(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
+def _group_bytes(component: ComponentNumbers, groups: Iterable[int], number: int = 0) -> int:
+    """Device bytes of all blocks of ``groups``, each block rounded up to an allocation."""
     sizes = component.variants[number].block_bytes
     return sum(len(component.groups[k].blocks) * round_up(sizes[k], ALLOCATION_BYTES) for k in groups)

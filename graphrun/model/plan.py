@@ -1,10 +1,10 @@
-"""Reads a plan's text back: what each line must look like, and what to say where it does not. Judges no plan.
+"""A `Plan`: slots with actions, its text form, and the parser of that text.
 
-What a plan says: slots of actions, and the text form that parses back. A plan stores no peak and no time.
+A plan stores no peak and no time; `simulate` computes them. Whether a plan is valid for a problem is for `check` to say.
 
-variant transformer nf4 pinned device        where there is a choice: how the component is held
-option decode tiling                         how the stage is run, if not plainly
-order encode denoise decode                  of the stages, if not the problem's
+variant transformer nf4 pinned device        chosen variant of a component that has several
+option decode tiling                         chosen option of a stage, if any
+order encode denoise decode                  order of the stages, if not the problem's
 slot denoise/0:transformer steady x27
   stream transformer keep double[0,8,16] single[0,12,24,36] ring 680 MiB
   load vae all from pinned
@@ -24,14 +24,16 @@ from graphrun.units import GIB, KIB, MIB
 
 Part = Literal["load", "first", "steady", "end"]
 
-# Blocks of a component: None means all of them; else (class name, indices into the class in ascending order), in class order.
+# Blocks of a component: None means all; else (group name, block indices in ascending order) per block group, in group order.
 Blocks = tuple[tuple[str, tuple[int, ...]], ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy blocks in from the component's backing store. Before `run`: issued on the copy stream; the slot's barrier waits for it, and a
-    block that the slot computes with waits for its own copy."""
+    """Copy blocks from the component's backing store to the device, asynchronously on the copy stream.
+
+    The barrier at the slot's end waits for the copies. If the slot itself computes with a block, that compute waits for its copy.
+    """
 
     component: str
     blocks: Blocks
@@ -40,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop the device copy of blocks. Weights are read-only: no bytes move."""
+    """Free the device copy of blocks. Weights are read-only, so nothing is copied back."""
 
     component: str
     blocks: Blocks
@@ -48,8 +50,8 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Run the component with ``keep`` present and every other block that the slot's calls need passing through a staging ring of
-    ``ring_bytes``. ``keep`` includes blocks that the same slot loads and keeps."""
+    """Run the component with the blocks ``keep`` resident; every other block that the slot's calls need is copied through a ring of
+    ``ring_bytes`` in each call. ``keep`` includes the blocks that the same slot loads."""
 
     component: str
     keep: Blocks
@@ -58,33 +60,36 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Let the op's own code run on until the slot's calls are done."""
+    """Run the op's code until the slot's calls are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Copy a value out to the host."""
+    """Copy a value to the host and free its device copy."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Copy a spilled value back."""
+    """Copy a spilled value back to the device."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the component from disk into its backing store, beside what else the slot does; its blocks are copied on as they come in."""
+    """Read the component from disk into its backing store, concurrently with the other actions of the slot.
+
+    A block may be copied to the device as soon as it has been read.
+    """
 
     component: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop the host copy too: nothing later needs it."""
+    """Free the component's backing store."""
 
     component: str
 
@@ -94,8 +99,12 @@ Action = Load | Evict | Stream | Run | Spill | Restore | Read | Drop
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One interval of planned time. ``phase`` is `PhaseNumbers.name` ("" for the last slot, part ``end``, which returns the
-    device to its baseline); ``calls`` is the number of rounds in it: 0 for load and end, 1 for first, the other calls for rest."""
+    """One part of a phase; it ends with a barrier.
+
+    ``phase``: `PhaseNumbers.name`; "" for the last slot, whose part is ``end`` and which returns the device to its baseline.
+    ``calls``: rounds in the slot; in each, every component with calls left is called once. 0 in load and end, 1 in first, all other
+    rounds in steady.
+    """
 
     phase: str
     part: Part
@@ -105,10 +114,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Slots in order, for the problem with digest ``problem``.
+    """Slots in order, for the problem whose digest is ``problem``.
 
-    ``variants``: (component, `Variant.name`) for each component that has more than one; ``options``: (stage, `StageOption.name`);
-    ``order``: stages, empty where it is the problem's. ``again``: the slots of every further run of a session.
+    ``variants``: (component, `Variant.name`) for each component that has several. ``options``: (stage, `StageOption.name`).
+    ``order``: stages; empty if it is the problem's order. ``again``: slots of every run of a session after the first.
     """
 
     problem: str
@@ -129,7 +138,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that a plan breaks: which, in which slot and action (index -1: the slot as a whole), and the bytes or facts."""
+    """A rule of `check` that a plan breaks.
+
+    ``slot``, ``action``: indices; -1 means the whole plan, or the whole slot. ``detail``: what was expected and found, with bytes.
+    """
 
     rule: str
     slot: int
@@ -137,14 +149,14 @@ class Violation:
     detail: str
 
 
-# Calls of the parts that have a fixed number of them.
+# Parts with a fixed number of calls -> that number.
 PART_CALLS: dict[str, int] = {"load": 0, "first": 1, "end": 0}
-# What sizes in a plan's text are written in.
+# Units of sizes in a plan's text.
 UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 
 
 def blocks_text(blocks: Blocks) -> str:
-    """``all``, ``none``, or every class with its indices, three or more in a row as a range: ``double[0,8,16] single[0-11,24]``."""
+    """``all``, ``none``, or each group with its block indices, three or more in a row as a range: ``double[0,8] single[0-11]``."""
     if blocks is None:
         return "all"
     return " ".join(f"{name}[{_indices_text(indices)}]" for name, indices in blocks) or "none"
@@ -183,13 +195,13 @@ def action_text(action: Action) -> str:
 
 
 def slot_text(slot: Slot) -> str:
-    """A slot's first line: ``slot denoise/0:transformer steady x27``, ``slot end``."""
+    """A slot's first line: ``slot denoise/0:transformer steady x27`` or ``slot end``."""
     calls = "" if PART_CALLS.get(slot.part) == slot.calls else f" x{slot.calls}"
     return f"slot {slot.phase}{' ' if slot.phase else ''}{slot.part}{calls}"
 
 
 def plan_text(plan: Plan) -> str:
-    """The text form, no newline at its end: the problem's digest, choices, then each slot with its actions two spaces in."""
+    """The text form, without a final newline: the problem's digest, the choices, then each slot with its actions indented."""
     lines = [f"plan {plan.problem}"]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
@@ -203,9 +215,9 @@ def plan_text(plan: Plan) -> str:
 
 
 def parse(text: str, name: str = "plan") -> Plan:
-    """The plan that ``text`` says: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation mean nothing.
+    """Parse a plan's text form: ``parse(str(plan)) == plan``. ``#`` starts a comment; blank lines and indentation are ignored.
 
-    Raises PlanError at ``name:line`` with what was expected there. Whether the plan may be run is for `check` to say.
+    Raises PlanError with ``name:line`` and what was expected there. Checks syntax only; `check` validates the plan.
     """
     digest: str | None = None
     choices: dict[str, list[str]] = {"variant": [], "option": [], "order": []}
@@ -250,9 +262,12 @@ def _pair(text: str) -> tuple[str, str]:
     return name, chosen
 
 
-# What stands before the slots -> how its line must look, and how to say so.
+# First word of a line before the slots -> its pattern, and the form shown in errors.
 _CHOICES: Mapping[str, tuple[str, str]] = {
-    "variant": (r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device|cpu))", "variant COMPONENT PRECISION HOME device|cpu"),
+    "variant": (
+        r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device|cpu))",
+        "variant COMPONENT PRECISION pinned|pageable|disk device|cpu",
+    ),
     "option": (r"option (\S+ \S+)", "option STAGE NAME"),
     "order": (r"order (.+)", "order STAGE STAGE ..."),
 }
@@ -290,7 +305,7 @@ def _parse_action(line: str, where: str) -> Action:
     return Drop(match[1]) if verb == "drop" else Run()
 
 
-# Verb -> how its line must look, and how to say so.
+# First word of an action's line -> its pattern, and the form shown in errors.
 _ACTIONS: Mapping[str, tuple[str, str]] = {
     "load": (r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
     "evict": (r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
@@ -314,6 +329,6 @@ def _parse_blocks(text: str, where: str) -> Blocks:
         ends = [[int(end) for end in run.split("-")] for run in match[2].split(",")]
         indices = tuple(index for run in ends for index in range(run[0], run[-1] + 1))
         if match[1] in found or list(indices) != sorted(set(indices)) or any(run[0] > run[-1] for run in ends):
-            raise PlanError(f"expected each class once and its blocks in ascending order, found {item!r}", where)
+            raise PlanError(f"expected each block group once and its blocks in ascending order, found {item!r}", where)
         found[match[1]] = indices
     return tuple(found.items())

@@ -1,9 +1,7 @@
-"""A problem of which some has been done already: stages whose outputs are handed in, steps of a loop that are behind it.
+"""Removes work that is already done from a problem: stages whose outputs are precomputed, and finished steps of a loop.
 
-Chooses nothing: it leaves out what is not to be planned. Knows neither where the outputs are from nor what they hold.
-
-    encode/0 encode/1 denoise/0 decode/0     without {encode}  ->           denoise/0 decode/0
-        embeds ------------------->                                 embeds ----------->           there from the start
+encode/0 encode/1 denoise/0 decode/0     encode precomputed ->           denoise/0 decode/0
+    embeds ------------------->                                  embeds ----------->           live from the start
 """
 
 from __future__ import annotations
@@ -12,14 +10,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from graphrun.errors import InputError
-from graphrun.model.choices import living, stages_of
+from graphrun.model.choices import stages_of, with_live_range
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 
 
 def without(problem: Problem, kept: Collection[str], precomputed: Collection[str], graph_digest: str) -> Problem:
-    """``problem`` with the stages ``kept`` alone, where outputs of ``precomputed`` are on the device from the start.
+    """``problem`` with only the stages ``kept``; the outputs of the stages ``precomputed`` are on the device from the start.
 
-    ``graph_digest`` is that of the graph cut alike.
+    Drops the phases, components, options, directives and values that no kept stage needs. ``graph_digest``: digest of the graph
+    reduced to the same stages.
     """
     order = tuple(stage for stage in stages_of(problem) if stage in kept)
     phases = tuple(phase for phase in problem.phases if phase.stage in kept)
@@ -27,7 +26,7 @@ def without(problem: Problem, kept: Collection[str], precomputed: Collection[str
     options = tuple(option for option in problem.options if option.stage in kept)
     used |= {use.component for option in options for phase in option.phases for use in phase.uses}
     values = (
-        living(replace(value, consumers=tuple(name for name in value.consumers if name in kept)), order, phases)
+        with_live_range(replace(value, consumers=tuple(name for name in value.consumers if name in kept)), order, phases)
         for value in problem.values
     )
     pairs = tuple(pair for pair in problem.precedence or () if set(pair) <= set(kept))
@@ -45,9 +44,9 @@ def without(problem: Problem, kept: Collection[str], precomputed: Collection[str
 
 
 def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
-    """``problem`` with fewer calls: ``done`` says of a stage how many steps of how many are behind it.
+    """``problem`` without the calls of finished steps. ``done``: stage -> (finished steps, all steps).
 
-    Raises InputError where the calls of such a stage are not the same number in each step.
+    Raises InputError if a stage in ``done`` does not make the same number of calls in each step, or if no step remains.
     """
     return replace(
         problem,
@@ -61,16 +60,16 @@ def shortened(problem: Problem, done: Mapping[str, tuple[int, int]]) -> Problem:
     )
 
 
-def _shortened(phase: PhaseNumbers, behind: int, steps: int) -> PhaseNumbers:
-    def left(use: Use) -> Use:
-        if not 0 <= behind < steps or any(calls % steps for calls in (use.calls, *use.group_calls)):
-            raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be told apart by {steps} steps")
-        share = steps - behind
+def _shortened(phase: PhaseNumbers, finished: int, steps: int) -> PhaseNumbers:
+    def remaining(use: Use) -> Use:
+        if not 0 <= finished < steps or any(calls % steps for calls in (use.calls, *use.group_calls)):
+            raise InputError(f"{phase.name}: {use.calls} calls of {use.component} cannot be divided into {steps} steps")
+        share = steps - finished
         return replace(
             use,
             calls=use.calls // steps * share,
             group_calls=tuple(calls // steps * share for calls in use.group_calls),
-            layers=left(use.layers) if use.layers is not None else None,
+            layers=remaining(use.layers) if use.layers is not None else None,
         )
 
-    return replace(phase, uses=tuple(left(use) for use in phase.uses))
+    return replace(phase, uses=tuple(remaining(use) for use in phase.uses))

@@ -1,17 +1,17 @@
-"""The numbers a plan is made from: what is large, how long things take, what fits. Complete, frozen, replayable.
+"""A `Problem`: the sizes, times and limits a plan is computed from. Pure, frozen data: no torch, no I/O.
 
-A `Problem` knows no torch, no file and no clock; its JSON form is the whole of a bug report.
+A problem is complete: its JSON form is enough to reproduce a plan, for example in a bug report.
 
-    weights           components -> classes of equal blocks, in call order; one class of one for what belongs to no block
-    activation        phases     -> bytes over time, relative to what lives when the phase is entered
-    values            what flows between stages, and from which phase to which it lives on the device
+    components    weights: groups of equal blocks, in call order; tensors outside all blocks form a group of one, the remainder
+    phases        activation: bytes beyond those that are live at the phase's entry
+    values        tensors that flow between stages, with the phases in which they are live on the device
 
     bytes on the device while a phase runs
-    |              .-- activation --.
-    |   values + carry   ___    ___
-    |  ________________|   |__|   |_____
-    |  weights: present + loaded + staging ring
-    +-----------------------------------------> slots: load | first | rest
+    |                   .-- activation --.
+    |  values + live-in    ___    ___
+    |  __________________|   |__|   |_____
+    |  weights: resident + loaded + ring
+    +-------------------------------------------> slots: load | first | steady
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Basis = Literal["measured", "traced", "declared", "prior"]
 BackingStore = Literal["pinned", "pageable", "disk"]
 Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
 
-# A device allocation takes a multiple of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim does the same).
+# Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 
-# Fields that a digest leaves out where they have their defaults.
-LATER = {
+# Field -> default. A field with its default value is not part of the digest, so digests are stable when fields are added.
+OMITTED_DEFAULTS = {
     "directives": (),
     "reserve_bytes": 0,
     "until": "",
@@ -64,35 +64,36 @@ LATER = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and the roads to it. Bytes, bytes per second, floating point operations per second."""
+    """A device and its links to host and disk. Units: bytes, bytes per second, floating point operations per second."""
 
     name: str
     device: str  # "cuda" or "sim"
     capacity_bytes: int
-    context_bytes: int  # what the driver takes before the first tensor; 0 on sim
-    workspace_bytes: int  # cuBLAS; 0 on sim
-    h2d_bytes_per_second: float  # from pinned memory
+    context_bytes: int  # of the driver context, before the first tensor; 0 on sim
+    workspace_bytes: int  # of cuBLAS; 0 on sim
+    h2d_bytes_per_second: float  # from page-locked memory
     pageable_bytes_per_second: float
     d2h_bytes_per_second: float
-    bidirectional: float  # share of h2d that remains while d2h runs
+    bidirectional: float  # fraction of h2d bandwidth left while a d2h copy runs
     disk_bytes_per_second: float
-    flops_per_second: float  # 16-bit dense, as used by real models, not the data sheet
-    convolution_scratch: bool = True  # whether convolutions take scratch that no dispatcher sees (cuDNN does)
+    flops_per_second: float  # 16-bit dense, as real models achieve it, not from the data sheet
+    convolution_scratch: bool = True  # whether convolutions use workspace that the dispatcher does not see (cuDNN does)
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
-    cpu_flops_per_second: float = 3e11  # of the host's cores together, 16-bit
-    memory_bytes_per_second: float = 1e12  # the device's own memory, read or written
-    copy_start_seconds: float = 0.0  # of one copy to the device, whatever its size
-    spares_large_copies: bool = False  # whether convolutions do without copies of outputs where tensors have 2 GiB or more
+    cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
+    memory_bytes_per_second: float = 1e12  # device memory, read or write
+    copy_start_seconds: float = 0.0  # latency of one copy to the device, independent of its size
+    spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
     basis: Basis = "prior"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Blocks of equal size that are called in a row; of a component cut into layers, equal layers of one of its children, which
-    alternate with others of it. ``blocks`` are module paths in the order of their first calls.
+    """Blocks of equal size that are called one after another. In a component split into layers: equal layers of one child module,
+    whose calls may alternate with those of the child's other layers.
 
-    A tensor belongs to the block with the longest path that is a prefix of the tensor's name; the path ``""`` takes the rest.
-    A class that is not streamable is a class of one: present whole or absent.
+    ``blocks``: module paths in the order of their first calls. A tensor belongs to the block with the longest path that is a prefix
+    of the tensor's name; the path ``""`` holds all remaining tensors. A group that is not streamable has one block, which is either
+    resident or absent.
     """
 
     name: str
@@ -102,34 +103,35 @@ class BlockGroup:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to hold a component: precision x backing store x where it computes. Per class: bytes of a block, seconds to copy one.
+    """How a component is held: precision x backing store x compute device. Tuples have one entry per block group.
 
-    backing store      holds in RAM        a copy to the device takes          filled
-    pinned    host_bytes, locked  load_seconds                        by a fill, or before the run where fill_seconds is ()
-    pageable  host_bytes          load_seconds (slower)               likewise
-    disk      a bounce buffer of  disk_seconds to read, beside        never: the buffer is there from the start
-              host_bytes, locked  load_seconds to copy on
+    backing store   in RAM                        copying a block to the device       read from disk
+    pinned          host_bytes, page-locked       load_seconds                        by a `Read` action; before the run if
+                                                                                      read_seconds is ()
+    pageable        host_bytes                    load_seconds (slower)               likewise
+    disk            host_bytes of bounce buffer,  disk_seconds to read, overlapping   at every copy; the bounce buffer exists
+                    page-locked                   load_seconds to copy                from the start
 
-    One that computes on the CPU is never copied; its backing store is filled before it is entered.
+    A variant that computes on the CPU is never copied to the device; its backing store is read before the component is called.
     """
 
     precision: str
     backing_store: BackingStore
     device: str  # where it computes: "device" or "cpu"
-    block_bytes: tuple[int, ...]
-    load_seconds: tuple[float, ...]
+    block_bytes: tuple[int, ...]  # of one block on the device
+    load_seconds: tuple[float, ...]  # to copy one block to the device
     host_bytes: int
-    movable: bool = True  # False: once loaded it stays until the end
+    movable: bool = True  # False: once loaded, it stays on the device until the end
     streamable: bool = True
-    read_seconds: tuple[float, ...] = ()  # to read one block from disk into its backing store
-    disk_seconds: tuple[float, ...] = ()  # to read one block from disk whenever it is copied
-    block_seconds: tuple[float, ...] = ()  # compute of one block in one call beyond the use's: dequantization
-    slowdown: float = 1.0  # what the use's compute is multiplied by: the device's rate over the CPU's
-    scratch_bytes: int = 0  # activation beyond the phase's while the component computes
-    transient_bytes: int = 0  # in RAM beyond host_bytes while the backing store is filled
-    stored_bytes: int = 0  # on disk, because of this variant
-    read_bytes: tuple[int, ...] = ()  # what files hold of one block, per class, where that is not block_bytes
-    needs: str = ""  # what must be allowed, since the output changes: a precision, "cpu"; "": nothing changes
+    read_seconds: tuple[float, ...] = ()  # to read one block from disk into the backing store
+    disk_seconds: tuple[float, ...] = ()  # to read one block from disk for each copy
+    block_seconds: tuple[float, ...] = ()  # extra compute of one block in one call: dequantization
+    slowdown: float = 1.0  # factor on compute time: the device's rate over the CPU's
+    scratch_bytes: int = 0  # extra activation while the component computes
+    transient_bytes: int = 0  # extra RAM while the backing store is read from disk
+    stored_bytes: int = 0  # written to disk for this variant
+    read_bytes: tuple[int, ...] = ()  # size of one block in the files, if not block_bytes
+    needs: str = ""  # permission required because the output changes: a precision or "cpu"; "": none
 
     @property
     def name(self) -> str:
@@ -138,15 +140,15 @@ class Variant:
 
     @property
     def locked_bytes(self) -> int:
-        """Page-locked bytes that the backing store holds."""
+        """Page-locked bytes of the backing store."""
         return 0 if self.backing_store == "pageable" else self.host_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentNumbers:
-    """A component: its parameters, its classes of blocks in call order, and the variants the graph allows.
+    """A component: number of parameters, block groups in call order, and the variants that the graph offers.
 
-    ``layers``: the same component cut into layers, where that can be done; ``granularity`` says how this one is cut.
+    ``granularity``: what the groups consist of. ``layers``: the same component split into layers, None if that is not possible.
     """
 
     name: str
@@ -158,31 +160,31 @@ class ComponentNumbers:
     layers: ComponentNumbers | None = None
 
     def weight_bytes(self, variant: int = 0) -> int:
-        """Bytes on the device when all blocks of ``variant`` are present."""
+        """Device bytes of all blocks of variant number ``variant``."""
         return sum(len(k.blocks) * b for k, b in zip(self.groups, self.variants[variant].block_bytes, strict=True))
 
     def held_as(self, variant: str) -> ComponentNumbers:
-        """The component with the variant of this name alone, its layers too; nothing need be allowed for it any more."""
+        """The component, and its `layers`, with only the variant of this name, which no longer requires a permission."""
         kept = tuple(replace(of, needs="") for of in self.variants if of.name == variant)
         layers = self.layers and self.layers.held_as(variant)
         return replace(self, variants=kept, layers=layers if layers and layers.streamable else None)
 
     @property
     def streamable(self) -> bool:
-        """Whether one of the variants may be streamed."""
+        """Whether at least one variant may be streamed."""
         return any(variant.streamable for variant in self.variants)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How a phase uses a component.
+    """How a phase uses a component. Indices k are block groups.
 
-    ``calls``: entries from outside. ``group_calls[k]``: in how many of them the blocks of class k run (0: not needed here).
-    ``seconds[k]``: compute of ONE block of class k in ONE call. ``order``: the compute of one call as it happens, as (class, block
-    in it, seconds), the rest's before, between and behind the blocks'; empty: class after class, block after block.
-    ``passes[k]``: how often a block of class k runs in one call (empty: once); ``seconds`` are of all of them. ``beside_bytes[k]``:
-    the most that lives beyond weights, values and carry while a block of class k runs (empty: as much as at any time).
-    ``layers``: the same use of the component cut into layers.
+    ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run (0: not needed in this phase).
+    ``seconds[k]``: compute of ONE block of group k in ONE call, all its passes together. ``order``: compute of one call in order,
+    as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
+    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``beside_bytes[k]``: most
+    bytes live beyond weights, values and live-in bytes while a block of group k runs; empty: assume the phase's peak. ``layers``:
+    the same use with the component split into layers.
     """
 
     component: str
@@ -195,11 +197,11 @@ class Use:
     layers: Use | None = None
 
     def passes_of(self, number: int) -> int:
-        """How often a block of class ``number`` runs in one call."""
+        """How often a block of group ``number`` runs in one call."""
         return self.passes[number] if self.passes else 1
 
     def group_calls_in(self, part: str) -> tuple[int, ...]:
-        """Calls per class in ``part``: at most one in ``first``, the others in ``rest``, none in ``load``."""
+        """Calls per group in the slot ``part``: at most one in ``first``, all others in ``steady``, none elsewhere."""
         if part == "first":
             return tuple(min(1, n) for n in self.group_calls)
         return tuple(max(0, n - 1) for n in self.group_calls) if part == "steady" else tuple(0 for _ in self.group_calls)
@@ -207,12 +209,12 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class PhaseNumbers:
-    """A stretch of a stage in which the same components are entered, from its first entry to the next phase's first entry.
+    """A part of a stage in which the same components are called, from its first call to the first call of the next phase.
 
-    ``live_in_bytes``: device bytes at its entry beyond weights and `values` (the op's inputs and locals); they bind the load slot.
-    ``first_bytes``, ``steady_bytes``: the most that lives beyond weights, values and carry, up to and during the first call of
-    every component, and during the others. ``glue_bytes``: as much of them as lives there where all components compute on the
-    CPU: what the op's own code makes, and what the calls return.
+    ``live_in_bytes``: device bytes live at its entry beyond weights and `values`: the op's inputs and locals. They count in the
+    load slot too. ``first_bytes``, ``steady_bytes``: peak bytes beyond weights, values and live-in bytes, up to the end of every
+    component's first call, and after it. ``glue_bytes``: that peak if all components compute on the CPU: tensors made by the op's
+    own code, and what the calls return.
     """
 
     stage: str
@@ -231,13 +233,14 @@ class PhaseNumbers:
 
     @property
     def steady_calls(self) -> int:
-        """The most calls any of its components has beyond the first; 0 means that there is no rest slot."""
+        """Calls after the first, of the component with the most; 0 means that the phase has no steady slot."""
         return max((use.calls - 1 for use in self.uses), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueNumbers:
-    """A value between stages: device bytes, and the phases (inclusive indices into `Problem.phases`) at whose entry it lives."""
+    """A value that flows between stages. ``nbytes``: on the device. It is live at the entry of the phases ``first_phase`` to
+    ``last_phase`` (inclusive indices into `Problem.phases`)."""
 
     name: str
     nbytes: int
@@ -250,17 +253,17 @@ class ValueNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """What is demanded of a component, whether it saves time or not.
+    """A placement that every plan must follow for a component, even if another one is faster.
 
-    pin       its backing store is pinned
-    keep      every block is on the device from its first use to the end of the run
-    exclude   no block that can be streamed stays: all of them pass through the ring in every call
-    whole     not streamed: whole on the device in every slot that computes with it
-    drop      on the device in its own phases only, loaded anew for each of them
+    pin       the backing store is pinned
+    keep      all blocks stay on the device from their first use to the end of the run
+    exclude   no streamable block stays on the device: all are streamed in every call
+    whole     never streamed: all blocks are on the device in every slot that computes with the component
+    drop      on the device during its own phases only, and loaded again for each of them
 
         phase     a        b        a
         keep      ####     ####     ####
-        exclude   ~~~~              ~~~~     # held   ~ streamed
+        exclude   ~~~~              ~~~~     # resident   ~ streamed
         whole     ####     (may)    ####
         drop      (may)             (may)
     """
@@ -271,9 +274,9 @@ class Directive:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """Another way to run ``stage``: its phases where ``name`` (tiling, slicing, ...) is chosen in place of the plain way.
+    """An alternative way to run ``stage``: ``phases`` replace the stage's own if ``name`` (tiling, slicing, ...) is chosen.
 
-    ``needs``: what must be allowed, since the output changes; "": nothing changes.
+    ``needs``: permission required because the output changes; "": none.
     """
 
     stage: str
@@ -284,11 +287,11 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything a plan depends on. Equal problems have equal digests, and equal plans. ``directives``: as `directed` puts them.
+    """Everything a plan depends on. Equal problems have equal digests and equal plans.
 
-    The first variant of a component, the phases and the order of stages as they stand are what a graph says plainly; `apply_choices` turns
-    a problem and a plan's choices into a problem that has just these. ``runs`` above 1 makes it a session: a first run, and
-    ``runs - 1`` further ones that begin with what is on the device and the host by then.
+    A component's first variant, ``phases`` and their order are the graph's defaults; `apply_choices` returns the problem with a
+    plan's choices in their place. ``directives``: sorted, as `directed` returns them. ``runs`` above 1 makes the problem a session:
+    a first run, and ``runs - 1`` runs that start with the device and host state that the previous run left.
     """
 
     graph: str
@@ -302,25 +305,25 @@ class Problem:
     values: tuple[ValueNumbers, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())
     directives: tuple[Directive, ...] = ()
-    reserve_bytes: int = 0  # of the budget, left to other programs
-    until: str = ""  # the stage that the graph was cut behind; "": the whole graph
-    precomputed: tuple[str, ...] = ()  # stages whose outputs are handed in: neither planned nor run
-    pinned_bytes: int | None = None  # budget of page-locked RAM; None: what RAM allows
-    disk_bytes: int | None = None  # budget of bytes to be written to disk; None: none is set
+    reserve_bytes: int = 0  # part of the budget left to other programs
+    until: str = ""  # last stage of a truncated graph; "": the whole graph
+    precomputed: tuple[str, ...] = ()  # stages whose outputs are precomputed: neither planned nor run
+    pinned_bytes: int | None = None  # limit of page-locked RAM; None: ram_bytes
+    disk_bytes: int | None = None  # limit of bytes written to disk; None: no limit
     runs: int = 1
-    precedence: tuple[tuple[str, str], ...] | None = None  # (earlier, later) stages; None: the order of the phases
+    precedence: tuple[tuple[str, str], ...] | None = None  # (earlier, later) stages; None: the order is fixed
     options: tuple[StageOption, ...] = ()
-    allow: tuple[str, ...] = ()  # what of the variants' and options' needs may be used
-    commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of what weights are read from, where that is known
+    allow: tuple[str, ...] = ()  # permissions granted, of those in Variant.needs and StageOption.needs
+    commits: tuple[tuple[str, str], ...] = ()  # (repository, commit) of the weights, where known
 
     @property
     def overhead_bytes(self) -> int:
-        """What of the budget no tensor may use: context, workspace and the reserve."""
+        """Bytes of the budget that are not for tensors: context, workspace and reserve."""
         return self.hardware.context_bytes + self.hardware.workspace_bytes + self.reserve_bytes
 
     @property
     def effective_bytes(self) -> int:
-        """What tensors may use: the budget (or the capacity, if less) minus context, workspace and the reserve."""
+        """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and reserve."""
         return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
     def component(self, name: str) -> ComponentNumbers:
@@ -331,15 +334,15 @@ class Problem:
         raise KeyError(name)
 
     def value_bytes(self, phase: int) -> int:
-        """Bytes of the values that live on the device when phase number ``phase`` is entered."""
+        """Bytes of all values that are live on the device at the entry of phase number ``phase``."""
         return sum(v.nbytes for v in self.values if v.first_phase <= phase <= v.last_phase)
 
     def demanded(self, component: str) -> frozenset[Placement]:
-        """What directives demand of ``component``."""
+        """Placements that directives demand of ``component``."""
         return frozenset(of.placement for of in self.directives if of.component == component)
 
     def usable(self, component: ComponentNumbers) -> tuple[int, ...]:
-        """Indices of the variants that a plan may choose: what they need is allowed, and the backing store pinned where demanded."""
+        """Indices of the variants that a plan may choose: permitted, and with a pinned backing store if ``pin`` is demanded."""
         pinned = "pin" in self.demanded(component.name)
         return tuple(
             index
@@ -349,36 +352,35 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the canonical JSON form, first 16 hexadecimal digits. What came later counts only where it is used, so that
-        plans made before keep their digests."""
-        return _digest_of(_Itself(self))
+        """SHA-256 of the canonical JSON form without `OMITTED_DEFAULTS`, first 16 hexadecimal digits."""
+        return _digest_of(_ById(self))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, complete: an equal problem can be made from it."""
+        """A JSON-serializable dictionary from which an equal problem can be made."""
         return asdict(self)
 
 
-class _Itself:
-    """A problem that is equal to itself alone: 1 and 1.0 are equal, their JSON forms are not."""
+class _ById:
+    """A cache key that compares problems by identity: 1 == 1.0, but their JSON forms differ."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.problem is other.problem
+        return isinstance(other, _ById) and self.problem is other.problem
 
     def __hash__(self) -> int:
         return id(self.problem)
 
 
-@functools.lru_cache(maxsize=16)  # asked for with every plan that is made or checked
-def _digest_of(itself: _Itself) -> str:
-    text = json.dumps(_used(asdict(itself.problem)), sort_keys=True, separators=(",", ":"))
+@functools.lru_cache(maxsize=16)  # read for every plan that is made or checked
+def _digest_of(key: _ById) -> str:
+    text = json.dumps(_without_defaults(asdict(key.problem)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _used(content: Any) -> Any:
-    """``content`` without the `LATER` fields that have their defaults."""
+def _without_defaults(content: Any) -> Any:
+    """``content`` without the `OMITTED_DEFAULTS` fields that have their default value, at any depth."""
     if isinstance(content, dict):
-        return {key: _used(value) for key, value in content.items() if key not in LATER or value != LATER[key]}
-    return [_used(item) for item in content] if isinstance(content, (list, tuple)) else content
+        return {k: _without_defaults(v) for k, v in content.items() if k not in OMITTED_DEFAULTS or v != OMITTED_DEFAULTS[k]}
+    return [_without_defaults(item) for item in content] if isinstance(content, (list, tuple)) else content

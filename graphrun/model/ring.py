@@ -1,11 +1,12 @@
-"""Where streamed blocks lie in a component's staging buffer, and whom each has to wait for. Pure arithmetic: simulator and executor
-place the same blocks in the same order and so get the same offsets; neither time nor device is known here.
+"""Ring buffer for the streamed blocks of one component: the offset of each block, and the earlier blocks it overwrites.
+
+Pure arithmetic, without time or device. Simulator and executor place the same blocks in the same order and get the same offsets.
 
     capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1    | block 2 |
-              ^ placed after 2, over block 0                          2 lies at the end where 3 is the longer of the two
+              ^ placed after block 2, over block 0                    block 3 is longer: block 2 goes to the ring's end
 
-A block that is larger than the ring passes alone: it comes when compute has reached it, in the ring's place, and takes what the
-ring has not from the activation that is not there while it runs.
+A block larger than the ring passes alone: it replaces the whole ring, is copied once compute has reached it, and takes the missing
+bytes from activation memory that is unused while the block runs.
 """
 
 from __future__ import annotations
@@ -15,24 +16,27 @@ from typing import NamedTuple
 
 
 class RingSlot(NamedTuple):
-    """Bytes ``offset .. offset + nbytes`` of the ring, and the placements (numbered from 0, ascending) that lay there or before
-    them: all must have been computed with before the new block may be written. Waiting for the last suffices where compute runs in
-    the order of placing. A number is released once. ``offset`` -1: the block lies alone, in a buffer of its own in place of the
-    ring, from when compute comes to it until it was computed with."""
+    """Where a block goes: bytes ``offset .. offset + nbytes`` of the ring.
+
+    ``released``: numbers (from 0, ascending) of the earlier placements whose bytes are reused, and of all placements before them.
+    Their compute must be done before the new block is written; where compute runs in placement order, waiting for the last one is
+    enough. Each number is released once. ``offset`` -1: the block passes alone, in a buffer that replaces the ring from the time
+    compute reaches the block until it is done with it.
+    """
 
     offset: int
     released: tuple[int, ...]
 
     @property
     def alone(self) -> bool:
-        """Whether the block does not lie in the ring."""
+        """Whether the block replaces the ring instead of lying in it."""
         return self.offset < 0
 
 
 class Ring:
-    """A ring of ``capacity_bytes`` in which blocks lie whole, first in, first out. The i-th call of `place` is placement number i.
+    """A first-in first-out ring of ``capacity_bytes``. Every block is contiguous. The i-th call of `place` is placement number i.
 
-    Where the sizes of blocks and of the ring are multiples of an alignment, so are the offsets.
+    If the sizes of all blocks and of the ring are multiples of an alignment, so are the offsets.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -42,12 +46,12 @@ class Ring:
         self._live: deque[tuple[int, int, int]] = deque()  # number, start, end; oldest first
 
     def place(self, nbytes: int, following_bytes: int = 0, room_bytes: int = 0) -> RingSlot:
-        """The next block's place: behind the last one, or at 0 where it would not fit there whole.
+        """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it does not fit there.
 
-        ``following_bytes``: of the block after it, where that is known. If it will have to go to 0 and would lie over this one
-        there, this one goes to the ring's very end, so that the two never wait for each other in a ring with room for both.
-        ``room_bytes``: what of the activation is not there while the block runs. Raises ValueError for one larger than that and the
-        ring together.
+        ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go to offset 0 and would overlap
+        this one there, this one goes to the end of the ring; so two consecutive blocks never overlap in a ring with room for
+        both. ``room_bytes``: activation memory that is unused while the block runs. Raises ValueError if the block is larger than
+        the ring plus ``room_bytes``.
         """
         if nbytes > self.capacity_bytes:
             if nbytes > self.capacity_bytes + room_bytes:

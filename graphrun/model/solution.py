@@ -1,6 +1,6 @@
-"""A plan with its proof, apart from the solver that made it: reading a saved plan needs no solver.
+"""The result of solving: a plan with its bound. Kept apart from the solver, so that loading a saved plan does not import it.
 
-``bound`` and ``objective`` are of the program that was solved; a plan's own seconds and bytes come from `simulate` alone.
+``bound_seconds`` and ``objective_seconds`` refer to the integer program; a plan's own seconds and bytes come from `simulate` alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from graphrun.model.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The plan and how good it is. ``objective_seconds``: what the program says it takes (`simulate` is what is printed);
-    ``bound_seconds``: no plan of this program takes less; ``gap``: by how much, relatively, the best that the program was solved to
-    may be above that. The plan is that one, or one that the simulator finds faster. In a session both are of all its runs
-    together, and ``again_seconds`` is what one further run takes."""
+    """A plan and its quality.
+
+    ``objective_seconds``: the integer program's objective for its best solution (the screen prints `simulate`'s seconds instead).
+    ``bound_seconds``: lower bound on the objective of any plan of this program. ``gap``: relative distance of the best solution
+    from that bound. ``plan`` is the best solution, or a plan that simulates faster. In a session, objective and bound cover all
+    runs, and ``again_seconds`` is the time of one run after the first.
+    """
 
     problem: Problem
     plan: Plan

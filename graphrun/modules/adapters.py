@@ -1,7 +1,7 @@
-"""IP-Adapters: what their files add to a component, a projection of picture embeddings and more keys and values for attention.
+"""IP-Adapters: a projection of image embeddings, and additional key and value weights for cross-attention.
 
-Decides where their tensors stand in the module; the library's own loader says what each file is. The meta module gets them from the
-file's header alone.
+diffusers' own loader interprets the files; this module says under which names their tensors belong to the component. For a meta
+module only the header of a file is read.
 
     image_proj.proj.weight         ->   encoder_hid_proj.image_projection_layers.0.image_embeds.weight
     ip_adapter.1.to_k_ip.weight    ->   down_blocks.1...attn2.processor.to_k_ip.0.weight
@@ -21,11 +21,13 @@ from graphrun.graph.graph import Component
 from graphrun.modules.sources import Source
 
 
-def adapt(component: Component, module: Any) -> Any:
-    """``module``, with what the IP-Adapters of ``component`` add to it, on meta and without data."""
+def add_ip_adapters(component: Component, module: Any) -> Any:
+    """Adds the attention processors and projections of ``component``'s IP-Adapters to ``module``, with tensors on meta. Returns
+    ``module``.
+    """
     if component.ip_adapters:
         with torch.device("meta"):
-            attention, layers = _made(component, module, _headers)
+            attention, layers = _converted(component, module, _meta_tensors)
         from diffusers.models.embeddings import MultiIPAdapterImageProjection
 
         for processor in attention.values():
@@ -38,18 +40,22 @@ def adapt(component: Component, module: Any) -> Any:
 
 
 def adapter_tensors(component: Component, module: Any) -> dict[str, torch.Tensor]:
-    """The tensors of its IP-Adapters by their names in ``module``, which `adapt` returned, in its dtype on the CPU."""
+    """The tensors of ``component``'s IP-Adapters, on the CPU in the component's dtype, by their names in ``module``.
+
+    ``module`` is one that `add_ip_adapters` returned. Empty where the component has no IP-Adapters. Raises GraphError for a file
+    that cannot be read or does not fit.
+    """
     if not component.ip_adapters:
         return {}
-    attention, layers = _made(component, module, _contents)
+    attention, layers = _converted(component, module, _load_tensors)
     named: dict[str, nn.Module] = {name: part for name, part in attention.items() if isinstance(part, nn.Module)}
     named |= {f"encoder_hid_proj.image_projection_layers.{number}": layer for number, layer in enumerate(layers)}
     found = {f"{name}.{key}": tensor for name, part in named.items() for key, tensor in part.state_dict().items()}
     return {name: tensor.to(getattr(torch, component.dtype)) for name, tensor in found.items()}
 
 
-def fill_adapters(component: Component, module: nn.Module) -> nn.Module:
-    """``module`` with the data of its IP-Adapters in place."""
+def load_ip_adapters(component: Component, module: nn.Module) -> nn.Module:
+    """Gives the IP-Adapter parameters of ``module`` their values from the files. Returns ``module``."""
     for name, tensor in adapter_tensors(component, module).items():
         path, _, key = name.rpartition(".")
         module.get_submodule(path)._parameters[key] = nn.Parameter(tensor, requires_grad=False)
@@ -57,7 +63,7 @@ def fill_adapters(component: Component, module: nn.Module) -> nn.Module:
 
 
 class AdapterSource:
-    """``source``, and ``tensors`` that are an adapter's."""
+    """A source that returns ``tensors``, those of IP-Adapters, by name, and reads every other tensor from ``source``."""
 
     plain = False
 
@@ -65,7 +71,7 @@ class AdapterSource:
         self._source, self._tensors = source, dict(tensors)
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Bytes that were read for ``target``."""
+        """Writes the tensor ``name`` to ``target``. Returns the bytes read."""
         if name not in self._tensors:
             return self._source.into(name, target)
         target.copy_(self._tensors[name])
@@ -76,17 +82,23 @@ class AdapterSource:
         self._source.close()
 
 
-def _made(component: Component, module: Any, read: Callable[[Path], dict[str, torch.Tensor]]) -> tuple[dict[str, Any], list[Any]]:
-    """Attention processors by name and projections, made of what ``read`` finds in the files."""
-    place = f"components.{component.name}.ip_adapters"
+def _converted(
+    component: Component, module: Any, read: Callable[[Path], dict[str, torch.Tensor]]
+) -> tuple[dict[str, Any], list[Any]]:
+    """The attention processors by name and the list of image projections, as diffusers converts them.
+
+    ``read(file)`` returns the tensors of a file by key. Raises GraphError for a file that cannot be read or does not fit the
+    component.
+    """
+    label = f"components.{component.name}.ip_adapters"
     if not hasattr(module, "_convert_ip_adapter_attn_to_diffusers"):
-        raise GraphError(f"{place}: {component.class_path} takes none", component.where)
+        raise GraphError(f"{label}: {component.class_path} does not support IP-Adapters", component.where)
     states = []
     for adapter in component.ip_adapters:
         try:
             tensors = read(Path(adapter.file))
-        except Exception as error:  # noqa: BLE001  (safetensors raises a class of its own for each fault)
-            raise GraphError(f"{place}: {adapter.file} cannot be read: {error}", component.where) from error
+        except Exception as error:  # noqa: BLE001  (safetensors raises various exception classes)
+            raise GraphError(f"{label}: {adapter.file} cannot be read: {error}", component.where) from error
         parts = ("image_proj", "ip_adapter")
         states.append({part: {k[len(part) + 1 :]: t for k, t in tensors.items() if k.startswith(f"{part}.")} for part in parts})
     try:
@@ -95,18 +107,18 @@ def _made(component: Component, module: Any, read: Callable[[Path], dict[str, to
     except (KeyError, RuntimeError, IndexError, ValueError) as error:
         names = ", ".join(adapter.file for adapter in component.ip_adapters)
         text = " ".join(str(error).split())[:300]
-        raise GraphError(f"{place}: {names} does not fit {component.class_path}: {text}", component.where) from error
+        raise GraphError(f"{label}: {names} does not fit {component.class_path}: {text}", component.where) from error
     return attention, layers
 
 
-def _headers(file: Path) -> dict[str, torch.Tensor]:
+def _meta_tensors(file: Path) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
         return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in opened.keys()}  # noqa: SIM118
 
 
-def _contents(file: Path) -> dict[str, torch.Tensor]:
+def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(file)

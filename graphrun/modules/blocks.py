@@ -1,6 +1,6 @@
-"""Which tensors of a module belong to which block, and where each lies inside its block's buffer.
+"""Assigns every tensor of a module to a block, and computes its offset in the block's buffer.
 
-Decides the layout alone: the estimator multiplies it out on meta, the executor copies by it, so both count the same bytes.
+Layout only. The estimator applies it to meta modules and the executor to real ones, so both count the same bytes.
 
     block "transformer_blocks.0"      one buffer, one copy
     | weight        |pad| bias |pad| ... |     every tensor starts at a multiple of ALIGNMENT
@@ -17,29 +17,33 @@ from torch import nn
 
 from graphrun.units import round_up
 
-# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment; PyTorch's own allocations start at 512 on CUDA
-# and 64 on CPU. 256 keeps every view as well aligned as cuBLASLt's heuristics ask for (they look at up to 256).
+# Vectorized kernels and cuBLAS choose other code paths below 16-byte alignment. PyTorch's own allocations are aligned to 512 bytes
+# on CUDA and 64 on the CPU. cuBLASLt's heuristics look at alignments of up to 256 bytes, so 256 gives every view the alignment they
+# ask for.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """One entry of ``owner._parameters``, ``owner._buffers`` or, where a quantized layer holds more, ``owner.__dict__``."""
+    """Where a module refers to a tensor: an entry of ``owner._parameters``, ``owner._buffers`` or, for the state of a quantized
+    layer, ``owner.__dict__``.
+    """
 
     owner: Any
     kind: str  # "_parameters", "_buffers" or "__dict__"
     key: str
 
     def put(self, tensor: torch.Tensor) -> None:
-        """``tensor`` is what stands here from now on."""
+        """Sets ``tensor`` at this location."""
         getattr(self.owner, self.kind)[self.key] = tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One distinct tensor of a block: its bytes at ``offset``, and every place that shares it (ties are one entry).
+    """One distinct tensor of a block: ``nbytes`` at ``offset``, and every location that refers to it (tied tensors are one entry).
 
-    ``names``: those under which the module knows it. ``field``: which of a quantized weight's tensors it is; "": a plain tensor.
+    ``names``: the names of the parameter or buffer in the module. ``field``: which of a quantized weight's tensors this is; "" for
+    a plain tensor.
     """
 
     offset: int
@@ -52,7 +56,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """A block's buffer: ``nbytes`` including alignment, and the tensors in it."""
+    """The buffer of a block: ``nbytes`` including alignment padding, and its tensors."""
 
     path: str
     nbytes: int
@@ -60,7 +64,7 @@ class BlockLayout:
 
 
 @dataclass(slots=True)
-class _Found:
+class _TensorUses:
     tensor: torch.Tensor
     field: str
     locations: list[TensorLocation]
@@ -68,41 +72,42 @@ class _Found:
     owners: set[str]
 
 
-def lay_out(module: nn.Module, paths: Sequence[str], *, by_layer: bool = False) -> dict[str, BlockLayout]:
-    """The layout of every block in ``paths`` (the root ``""`` included, it takes what no other block does).
+def lay_out(module: nn.Module, paths: Sequence[str], *, split_layers: bool = False) -> dict[str, BlockLayout]:
+    """The layout of every block in ``paths``, by path. The root ``""`` is always included: it has the tensors of no other block.
 
-    Parameters and buffers count alike, persistent or not, and so do the statistics that quantized layers hold beside them. A tensor
-    tied across blocks belongs to the root, which is never streamed; ``by_layer`` one that only one of ``paths`` has belongs there,
-    since a layer is a block only where nothing else reads its tensors. Works on meta modules too.
+    Parameters and buffers count alike, persistent or not, and so do the statistics of quantized layers. A tensor tied across blocks
+    belongs to the root, which is never streamed. With ``split_layers`` (``paths`` are single layers), a tensor that exactly one of
+    ``paths`` and the root share belongs to that layer, because a layer is a block only where nothing else reads its tensors. Works
+    on meta modules too.
     """
-    found: dict[int, _Found] = {}
-    known = dict.fromkeys(path for path in paths if path)
-    within = {"": ""}  # the block that a module lies in, which is that of what holds it, or its own
+    found: dict[int, _TensorUses] = {}
+    blocks = dict.fromkeys(path for path in paths if path)
+    block_of = {"": ""}  # module path -> the block it belongs to: itself, or the block of its parent
     for prefix, child in module.named_modules(remove_duplicate=False):
-        owner = within[prefix] = prefix if prefix in known else within[prefix.rpartition(".")[0]]
-        for tensor, field, place, key in held(child):
-            item = found.setdefault(id(tensor), _Found(tensor, field, [], [], set()))
-            item.owners.add(owner)
-            item.names.append(f"{prefix}.{key}" if prefix else key)
-            if not any(p.owner is place.owner and (p.kind, p.key) == (place.kind, place.key) for p in item.locations):
-                item.locations.append(place)
-    offsets = dict.fromkeys(("", *known), 0)
+        owner = block_of[prefix] = prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
+        for tensor, field, location, key in held(child):
+            uses = found.setdefault(id(tensor), _TensorUses(tensor, field, [], [], set()))
+            uses.owners.add(owner)
+            uses.names.append(f"{prefix}.{key}" if prefix else key)
+            if not any(o.owner is location.owner and (o.kind, o.key) == (location.kind, location.key) for o in uses.locations):
+                uses.locations.append(location)
+    offsets = dict.fromkeys(("", *blocks), 0)
     entries: dict[str, list[TensorEntry]] = {path: [] for path in offsets}
-    for item in found.values():
-        owners = item.owners - {""} if by_layer else item.owners
+    for uses in found.values():
+        owners = uses.owners - {""} if split_layers else uses.owners
         path = next(iter(owners)) if len(owners) == 1 else ""
-        nbytes = item.tensor.numel() * item.tensor.element_size()
-        names = tuple(dict.fromkeys(item.names))
-        entries[path].append(TensorEntry(offsets[path], nbytes, item.tensor, tuple(item.locations), names, item.field))
+        nbytes = uses.tensor.numel() * uses.tensor.element_size()
+        names = tuple(dict.fromkeys(uses.names))
+        entries[path].append(TensorEntry(offsets[path], nbytes, uses.tensor, tuple(uses.locations), names, uses.field))
         offsets[path] = round_up(offsets[path] + nbytes, ALIGNMENT)
     return {path: BlockLayout(path, offsets[path], tuple(entries[path])) for path in offsets}
 
 
 def held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, TensorLocation, str]]:
-    """The tensors that ``child`` itself holds: (tensor, field, place, the name of the parameter or buffer they make up).
+    """The tensors that ``child`` itself holds: (tensor, field, location, name of the parameter or buffer that they make up).
 
-    bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (and those of the statistics in ``state2``), and an 8-bit
-    weight again as ``state.CB``, with its scales in ``state.SCB``.
+    bitsandbytes keeps a 4-bit weight's statistics in its ``quant_state`` (nested statistics in ``state2``). It refers to an 8-bit
+    weight a second time as ``state.CB``, with the scales in ``state.SCB``.
     """
     for kind in ("_parameters", "_buffers"):
         for key, tensor in getattr(child, kind).items():
@@ -113,14 +118,14 @@ def held(child: nn.Module) -> Iterator[tuple[torch.Tensor, str, TensorLocation, 
             if nf4 is not None:
                 for owner, label in ((nf4, ""), (getattr(nf4, "state2", None), "nested_")):
                     for name in ("absmax", "code", "offset"):
-                        if isinstance(held := getattr(owner, name, None), torch.Tensor):
-                            yield held, label + name, TensorLocation(owner, "__dict__", name), key
+                        if isinstance(statistic := getattr(owner, name, None), torch.Tensor):
+                            yield statistic, label + name, TensorLocation(owner, "__dict__", name), key
             if int8 is not None:
                 yield tensor, "CB", TensorLocation(int8, "__dict__", "CB"), key
                 yield int8.SCB, "SCB", TensorLocation(int8, "__dict__", "SCB"), key
 
 
 def _int8_state(child: nn.Module) -> Any:
-    """The state of an 8-bit layer that is quantized already."""
+    """The ``MatmulLtState`` of an 8-bit layer that is already quantized, else None."""
     state = child.__dict__.get("state")
     return state if isinstance(getattr(state, "SCB", None), torch.Tensor) else None

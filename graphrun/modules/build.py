@@ -1,13 +1,11 @@
-"""Makes the modules and parts that a graph declares: as meta modules on meta, with random weights, or with those of a source.
+"""Builds the components and parts that a graph declares: on meta, with random weights, or with the weights of a source.
 
-Decides how a class and a config become a module. Must not know plans, devices other than the CPU, or pipelines.
+Runs on the CPU and meta only; knows no plans and no pipelines.
 
-    meta module    class + config                        on meta, no weights: for sizes
-    build    class + config + source (or seed)     on the CPU, real weights
-    draft    class + config + precision            parameters on meta, and a writer that gives any block its bytes
-    all      the same tensors, shapes and dtypes (but for the precision); frozen; in eval mode
-
-What holds while modules are made: no progress bars, a dtype, parameters without bytes. Knows no graph.
+    meta_module   class + config                       on meta, no weights: for sizes
+    build         class + config + source (or seed)    on the CPU, real weights
+    draft         class + config + precision           parameters on meta, and a writer for the bytes of each block
+    all           the same tensors, shapes and dtypes (except for the precision); frozen; in eval mode
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph, Part
 from graphrun.graph.values import did_you_mean
-from graphrun.modules.adapters import AdapterSource, adapt, adapter_tensors, fill_adapters
+from graphrun.modules.adapters import AdapterSource, adapter_tensors, add_ip_adapters, load_ip_adapters
 from graphrun.modules.classes import resolve_class
 from graphrun.modules.contents import Content, as_stored, content_of, read_as, refuse_missing, replace_layers, scale_name
 from graphrun.modules.lora import LoraSource, deltas_of, fuse
@@ -38,26 +36,26 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import quantizable_layers
 from graphrun.modules.source_files import config_file, find_folder, local_folder, weight_files
 from graphrun.modules.sources import Composed, FileSource, LoadedSource, RandomSource, Source, Writer, fill
-from graphrun.modules.stored import here
+from graphrun.modules.stored import local_weights
 from graphrun.modules.texts import measured
 
-# What gives a parameter its first values, by name: in place of functions of `torch.nn.init` transformers puts its own. On meta
-# torch runs reference code in Python for each, a third of a meta module's time.
-_DRAWS = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
+# Functions that initialize parameters, by name, because transformers replaces those of `torch.nn.init` by its own. On meta, torch
+# runs Python reference implementations of them, which take a third of a meta module's time.
+_INIT_FUNCTIONS = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
 
 
-class _Undrawn(TorchFunctionMode):
-    """Random numbers for a tensor on meta are not drawn."""
+class _SkipRandomInit(TorchFunctionMode):
+    """Skips the random initialization of tensors on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _DRAWS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+        if getattr(func, "__name__", "") in _INIT_FUNCTIONS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
             return tensor
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars that transformers and diffusers draw while they read files."""
+def no_progress_bars() -> Iterator[None]:
+    """Disables the progress bars of transformers and diffusers."""
     import diffusers.utils.logging
     import transformers.utils.logging
 
@@ -72,9 +70,12 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def unasked() -> Iterator[None]:
-    """transformers does not ask on stdin whether to run code that came with a checkpoint (`resolve_trust_remote_code`), but raises
-    ValueError: a configuration inside another (LLaVA's ``text_config``) may name code too, and no argument says no to that."""
+def no_code_prompt() -> Iterator[None]:
+    """Makes transformers raise ValueError where it would ask on stdin whether to run code that came with a checkpoint.
+
+    Sets the timeout of `resolve_trust_remote_code` to 0. ``trust_remote_code=False`` is not enough: a nested configuration (LLaVA's
+    ``text_config``) may name code too, and that argument does not reach it.
+    """
     from transformers import dynamic_module_utils
 
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
@@ -87,7 +88,7 @@ def unasked() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors are of ``dtype`` where nothing else is said."""
+    """Sets torch's default dtype to ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -98,7 +99,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Tensors are in host memory where nothing else is said, also for a caller who chose otherwise (`torch.set_default_device`)."""
+    """Creates tensors on the CPU by default, also for a caller who chose another device (`torch.set_default_device`)."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -108,24 +109,25 @@ def on_host() -> Iterator[None]:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Parameters are constructed on meta, buffers for real: those that are not saved with the weights are computed there."""
+    """Constructs parameters on meta and buffers for real: buffers that are not saved with the weights are computed there."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False), _Undrawn():
+    with init_empty_weights(include_buffers=False), _SkipRandomInit():
         yield
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Every tensor is constructed on meta."""
-    with torch.device("meta"), _Undrawn():
+    """Constructs every tensor on meta."""
+    with torch.device("meta"), _SkipRandomInit():
         yield
 
 
 __all__ = ["build", "build_part", "draft", "meta_module", "resolve_class"]
 
-# A configuration that a library saved holds keys of other versions and of its own; one written by hand does not.
-_SAVED = frozenset({"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"})
+# A configuration that a library saved also has keys of other versions and of the library itself; its keys are not checked. One
+# written by hand has none of these.
+_SAVED_KEYS = frozenset({"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"})
 _TOKENIZER_KEYS = frozenset(
     {"model_max_length", "padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces"}
     | {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")}
@@ -134,25 +136,27 @@ _TOKENIZER_KEYS = frozenset(
 
 @on_host()
 def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
-    """``component`` on the meta device: its class, config, shapes and dtypes, without a byte of weights.
+    """``component`` on the meta device: its class, config, shapes and dtypes, without weights. Frozen and in eval mode.
 
-    Frozen and in eval mode. Raises GraphError at the component's line when its class or config will not do.
+    Raises GraphError at the component's line for an invalid class or config.
     """
     kind = _module_class(component, trust)
     with on_meta():
-        module = adapt(component, _construct(kind, component))
+        module = add_ip_adapters(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        module.to("meta")  # `torch.Tensor([alpha])` asks no device, as in SVD's mixers
+        module.to("meta")  # `torch.Tensor([alpha])` ignores the default device, as in SVD's mixers
     return _freeze(module, component)
 
 
 @on_host()
 def held_meta_module(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
-    """The `meta_module` of ``component`` with the layers of ``precision``, and what files on this machine hold for it.
+    """The `meta_module` of ``component`` with its layers replaced for ``precision``, and the content of its local files (None
+    without any).
 
-    Its tensors are those that `draft` will have, to the byte. Raises GraphError for files that are broken or another model's.
+    Its tensors have exactly the shapes and dtypes of those that `draft` returns. Raises GraphError for files that are broken or
+    belong to another model.
     """
-    module, place = meta_module(component, trust), here(component, precision)
+    module, place = meta_module(component, trust), local_weights(component, precision)
     content = content_of(component, module, place, precision) if place is not None else None
     replace_layers(module, precision, getattr(torch, component.dtype), content)
     return module, content
@@ -160,43 +164,43 @@ def held_meta_module(component: Component, trust: Sequence[str], precision: str)
 
 @on_host()
 def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
-    """``component`` on the CPU with its weights: those of its source, or random ones that depend on its name and seed alone;
-    with its LoRAs fused.
+    """``component`` on the CPU with its weights, LoRAs fused: those of its source, or random ones that depend on its name and seed
+    only.
 
-    ``random`` gives the latter, from the module and a text to seed it with.
-    Tensor for tensor the shapes and dtypes of its `meta_module`. Raises GraphError at the component's line: a folder or a tensor is
-    missing, a file is corrupt, the source has other shapes than the config.
+    ``random(module, seed)`` sets random weights; ``seed`` is a text. Shapes and dtypes are those of the `meta_module`. Raises
+    GraphError at the component's line for a missing folder or tensor, a corrupt file, or a source whose shapes differ from the
+    config's.
     """
     kind = _module_class(component, graph.trust)
     if component.source is not None:
         place = find_folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
-        module = _from_source(kind, component, graph.trust) if place.is_dir() else _filled(component, graph)
+        module = _load_folder(kind, component, graph.trust) if place.is_dir() else _load_single_file(component, graph)
         fuse(component, module)
         return module
     with empty_parameters():
-        module = adapt(component, _construct(kind, component))
+        module = add_ip_adapters(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
     random(module, f"{component.seed}/{component.name}")
     fuse(component, module)
-    return fill_adapters(component, module)
+    return load_ip_adapters(component, module)
 
 
 @on_host()
 def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module, Writer]:
-    """``component`` in ``precision`` with parameters on meta, buffers on the CPU, and the writer of its blocks.
+    """``component`` in ``precision`` with parameters on meta and buffers on the CPU, and the `Writer` of its blocks.
 
-    A precision that is a dtype takes the place of the component's own; the others replace its linear layers. Weights are read, or
-    made, when the writer is asked: no checkpoint is ever in memory whole. Where a folder's files name tensors in another way than
-    the module, the library's own loader has to be asked, which holds it for as long as blocks are written. Raises what `build`
-    raises.
+    A precision that is a dtype replaces the component's own; any other replaces its linear layers. Weights are read or generated
+    when the writer is called, so no checkpoint is ever in memory whole. One exception: where the files of a folder name tensors
+    differently than the module, the library's own loader reads them all and holds the module for as long as blocks are written.
+    Raises what `build` raises.
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
     kind, own = _module_class(component, graph.trust), getattr(torch, component.dtype)
     with empty_parameters():
-        module = adapt(component, _construct(kind, component))
+        module = add_ip_adapters(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
@@ -205,12 +209,12 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
     names, content, adapters = list(parameters), None, adapter_tensors(component, module)
-    if (given := component.source_in(precision)) is not None:
-        place = find_folder(given, ("*.json", "*.safetensors"), component.where, component.variant)
+    if (location := component.source_in(precision)) is not None:
+        place = find_folder(location, ("*.json", "*.safetensors"), component.where, component.variant)
         content = content_of(component, module, place, precision)
         names = list(dict.fromkeys((*parameters, *saved, *(scale_name(name) for name in content.scales))))
         if place.is_dir() and not saved.keys() - adapters.keys() <= content.pieces.keys():
-            content, source = None, LoadedSource(partial(_from_source, kind, component, graph.trust))
+            content, source = None, LoadedSource(partial(_load_folder, kind, component, graph.trust))
         else:
             refuse_missing(content, saved.keys() - adapters.keys(), component)
             source = FileSource(read_as(content, module, precision, own))
@@ -238,39 +242,39 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
 def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     """The tokenizer, scheduler or processor that ``part`` declares.
 
-    A tokenizer comes from its source, or from its ``file`` when there is no source or while ``planning``: a stand-in does there,
-    since texts are padded. While planning, a text that is not padded to a fixed length is as long as it may be: a plan must hold
-    for every prompt. Everything else comes from its config, if it has one. Raises GraphError at the part's line.
+    A tokenizer comes from its source. It comes from its ``file`` where there is no source or while ``planning``; a stand-in is
+    enough then, because texts are padded. While planning, texts that are not padded to a fixed length get the maximum length,
+    because a plan must hold for every prompt. Every other part comes from its config, or from its source without one. Raises
+    GraphError at the part's line.
     """
     kind = resolve_class(part.class_path, graph.trust, part.where, "part")
-    with _explained(f"parts.{part.name}", part.class_path, part.where, part.source):
+    with _graph_errors(f"parts.{part.name}", part.class_path, part.where, part.source):
         if part.file is not None and (planning or part.source is None):
             return measured(_tokenizer(part, part.file), f"parts.{part.name}", part.where, part.where, longest=planning)
         if part.has_config and part.file is None:
             if hasattr(kind, "from_config"):
-                if not _SAVED & part.config.keys():
+                if not _SAVED_KEYS & part.config.keys():
                     _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
                 return kind.from_config(part.config)
             return measured(kind(**part.config), f"parts.{part.name}", part.where, part.where, longest=planning)
         if part.source is None or not hasattr(kind, "from_pretrained"):
             raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
-        here = local_folder(part.source) if planning else None
-        folder = here or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
-        theirs = any(
-            base.__module__.startswith("transformers.") for base in kind.__mro__
-        )  # diffusers' schedulers run no other code
-        made = kind.from_pretrained(folder, local_files_only=True, **(_NO_CODE if theirs else {}))
+        local = local_folder(part.source) if planning else None
+        folder = local or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
+        # diffusers' schedulers run no remote code and do not take the argument
+        transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+        made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))
         said = f"{folder}/tokenizer_config.json"
         return measured(made, f"parts.{part.name}", said, part.where, longest=planning)
 
 
 def _tokenizer(part: Part, file: Path) -> Any:
-    """The tokenizer in ``file``."""
+    """The fast tokenizer in ``file``."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
-    with _explained(f"parts.{part.name}", str(file), part.where):
+    with _graph_errors(f"parts.{part.name}", str(file), part.where):
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
@@ -282,17 +286,17 @@ def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
 
 
 def _construct(kind: type[Any], component: Component) -> Any:
-    """The module as `from_pretrained` would construct it before it reads weights: its tensors made in the component's dtype."""
-    place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
+    """The module as `from_pretrained` constructs it before it reads weights, with tensors in the component's dtype."""
+    label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
     config = copy.deepcopy(component.config)
     if not component.has_config:
         found = config_file(component.source)
         if found is None:
             found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
         config = read_json(found)
-    if not _SAVED & config.keys():
-        _check_keys(config, _parameters_of(kind), place, component.where)
-    with _explained(place, component.class_path, component.where, component.source), default_dtype(dtype):
+    if not _SAVED_KEYS & config.keys():
+        _check_keys(config, _parameters_of(kind), label, component.where)
+    with _graph_errors(label, component.class_path, component.where, component.source), default_dtype(dtype):
         if hasattr(kind, "load_config"):  # diffusers
             return kind.from_config(config)
         if getattr(kind, "config_class", None) is not None:  # transformers
@@ -300,8 +304,8 @@ def _construct(kind: type[Any], component: Component) -> Any:
         return kind(**config)
 
 
-def _filled(component: Component, graph: Graph) -> nn.Module:
-    """``component`` with the weights that a single file has, read one by one."""
+def _load_single_file(component: Component, graph: Graph) -> nn.Module:
+    """``component`` with the weights of a single file, read tensor by tensor."""
     module, writer = draft(replace(component, loras=()), graph, component.dtype)
     made: dict[int, nn.Parameter] = {}
     for prefix, child in module.named_modules():
@@ -318,32 +322,32 @@ def _filled(component: Component, graph: Graph) -> nn.Module:
     return module
 
 
-def _from_source(kind: type[Any], component: Component, trust: Sequence[str]) -> nn.Module:
+def _load_folder(kind: type[Any], component: Component, trust: Sequence[str]) -> nn.Module:
     folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where, component.variant)
     files = weight_files(folder, component.where, component.variant)
-    place, dtype = f"components.{component.name}", getattr(torch, component.dtype)
-    reading = {**_READING, "variant": component.variant or None}
-    with _explained(place, component.class_path, component.where, component.source), quiet():
+    label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
+    reading = {**_LOAD_OPTIONS, "variant": component.variant or None}
+    with _graph_errors(label, component.class_path, component.where, component.source), no_progress_bars():
         if hasattr(kind, "load_config"):  # diffusers
             module, found = kind.from_pretrained(folder, torch_dtype=dtype, **reading)
         elif getattr(kind, "config_class", None) is not None:  # transformers
-            module, found = kind.from_pretrained(folder, dtype=dtype, **reading, **_NO_CODE)
+            module, found = kind.from_pretrained(folder, dtype=dtype, **reading, **_NO_REMOTE_CODE)
         else:
-            module, found = _load(kind, component, files)
+            module, found = _load_plain(kind, component, files)
     if missing := sorted(found["missing_keys"]):
-        raise GraphError(f"{place}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
+        raise GraphError(f"{label}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
     if component.ip_adapters:
-        module = _freeze(adapt(component, module), component)
-    _compare(module, meta_module(component, trust), component)
-    return fill_adapters(component, _freeze(module, component))
+        module = _freeze(add_ip_adapters(component, module), component)
+    _refuse_differing_tensors(module, meta_module(component, trust), component)
+    return load_ip_adapters(component, _freeze(module, component))
 
 
-_NO_CODE = {"trust_remote_code": False}  # by default transformers asks on stdin
-_READING = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+_NO_REMOTE_CODE = {"trust_remote_code": False}  # the default of transformers is to ask on stdin
+_LOAD_OPTIONS = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
 
 
-def _load(kind: type[Any], component: Component, files: Sequence[Path]) -> tuple[nn.Module, dict[str, list[str]]]:
-    """For classes that have no `from_pretrained`: the tensors of ``files`` under their own names."""
+def _load_plain(kind: type[Any], component: Component, files: Sequence[Path]) -> tuple[nn.Module, dict[str, list[str]]]:
+    """Loads a class that has no `from_pretrained`: the tensors of ``files`` under their own names."""
     from safetensors.torch import load_file
 
     with empty_parameters():
@@ -357,7 +361,7 @@ def _load(kind: type[Any], component: Component, files: Sequence[Path]) -> tuple
 
 
 def _freeze(module: Any, component: Component) -> nn.Module:
-    """Frozen, in eval mode, with the dtypes that `from_pretrained` would give: kept in fp32 where the class asks for it."""
+    """Freezes ``module`` in eval mode and casts it to the dtypes of `from_pretrained`: fp32 where the class keeps it."""
     dtype = getattr(torch, component.dtype)
     made: dict[int, torch.Tensor] = {}
     for prefix, child in module.named_modules():
@@ -374,10 +378,11 @@ def _freeze(module: Any, component: Component) -> nn.Module:
 
 
 def _dtype_of(module: Any, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tensor ``name`` after `from_pretrained` in ``dtype``; ``own`` is what the constructor gave it.
+    """The dtype of the tensor ``name`` after `from_pretrained` in ``dtype``; ``own`` is the dtype that the constructor gave it.
 
-    diffusers casts everything but the modules it keeps, matched by whole names (`load_model_dict_into_meta`); transformers leaves
-    what the constructor decided, and keeps T5's ``wo`` only in fp16, matched anywhere in the name (`_get_dtype_plan`).
+    diffusers casts everything except the modules it keeps in fp32, matched by whole name components (`load_model_dict_into_meta`).
+    transformers leaves the constructor's dtypes, and keeps T5's ``wo`` in fp32 in fp16 only, matched anywhere in the name
+    (`_get_dtype_plan`).
     """
     if not own.is_floating_point or dtype == torch.float32:
         return own
@@ -390,25 +395,27 @@ def _dtype_of(module: Any, name: str, own: torch.dtype, dtype: torch.dtype) -> t
     return torch.float32 if any(re.search(keep.replace("*", ".*"), name) for keep in kept) else own
 
 
-def _compare(module: nn.Module, wanted: nn.Module, component: Component) -> None:
-    """The numbers a plan is made from come from the meta module: a source with other tensors would break every promise."""
+def _refuse_differing_tensors(module: nn.Module, wanted: nn.Module, component: Component) -> None:
+    """Raises GraphError where ``module``'s tensors differ from those of the meta module ``wanted``, which plans are computed
+    from.
+    """
     described = [
         {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in (*m.named_parameters(), *m.named_buffers())}
         for m in (module, wanted)
     ]
-    here, config = described
-    differing = [f"{name} is {here.get(name)}, not {config.get(name)}" for name in config if here.get(name) != config.get(name)]
-    differing += [f"{name} is {here[name]}, not None" for name in here if name not in config]
+    found, config = described
+    differing = [f"{name} is {found.get(name)}, not {config.get(name)}" for name in config if found.get(name) != config.get(name)]
+    differing += [f"{name} is {found[name]}, not None" for name in found if name not in config]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise GraphError(
-            f"components.{component.name}: {component.source} is not what its config says: {'; '.join(differing[:3])}{more}",
+            f"components.{component.name}: {component.source} does not match its config: {'; '.join(differing[:3])}{more}",
             component.where,
         )
 
 
 def _parameters_of(kind: type[Any]) -> frozenset[str]:
-    """The keys that a configuration of ``kind`` may have."""
+    """The valid keys of a configuration of ``kind``."""
     config_class = getattr(kind, "config_class", None)
     if config_class is None:
         return frozenset(inspect.signature(kind.__init__).parameters) - {"self"}
@@ -416,24 +423,26 @@ def _parameters_of(kind: type[Any]) -> frozenset[str]:
     return frozenset(declared | set(config_class.attribute_map))
 
 
-def _check_keys(config: dict[str, Any], known: frozenset[str], place: str, where: str) -> None:
+def _check_keys(config: dict[str, Any], known: frozenset[str], label: str, where: str) -> None:
     for key in config:
         if key not in known:
-            raise GraphError(f"{place}.config: unknown key {key!r}{did_you_mean(key, known)}", where)
+            raise GraphError(f"{label}.config: unknown key {key!r}{did_you_mean(key, known)}", where)
 
 
 @contextmanager
-def _explained(place: str, class_path: str, where: str, source: str | None = None) -> Iterator[None]:
-    """Whatever a library's constructor or loader raises becomes a GraphError at ``where``."""
+def _graph_errors(label: str, class_path: str, where: str, source: str | None = None) -> Iterator[None]:
+    """Turns every exception of a library's constructor or loader into a GraphError at ``where``."""
     try:
-        with unasked():
+        with no_code_prompt():
             yield
     except GraphError:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
         if isinstance(error, ValueError) and "trust_remote_code" in text:
-            text = f"{source or class_path} asks for code of its own (auto_map), and code that comes with a checkpoint is never run"
-            advice = "name a class of transformers, or install its package, name its class and add --trust-package PACKAGE"
-            raise GraphError(f"{place}: {text}: {advice}", where) from error
-        raise GraphError(f"{place}: {class_path} cannot be made: {type(error).__name__}: {text[:400]}", where) from error
+            text = f"{source or class_path} needs its own code (auto_map), and code that comes with a checkpoint is never run"
+            advice = (
+                "name a transformers class, or install the package of the class, name that class and add --trust-package PACKAGE"
+            )
+            raise GraphError(f"{label}: {text}: {advice}", where) from error
+        raise GraphError(f"{label}: {class_path} cannot be constructed: {type(error).__name__}: {text[:400]}", where) from error

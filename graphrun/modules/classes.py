@@ -1,6 +1,6 @@
-"""From a class path in a file to the class, within the packages and kinds of classes that a file may name without anybody's word.
+"""Resolves a class path in a file to the class, and refuses classes that an untrusted file may not name.
 
-Decides what code a file may name. Imports only the package that is named. Must not know files or weights.
+Without further permission a file may name certain kinds of classes of diffusers and transformers. Imports only the named package.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.graph.values import did_you_mean, outside, to_trust
 
 Kind = Literal["component", "part", "pipeline", "blocks"]
-# What a class of diffusers or transformers has to be, by the package and name of one of its bases. ConfigMixin stands for what is
-# made of its configuration alone: diffusers' image processors and pachifiers.
+# The base class that a class of diffusers or transformers must have, by package and name. ConfigMixin covers classes that are
+# constructed from their configuration alone: diffusers' image processors and pachifiers.
 _BASES: dict[str, frozenset[tuple[str, str]]] = {
     "component": frozenset({("torch", "Module")}),
     "part": frozenset(
@@ -28,7 +28,7 @@ _BASES: dict[str, frozenset[tuple[str, str]]] = {
     "pipeline": frozenset({("diffusers", "DiffusionPipeline"), ("diffusers", "ModularPipeline")}),
     "blocks": frozenset({("diffusers", "ModularPipelineBlocks")}),
 }
-_SAID = {
+_DESCRIPTIONS = {
     "component": "a module with weights",
     "part": "a scheduler, guider, tokenizer or processor",
     "pipeline": "a pipeline",
@@ -39,9 +39,9 @@ _SAID = {
 def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "", *kinds: Kind) -> type[Any]:
     """The class that ``class_path`` names, such as ``diffusers.AutoencoderKL``.
 
-    It lives in diffusers or transformers and is of one of ``kinds`` (of any, where none is given), or it lives in a package that
-    the caller trusts. What counts is where the class itself is defined: ``diffusers.utils.x.subprocess.Popen`` is subprocess's.
-    Raises GraphError at ``where``.
+    It must be defined in diffusers or transformers and be one of ``kinds`` (any kind where none is given), or be defined in a
+    package that the caller trusts. The package that counts is the one that defines the class:
+    ``diffusers.utils.x.subprocess.Popen`` belongs to subprocess. Raises GraphError at ``where``.
     """
     package, *steps = class_path.split(".")
     packages = dict.fromkeys((*DEFAULT_ALLOW, *trust))
@@ -55,17 +55,18 @@ def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "",
     own = found.__module__.split(".")[0]
     if own not in packages:
         raise GraphError(f"{class_path} is {found.__module__}.{found.__qualname__}, {outside(own, packages)}", where)
-    if own not in trust and not any(_is(found, kind) for kind in kinds or _BASES):
-        wanted = " nor ".join(_SAID[kind] for kind in kinds or _BASES)
+    if own not in trust and not any(_is_kind(found, kind) for kind in kinds or _BASES):
+        wanted = " nor ".join(_DESCRIPTIONS[kind] for kind in kinds or _BASES)
         raise GraphError(f"{class_path} is not {wanted}, and a file may name no other class here; {to_trust(own)}", where)
     return found
 
 
-def _is(found: type[Any], kind: str) -> bool:
-    if type(found).__name__ == "DummyObject":  # in place of a class whose dependencies are absent; it says so when it is made
+def _is_kind(found: type[Any], kind: str) -> bool:
+    if type(found).__name__ == "DummyObject":  # replaces a class whose dependencies are missing; constructing it says so
         return True
     bases = {(base.__module__.split(".")[0], base.__name__) for base in found.__mro__} & _BASES[kind]
-    # What has only a configuration is made of it; AutoModel and its like look for another class, by a name in a file.
+    # A class with ConfigMixin only is constructed from its configuration. One that also has `from_pretrained`, such as AutoModel,
+    # loads another class by a name in a file.
     return bool(bases) and (bases != {("diffusers", "ConfigMixin")} or not hasattr(found, "from_pretrained"))
 
 

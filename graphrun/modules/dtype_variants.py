@@ -1,12 +1,10 @@
-"""The forms of a component: the dtypes that its tensors are in. Some pipelines cast one while they run, and cast it back.
+"""The dtypes that a component's tensors have during a run: some pipelines cast a component while they run, and cast it back.
 
-Decides what a form is, how it is called, and what its tensors are. Must not know plans, or where the bytes of a form lie.
-
-    form       vae                      vae@float32                   vae
+    variant    vae                      vae@float32                   vae
     pipeline   ... vae.to(float32) ---> ... vae.decode(latents) ... vae.to(float16) --->
 
-Widening loses nothing, so the way back leads to the first form. Rounding does: what is widened behind it is a form of its own.
-Every form's values follow from the first one's, so that they can be copied to a device before the cast comes.
+Widening is exact, so casting back returns the original variant. Narrowing rounds: widening a rounded component gives a variant of
+its own. The values of every variant are computed from the original ones, so they can be copied to a device before the cast happens.
 """
 
 from __future__ import annotations
@@ -20,38 +18,40 @@ import torch
 from torch import nn
 
 Dtypes = tuple[torch.dtype, ...]
-"""Of the distinct tensors of a module, in the order in which its parts have them."""
+"""The dtypes of a module's distinct tensors, in the order of `nn.Module.modules`."""
 Switched = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeVariant:
-    """``dtypes`` now, and those that the values were rounded to on the way, the first ones in front."""
+    """A component's current ``dtypes``, and the dtypes that its values were rounded to on the way, oldest first."""
 
     component: str
     rounded: tuple[Dtypes, ...]
     dtypes: Dtypes
 
     def cast(self, dtypes: Dtypes) -> DtypeVariant:
-        """What a cast to ``dtypes`` makes of it."""
+        """The variant that a cast to ``dtypes`` leads to."""
         exact = all(torch.promote_types(one, other) == other for one, other in zip(self.rounded[-1], dtypes, strict=True))
         return DtypeVariant(self.component, self.rounded if exact else (*self.rounded, dtypes), dtypes)
 
     @property
     def name(self) -> str:
-        """The component's own for its first form."""
+        """The component's own name for its original variant, else ``component@dtype``."""
         if self.rounded == (self.dtypes,):
             return self.component
         floating = sorted({str(dtype).removeprefix("torch.") for dtype in self.dtypes if dtype.is_floating_point})
-        plain = len(floating) == 1 and len(self.rounded) == 1
-        more = "" if plain else "-" + hashlib.sha256(repr((self.rounded, self.dtypes)).encode()).hexdigest()[:4]
-        return f"{self.component}@{'+'.join(floating)}{more}"
+        unambiguous = len(floating) == 1 and len(self.rounded) == 1
+        suffix = "" if unambiguous else "-" + hashlib.sha256(repr((self.rounded, self.dtypes)).encode()).hexdigest()[:4]
+        return f"{self.component}@{'+'.join(floating)}{suffix}"
 
 
 class DtypeVariants:
-    """The forms of ``modules`` since this was made. Their tensors are in the modules' own tables when they are in that form.
+    """The dtype variants that the components ``modules`` have had. A module's own parameters and buffers are those of its current
+    variant.
 
-    ``leave(name)`` is called before the tensors of a form are taken out of its module, ``join(name)`` once those of one are in it.
+    ``leave(name)`` is called before the tensors of a variant are taken out of its module, ``join(name)`` after those of one were
+    put in.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], leave: Switched | None = None, join: Switched | None = None) -> None:
@@ -59,28 +59,30 @@ class DtypeVariants:
         self._leave, self._join = leave, join
         own = {name: tuple(tensor.dtype for tensor in _distinct(module)) for name, module in modules.items()}
         self._now = {name: DtypeVariant(name, (dtypes,), dtypes) for name, dtypes in own.items()}
-        self.known = dict(self._now)  # by name
+        self.known = dict(self._now)  # variants by name
         self._tensors: dict[str, list[torch.Tensor]] = {}
-        self._filled: set[str] = set()
+        self._computed: set[str] = set()
 
     def now(self, component: str) -> DtypeVariant:
-        """The form in which ``component`` is."""
+        """The current variant of ``component``."""
         return self._now[component]
 
     def cast(self, component: str, change: Callable[[], object]) -> DtypeVariant:
-        """``component`` is in the form in which ``change`` leaves it, which casts its tensors in place: it meets twins on meta."""
+        """Switches ``component`` to the variant that ``change`` casts it to. ``change`` casts in place and gets meta copies of the
+        tensors. Returns the variant.
+        """
         module = self._modules[component]
-        kept = _distinct(module)
-        _put(module, [_like(tensor, torch.empty_like(tensor, device="meta")) for tensor in kept])
+        originals = _distinct(module)
+        _replace_tensors(module, [_like(tensor, torch.empty_like(tensor, device="meta")) for tensor in originals])
         try:
             change()
             dtypes = tuple(tensor.dtype for tensor in _distinct(module))
         finally:
-            _put(module, kept)
+            _replace_tensors(module, originals)
         return self.become(self._now[component].cast(dtypes))
 
     def become(self, dtype_variant: DtypeVariant) -> DtypeVariant:
-        """The form's component is in it."""
+        """Switches the variant's component to it, and returns it."""
         before = self._now[dtype_variant.component]
         if dtype_variant != before:
             self.known[dtype_variant.name] = dtype_variant
@@ -88,7 +90,7 @@ class DtypeVariants:
             if self._leave is not None:
                 self._leave(before.name)
             self._tensors[before.name] = _distinct(module)
-            _put(module, self._values(dtype_variant))
+            _replace_tensors(module, self._values(dtype_variant))
             self._now[dtype_variant.component] = dtype_variant
             if self._join is not None:
                 self._join(dtype_variant.name)
@@ -96,7 +98,7 @@ class DtypeVariants:
 
     @contextmanager
     def within(self, dtype_variant: DtypeVariant) -> Iterator[None]:
-        """The component is in ``dtype_variant`` for as long as this lasts."""
+        """Switches the component to ``dtype_variant`` inside this context."""
         before = self._now[dtype_variant.component]
         self.become(dtype_variant)
         try:
@@ -106,23 +108,25 @@ class DtypeVariants:
 
     @property
     def first(self) -> bool:
-        """Whether every component is in its first form."""
+        """Whether every component has its original variant."""
         return all(dtype_variant.name == name for name, dtype_variant in self._now.items())
 
     def begin(self) -> None:
-        """Every component is in its first form, and the values of others follow from it anew: it may have been changed."""
+        """Switches every component to its original variant, whose values may have changed since: all other values will be computed
+        again.
+        """
         for name in self._modules:
             self.become(self.known[name])
-        self._filled.clear()
+        self._computed.clear()
 
     def _values(self, dtype_variant: DtypeVariant) -> list[torch.Tensor]:
-        """The tensors of ``dtype_variant``, with values that follow from those of the first."""
+        """The tensors of ``dtype_variant``, with values computed from the original ones."""
         first, found = self._tensors.get(dtype_variant.component, []), self._tensors.get(dtype_variant.name)
-        if found is not None and (dtype_variant.name == dtype_variant.component or dtype_variant.name in self._filled):
+        if found is not None and (dtype_variant.name == dtype_variant.component or dtype_variant.name in self._computed):
             return found
-        self._filled.add(dtype_variant.name)
+        self._computed.add(dtype_variant.name)
         steps = (*dtype_variant.rounded[1:], dtype_variant.dtypes)
-        made = [_through(tensor, [dtypes[n] for dtypes in steps]) for n, tensor in enumerate(first)]
+        made = [_cast_through(tensor, [dtypes[n] for dtypes in steps]) for n, tensor in enumerate(first)]
         if found is None:
             return made
         for tensor, value in zip(found, made, strict=True):
@@ -131,19 +135,20 @@ class DtypeVariants:
 
 
 class AtRest:
-    """Casts where all weights are the host's: the module's own code carries them out."""
+    """Casts for components whose weights are all in host memory: the module's own code does them."""
 
     def now(self, component: str) -> DtypeVariant:
-        """The one form that the component has."""
+        """The only variant of the component."""
         return DtypeVariant(component, ((),), ())
 
     def cast(self, component: str, change: Callable[[], object]) -> DtypeVariant:
-        """As ``change`` does."""
+        """Calls ``change``."""
         change()
         return self.now(component)
 
 
-def _through(tensor: torch.Tensor, steps: list[torch.dtype]) -> torch.Tensor:
+def _cast_through(tensor: torch.Tensor, steps: list[torch.dtype]) -> torch.Tensor:
+    """``tensor`` cast to each of the dtypes ``steps`` in turn."""
     made = tensor.detach()
     for dtype in steps:
         made = made.to(dtype)
@@ -155,7 +160,8 @@ def _like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
-def _places(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
+def _tensor_locations(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
+    """(table, key) of every parameter and buffer of ``module``; a tied tensor has several."""
     for child in module.modules():
         tables: tuple[dict[str, torch.Tensor | None], ...] = (child._parameters, child._buffers)  # type: ignore[assignment]
         for table in tables:
@@ -164,13 +170,13 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None],
 
 def _distinct(module: nn.Module) -> list[torch.Tensor]:
     """The distinct tensors of ``module``, in order."""
-    held = (table[key] for table, key in _places(module))
-    return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
+    tensors_of_module = (table[key] for table, key in _tensor_locations(module))
+    return list({id(tensor): tensor for tensor in tensors_of_module if tensor is not None}.values())
 
 
-def _put(module: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """``tensors`` in the places of those that ``module`` has, one for each distinct one."""
-    places = list(_places(module))
+def _replace_tensors(module: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Replaces the distinct tensors of ``module`` by ``tensors``, in the same order."""
+    locations = list(_tensor_locations(module))
     order = {id(tensor): number for number, tensor in enumerate(_distinct(module))}
-    for table, key in places:
+    for table, key in locations:
         table[key] = tensors[order[id(table[key])]]

@@ -1,9 +1,9 @@
-"""GGUF files: what their headers say, and how bytes of their types become numbers again (diffusers' own functions).
+"""Reads the headers of GGUF files, and dequantizes their block types with diffusers' own functions.
 
-Decides which types can be held. Must not know modules or plans. Only the header is read: planning needs no more of a file.
+Planning needs the header only.
 
     GGUF | version | tensors, keys | key: value ... | name, shape, type, offset ... | padding | data ............ |
-    row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...      a weight [out in] is [out bytes-of-a-row] uint8
+    row of Q8_0    | scale, fp16 | 32 int8 | scale | 32 int8 | ...      a weight [out in] is [out bytes-per-row] uint8
 
 Format: ggml's docs/gguf.md, versions 2 and 3.
 """
@@ -21,10 +21,10 @@ import torch
 from graphrun.errors import GraphError
 from graphrun.modules.source_files import Stored
 
-# Types that torch has: held as they are, or cast to the component's dtype when they are read.
+# Types that torch has: used as they are, or cast to the component's dtype when they are read.
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-_ALIGNMENT = 32  # of the data, where `general.alignment` says nothing else
-_MOST_ENTRIES = 1 << 20  # of keys, tensors and arrays' dimensions together: a damaged count must not fill memory
+_ALIGNMENT = 32  # of the data, unless `general.alignment` is set
+_MAX_ENTRIES = 1 << 20  # keys, tensors and array elements together: a damaged count must not exhaust memory
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
@@ -32,7 +32,7 @@ _TEXT, _ARRAY = 8, 9
 def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
     """Every tensor of the GGUF ``file``; quantized ones as rows of bytes, with their type.
 
-    Raises GraphError for a file that is none, is cut, or has a tensor of a type that diffusers cannot compute with.
+    Raises GraphError for a file that is not GGUF or is truncated, or has a tensor of a type that diffusers cannot compute with.
     """
     sizes = _sizes(where)
     try:
@@ -46,7 +46,7 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
     except OSError as error:
         raise GraphError(f"{file} cannot be read: {error.strerror}", where) from error
     except (ValueError, struct.error, KeyError, EOFError, OverflowError) as error:
-        raise GraphError(f"{file} is cut or corrupt: its header is not that of a GGUF file; get it again", where) from error
+        raise GraphError(f"{file} is truncated or corrupt: its header is not a GGUF header; download it again", where) from error
     found = []
     for name, shape, number, offset in tensors:
         kind, block, size = sizes.get(number, (f"type {number}", 0, 0))
@@ -58,11 +58,11 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
         nbytes = elements // block * size
         if row % block or start + offset + nbytes > length:
             what = (
-                f"{name} has rows of {row}, not of blocks of {block}"
+                f"{name} has rows of {row} elements, not a multiple of {block}"
                 if row % block
                 else f"it ends at {length} bytes, inside {name}"
             )
-            raise GraphError(f"{file} is cut or corrupt: {what}; get it again", where)
+            raise GraphError(f"{file} is truncated or corrupt: {what}; download it again", where)
         if kind in _PLAIN:
             found.append(Stored(name, _PLAIN[kind], shape, nbytes, str(file), start + offset))
         else:
@@ -72,27 +72,27 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
 
 
 def quantized_types() -> Mapping[str, Any]:
-    """Type -> the function of diffusers that makes numbers of its blocks. Needs the package gguf."""
+    """Type -> diffusers' function that dequantizes its blocks. Needs the package gguf."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     return {kind.name: function for kind, function in dequantize_functions.items() if kind.name not in _PLAIN}
 
 
 def shape_of(rows: torch.Size | tuple[int, ...], kind: str) -> tuple[int, ...]:
-    """The shape of the numbers that ``rows`` of bytes of type ``kind`` hold."""
+    """The shape of the dequantized tensor for ``rows`` of bytes of type ``kind``."""
     block, size = _block(kind)
     return (*rows[:-1], rows[-1] // size * block)
 
 
 def dequantized(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """The numbers in ``data`` [... bytes-of-a-row] of type ``kind``, in fp16 or fp32 as diffusers' `dequantize_gguf_tensor`
-    gives."""
+    """``data`` [... bytes-per-row] of type ``kind`` as numbers, in fp16 or fp32 as diffusers' `dequantize_gguf_tensor` returns."""
     block, size = _block(kind)
     numbers: torch.Tensor = quantized_types()[kind](data.reshape(-1, size), block, size)
     return numbers.reshape(shape_of(data.shape, kind))
 
 
 def _block(kind: str) -> tuple[int, int]:
+    """(elements, bytes) of a block of type ``kind``."""
     import gguf
 
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -100,7 +100,7 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def _sizes(where: str) -> dict[int, tuple[str, int, int]]:
-    """Number of a type -> (name, elements of a block, bytes of one)."""
+    """Number of a type -> (name, elements per block, bytes per block)."""
     try:
         import gguf
     except ImportError as error:
@@ -109,7 +109,7 @@ def _sizes(where: str) -> dict[int, tuple[str, int, int]]:
 
 
 def _header(opened: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
-    """(name, shape with the longest dimension first, type, offset) of every tensor, and where data begin."""
+    """(name, shape with the slowest-varying dimension first, type, offset) of every tensor, and the file offset of the data."""
     read = _Reader(opened)
     if opened.read(4) != b"GGUF" or read.number("I") not in (2, 3):
         raise ValueError("no GGUF")
@@ -128,10 +128,10 @@ def _header(opened: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int
 
 
 class _Reader:
-    """Reads a header's values, and no more of them than a header may have."""
+    """Reads a header's values, up to a limit on entries and text lengths."""
 
     def __init__(self, opened: BinaryIO) -> None:
-        self._opened, self._left = opened, _MOST_ENTRIES
+        self._opened, self._left = opened, _MAX_ENTRIES
 
     def number(self, kind: str) -> Any:
         length = struct.calcsize(f"<{kind}")
@@ -147,7 +147,7 @@ class _Reader:
 
     def text(self) -> str:
         length = self.number("Q")
-        if length > _MOST_ENTRIES:
+        if length > _MAX_ENTRIES:
             raise ValueError("too long")
         data = self._opened.read(length)
         if len(data) != length:
@@ -160,7 +160,7 @@ class _Reader:
         if kind != _ARRAY:
             return self.number(_SCALARS[kind])
         inner, length = self.number("I"), int(self.number("Q"))
-        if inner in _SCALARS:  # as a language model's scores of tokens: nothing here needs them
+        if inner in _SCALARS:  # such as a language model's token scores: not needed
             self._opened.seek(length * struct.calcsize(f"<{_SCALARS[inner]}"), io.SEEK_CUR)
             return None
         self._left -= length

@@ -1,9 +1,9 @@
-"""LoRAs fused into a component's weights while these are read: W + scale * alpha / rank * B A. They take no memory of their own.
+"""Fuses LoRAs into a component's weights while these are read: W + scale * alpha / rank * B A. LoRAs take no memory of their own.
 
-Decides which tensors of a LoRA's file change which weight. Reads the layouts that diffusers writes: ``lora_A.weight`` with
-``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``; with or without the component's name in front; ``alpha`` as a
-tensor or in the file's metadata, else equal to the rank. Rounded as diffusers does with peft on the CPU: both factors cast to the
-weight's dtype, their product in fp32, cast to the weight's dtype, then added in that.
+Reads the layouts that diffusers writes: ``lora_A.weight`` with ``lora_B`` (peft's names), and ``lora.down.weight`` with ``up``;
+with or without the component's name as prefix; ``alpha`` as a tensor or in the file's metadata, else equal to the rank. Rounds as
+diffusers does with peft on the CPU: both factors are cast to the weight's dtype, multiplied in fp32, and the product is cast to the
+weight's dtype and added in that.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Lora
 from graphrun.modules.sources import Source
 
-_ENDS = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
+_SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one file adds to one weight: ``factor`` x up [out r] x down [r in]; both are read when they are asked for."""
+    """What one file adds to one weight: ``factor`` x up [out r] x down [r in]. Both are read when they are needed."""
 
     file: str
     down: str
@@ -34,7 +34,7 @@ class Delta:
     factor: float
 
     def add_to(self, weight: torch.Tensor) -> None:
-        """``weight`` [out in] or [out in h w] with the difference added."""
+        """Adds the delta to ``weight``, [out in] or [out in h w], in place."""
         from safetensors import safe_open
 
         with safe_open(self.file, framework="pt") as opened:
@@ -43,9 +43,9 @@ class Delta:
 
 
 def deltas_of(component: Component, module: nn.Module) -> dict[str, list[Delta]]:
-    """What the LoRAs of ``component`` add, by the names of ``module``'s weights.
+    """The deltas of ``component``'s LoRAs, by the names of ``module``'s weights.
 
-    Raises GraphError for a file that cannot be read, that has nothing for this component, or whose tensors do not fit it.
+    Raises GraphError for a file that cannot be read, has no tensors for this component, or does not fit it.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(remove_duplicate=False)}
     found: dict[str, list[Delta]] = {}
@@ -56,7 +56,7 @@ def deltas_of(component: Component, module: nn.Module) -> dict[str, list[Delta]]
 
 
 def fuse(component: Component, module: nn.Module) -> None:
-    """Adds the LoRAs of ``component`` to ``module``'s weights."""
+    """Adds the LoRAs of ``component`` to ``module``'s weights in place."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, deltas in deltas_of(component, module).items():
         for delta in deltas:
@@ -64,7 +64,7 @@ def fuse(component: Component, module: nn.Module) -> None:
 
 
 class LoraSource:
-    """``source`` with ``deltas`` added to the weights they name."""
+    """A source that adds ``deltas`` to the weights that it reads from ``source``."""
 
     plain = False
 
@@ -72,7 +72,7 @@ class LoraSource:
         self._source, self._deltas = source, dict(deltas)
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Bytes that the source read."""
+        """Writes the fused tensor ``name`` to ``target``. Returns the bytes read from the source."""
         nbytes = self._source.into(name, target)
         for delta in self._deltas.get(name, ()):
             delta.add_to(target)
@@ -84,36 +84,37 @@ class LoraSource:
 
 
 def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
+    """The deltas of one LoRA by weight name; ``shapes`` are those of the component's parameters."""
     sizes, alphas, metadata = _contents(component, lora)
     prefix = f"{component.name}."
-    own = [key for key in sizes if key.startswith(prefix)]
-    bare = own or [key for key in sizes if not key.startswith(("unet.", "transformer.", "text_encoder"))]
-    start = len(prefix) if own else 0
+    prefixed = [key for key in sizes if key.startswith(prefix)]
+    keys = prefixed or [key for key in sizes if not key.startswith(("unet.", "transformer.", "text_encoder"))]
+    start = len(prefix) if prefixed else 0
     halves: dict[str, dict[str, str]] = {}
-    for key in bare:
-        end = next((end for end in _ENDS if key.endswith(end)), "")
-        if end:
-            halves.setdefault(key[start : -len(end)], {})[_ENDS[end]] = key
-    place = f"components.{component.name}.loras"
+    for key in keys:
+        suffix = next((suffix for suffix in _SUFFIXES if key.endswith(suffix)), "")
+        if suffix:
+            halves.setdefault(key[start : -len(suffix)], {})[_SUFFIXES[suffix]] = key
+    label = f"components.{component.name}.loras"
     if not halves:
         named = ", ".join(sorted(sizes)[:3])
-        raise GraphError(f"{place}: {lora.file} has nothing for {component.name}: it has {named}, ...", component.where)
+        raise GraphError(f"{label}: {lora.file} has no tensors for {component.name}: it has {named}, ...", component.where)
     found = {}
     for path, pair in halves.items():
         name, shape = f"{path}.weight", shapes.get(f"{path}.weight")
         if shape is None:
-            raise GraphError(f"{place}: {lora.file} changes {path}, which {component.class_path} does not have", component.where)
+            raise GraphError(f"{label}: {lora.file} changes {path}, which {component.class_path} does not have", component.where)
         if pair.keys() != {"down", "up"} or sizes[pair["up"]][0] != shape[0] or sizes[pair["down"]][1] != shape[1]:
             text = ", ".join(f"{half} {list(sizes[key])}" for half, key in sorted(pair.items()))
-            raise GraphError(f"{place}: {lora.file} does not fit {name} {list(shape)}: it has {text}", component.where)
+            raise GraphError(f"{label}: {lora.file} does not fit {name} {list(shape)}: it has {text}", component.where)
         rank = sizes[pair["down"]][0]
-        alpha = alphas.get(f"{prefix if own else ''}{path}.alpha", metadata.get("lora_alpha", rank))
+        alpha = alphas.get(f"{prefix if prefixed else ''}{path}.alpha", metadata.get("lora_alpha", rank))
         found[name] = Delta(lora.file, pair["down"], pair["up"], lora.scale * float(alpha) / rank)
     return found
 
 
 def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
-    """Shapes by key, alphas by key, and what the metadata say of this component's adapter."""
+    """Shapes by key, alphas by key, and the settings of this component's adapter in the metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not Path(lora.file).is_file():

@@ -1,8 +1,7 @@
-"""What modules memoize: tensors on the device that are no weights of theirs, and would stay there. `functools.lru_cache` keeps
-some, `torch.nn.utils.weight_norm` the weight that it computes before each call, and objects that are no modules (Z-Image's
-`RopeEmbedder`) their tables of positions.
+"""Finds tensors that modules cache on the device outside their weights, so that they can be freed.
 
-Decides where such tensors are looked for. Must not know when they should be emptied.
+Three kinds: results in `functools.lru_cache`, the weight that `torch.nn.utils.weight_norm` computes before each call, and the
+position tables of helper objects that are not modules (Z-Image's `RopeEmbedder`).
 """
 
 from __future__ import annotations
@@ -20,52 +19,57 @@ from graphrun.modules.trees import tensors_in, walk
 
 
 def memos(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """What ``modules`` memoize, to be emptied with ``cache_clear()``: caches of their methods, what `WeightNorm` computed, and what
-    plain objects in them will have put on the device since now."""
+    """The caches of ``modules``, each emptied by its ``cache_clear()``: caches of methods, weights of `WeightNorm`, and tensors
+    that helper objects put on the device after this call.
+    """
     children = [inner for module in modules for inner in module.modules()]
     kinds: set[Any] = {type(child) for child in children}
     caches = {id(cache): cache for kind in kinds for cache in _caches_of(kind)}
     hooks = [(child, hook) for child in children for hook in child._forward_pre_hooks.values()]
-    computed = (_Computed(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
+    computed = (_NormalizedWeight(child, hook.name) for child, hook in hooks if isinstance(hook, WeightNorm))
     helpers = {id(value): value for child in children for value in vars(child).values() if is_helper(value)}
-    return *caches.values(), *computed, *(_Tables(helper, dict(vars(helper))) for helper in helpers.values())
+    return *caches.values(), *computed, *(_HelperTensors(helper, dict(vars(helper))) for helper in helpers.values())
 
 
 def is_helper(value: Any) -> bool:
-    """Whether ``value`` is an object of a library in which a module keeps something, and no module itself: a table of positions."""
+    """Whether ``value`` is an object of diffusers or transformers that is not a module but may hold tensors, such as a table of
+    positions.
+    """
     library = type(value).__module__.startswith(("diffusers", "transformers"))
     return library and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
 def forget(modules: Iterable[nn.Module]) -> None:
-    """Empties what ``modules`` memoize and what is in it, such as Qwen-Image's tables of rotary frequencies."""
+    """Empties the caches of ``modules`` and of the modules in them, such as Qwen-Image's tables of rotary frequencies."""
     for memo in memos(modules):
         memo.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed:
-    """A weight that is computed before each call."""
+class _NormalizedWeight:
+    """A weight that `WeightNorm` computes before each call."""
 
     module: nn.Module
     name: str
 
     def cache_clear(self) -> None:
-        """Of the weight, its shape is left."""
+        """Replaces the weight by a meta tensor of its shape."""
         value = vars(self.module).get(self.name)
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             vars(self.module)[self.name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
-    """What ``helper`` keeps, which was ``before``."""
+class _HelperTensors:
+    """The attributes of ``helper``, which had the values ``before``."""
 
     helper: Any
     before: dict[str, Any]
 
     def cache_clear(self) -> None:
-        """What lies on the device is what it was, or goes to the CPU where that lay there too."""
+        """Restores every attribute that is on the device to its earlier value. One that was on the device before, too, moves to the
+        CPU.
+        """
         for key, value in list(vars(self.helper).items()):
             if _on_device(value):
                 was = self.before.get(key)
@@ -73,8 +77,8 @@ class _Tables:
 
 
 def _on_device(value: Any) -> bool:
-    held = isinstance(value, (torch.Tensor, list, tuple, dict))
-    return held and any(tensor.device.type not in ("cpu", "meta") for tensor in tensors_in(value))
+    may_hold = isinstance(value, (torch.Tensor, list, tuple, dict))
+    return may_hold and any(tensor.device.type not in ("cpu", "meta") for tensor in tensors_in(value))
 
 
 @functools.cache
@@ -84,12 +88,13 @@ def _caches_of(kind: Any) -> tuple[Any, ...]:
 
 
 def _caches(member: Any) -> Iterator[Any]:
-    """``member`` itself, or what it wraps: diffusers wraps its caches once more, to leave them out while it exports."""
-    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if _filled(cell))
+    """``member`` itself if it is a cache, or the cache it wraps: diffusers wraps its caches to bypass them during export."""
+    inside = (cell.cell_contents for cell in getattr(member, "__closure__", None) or () if _has_value(cell))
     yield from (found for found in (member, *inside) if callable(getattr(found, "cache_clear", None)))
 
 
-def _filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
+    """Whether the closure cell has a value."""
     try:
         return cell.cell_contents is not None
     except ValueError:

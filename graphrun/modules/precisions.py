@@ -1,4 +1,4 @@
-"""Names of precisions that are made of linear layers of another kind. Imports nothing: whoever reads plans needs no torch."""
+"""Names of the precisions that replace linear layers by quantized ones. Imports nothing, so that reading a plan needs no torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Quantized layers: which layers of a component become one, what they hold, and how a weight is turned into it.
+"""Quantized linear layers: which layers of a component are replaced, which tensors they hold, and how a weight is quantized.
 
-Decides what int8, nf4 (both bitsandbytes'), fp8 and gguf mean for a module. Must not know devices other than the CPU, plans, or
-where weights come from.
+int8 and nf4 are bitsandbytes'. CPU and meta only; weights come from a `sources.Source`.
 
     nf4     weight -> data [n/2 1] uint8 | absmax, fp32 per 64 elements | code, 16 values        computes in the component's dtype
     int8    weight -> CB [out in] int8   | SCB, fp32 per output feature                          outliers (6 and above) in 16 bits
     fp8     weight -> float8_e4m3fn    (| scale, fp32 per row, where a file has one)             cast back in every call
-    gguf    rows of bytes of a GGUF type, as a file has them                                     made numbers in every call
+    gguf    rows of bytes of a GGUF type, as stored in the file                                  dequantized in every call
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ from torch import nn
 
 from graphrun.modules.gguf import dequantized
 
-BLOCK = 64  # elements to a maximum: bitsandbytes' own default
-THRESHOLD = 6.0  # LLM.int8's, of activations (Dettmers et al. 2022, section 3.2), as transformers and diffusers take it
+BLOCK = 64  # elements per absmax: bitsandbytes' default
+# Outlier threshold of activations in LLM.int8 (Dettmers et al. 2022, section 3.2), the default of transformers and diffusers.
+THRESHOLD = 6.0
 
 
 def quantizable_layers(module: nn.Module, own: torch.dtype) -> dict[str, nn.Linear]:
-    """The linear layers of ``module`` that int8 and nf4 replace, by path: those of dtype ``own`` whose weight nothing shares.
+    """The linear layers of ``module`` that a quantized precision replaces, by path: those of dtype ``own`` whose weight is not
+    shared.
 
-    Left out as the libraries do: what a class keeps in fp32 in any precision (`_keep_in_fp32_modules`), and of transformers' models
-    the output embedding and the last module (`transformers.quantizers.base.get_keys_to_not_convert`).
+    Excludes the same layers as the libraries: modules that a class keeps in fp32 in any precision (`_keep_in_fp32_modules`), and in
+    transformers' models the output embedding and the last module (`transformers.quantizers.base.get_keys_to_not_convert`).
     """
     users: dict[int, int] = {}
     for child in module.modules():
@@ -54,10 +55,10 @@ def convert(
     rows: Mapping[str, tuple[str, int]] | None = None,
     scaled: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Replaces `quantizable_layers` by layers of ``precision`` whose weights are on meta, with the shapes that they will have.
+    """Replaces `quantizable_layers` by layers of ``precision`` whose weights are on meta, with their final shapes.
 
-    ``rows``: for gguf, the weights that the file has quantized, each with its type and bytes of a row; others stay. ``scaled``: for
-    fp8, the weights that have a scale. Returns the names of the weights. Where the module is on the CPU, biases stay as they are.
+    ``rows``: for gguf, the type and bytes per row of each weight that the file has quantized; other layers stay. ``scaled``: for
+    fp8, the weights that have a scale. Returns the names of the replaced weights. Biases stay as they are.
     """
     made = []
     for path, layer in quantizable_layers(module, own).items():
@@ -77,7 +78,7 @@ def convert(
 
 
 def quantized(weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
-    """The tensors that hold ``weight`` [out in] in ``precision``, by field, as bitsandbytes makes them."""
+    """The tensors of ``weight`` [out in] in ``precision`` (nf4 or int8), by field, as bitsandbytes computes them."""
     from bitsandbytes import functional
 
     if precision == "nf4":
@@ -89,9 +90,12 @@ def quantized(weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
     return {"CB": values, "SCB": scales}
 
 
-def settle_layers(module: nn.Module) -> None:
-    """Layers that somebody else quantized hold what `lay_out` looks for: 8-bit ones move their scales to their state, as they would
-    at their first call, and 4-bit ones never repack their weights for the CPU."""
+def normalize_quantized_layers(module: nn.Module) -> None:
+    """Brings bitsandbytes layers that were quantized elsewhere into the state that `blocks.lay_out` expects.
+
+    8-bit layers move their scales to their state, as they would in their first call. 4-bit layers must never repack their weights
+    for the CPU.
+    """
     child: Any
     for child in module.modules():
         if callable(getattr(child, "init_8bit_state", None)) and getattr(child.weight, "CB", None) is not None:
@@ -101,23 +105,25 @@ def settle_layers(module: nn.Module) -> None:
 
 
 def ill_suited(module: nn.Module, component: str) -> str:
-    """Why ``module``, which has nf4 layers and is called ``component``, computes wrongly on the CPU; "" where it does not.
+    """Why ``module``, which has nf4 layers and is called ``component``, computes wrong results on the CPU; "" where it does not.
 
-    bitsandbytes 0.50's kernel for CPUs (`dequantize_4bit` in its backends/cpu/ops.py) takes a new maximum at each row's begin,
-    while weights are quantized without regard to rows. Measured on normal weights: mean error 0.18 in place of 0.07 for rows of 96.
+    bitsandbytes 0.50's CPU kernel (`dequantize_4bit` in its backends/cpu/ops.py) starts a new absmax block at each row, while
+    weights are quantized without regard to rows. Measured on normally distributed weights: mean error 0.18 instead of 0.07 for rows
+    of 96.
     """
     found: Any
     for path, found in module.named_modules():
         if hasattr(getattr(found, "weight", None), "quant_state") and found.in_features % BLOCK:
             return (
                 f"{component}.{path} has rows of {found.in_features} elements in nf4, and bitsandbytes dequantizes rows that are "
-                f"no multiple of {BLOCK} wrongly on the CPU, where sim computes: what comes out is not what a card makes; "
-                "take another precision for pictures that count"
+                f"not a multiple of {BLOCK} wrongly on the CPU, where sim computes: outputs differ from those of a GPU; "
+                "use another precision where the output matters"
             )
     return ""
 
 
 def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
+    """The layer of ``precision`` (fp8, nf4 or int8) that replaces ``layer``, with its weight on meta."""
     from bitsandbytes import nn as layers
     from bitsandbytes.functional import QuantState
 
@@ -144,17 +150,19 @@ def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
     else:
         made = layers.Linear8bitLt(inputs, outputs, bias is not None, has_fp16_weights=False, threshold=THRESHOLD, device="meta")
         weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), requires_grad=False)
-        weight.CB = weight.SCB = None  # the layer looks here first; its state has them
+        weight.CB = weight.SCB = None  # so that the layer uses those of its state
         made.state.CB, made.state.SCB = weight, torch.empty(outputs, dtype=torch.float32, device="meta")
     made._parameters["weight"] = weight
     made._parameters["bias"] = bias
-    quiet: nn.Linear = made.requires_grad_(False).eval()
-    return quiet
+    frozen: nn.Linear = made.requires_grad_(False).eval()
+    return frozen
 
 
 class _Fp8Linear(nn.Linear):
-    """A linear layer whose weight is stored in 8 bits and cast for each call, as diffusers' layerwise casting does for a layer;
-    then scaled where the file has a scale (ComfyUI's scaled fp8: cast, then multiplied in the compute dtype)."""
+    """A linear layer with an 8-bit weight that is cast in each call, as diffusers' layerwise casting does.
+
+    Where the file has a scale, the cast weight is multiplied by it in the compute dtype (ComfyUI's scaled fp8).
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(input.dtype)
@@ -163,12 +171,15 @@ class _Fp8Linear(nn.Linear):
         return nn.functional.linear(input, weight, self.bias)
 
     def reset_parameters(self) -> None:
-        """Its values come later."""
+        """Does nothing: the values are set later."""
 
 
 class _GgufLinear(nn.Linear):
-    """A linear layer whose weight is rows of bytes of a GGUF type, made numbers for each call: what diffusers' `GGUFLinear`
-    computes. Its weight is a plain parameter: theirs, a subclass of one, cannot be a view of a block's buffer."""
+    """A linear layer whose weight is rows of bytes of a GGUF type, dequantized in each call; computes the same as diffusers'
+    `GGUFLinear`.
+
+    The weight is a plain parameter. diffusers' parameter subclass cannot be a view of a block's buffer.
+    """
 
     def __init__(self, like: nn.Linear, own: torch.dtype, kind: str) -> None:
         super().__init__(like.in_features, like.out_features, like.bias is not None, device="meta")
@@ -178,20 +189,21 @@ class _GgufLinear(nn.Linear):
         return nn.functional.linear(input, dequantized(self.weight, self.kind).to(self.own), self.bias)
 
     def reset_parameters(self) -> None:
-        """Its values come later."""
+        """Does nothing: the values are set later."""
 
 
 def gguf_linear(layer: nn.Linear, own: torch.dtype, kind: str, row_bytes: int) -> nn.Linear:
-    """A layer in the place of ``layer`` that computes in ``own`` with a weight of type ``kind``, on meta."""
+    """A layer on meta that replaces ``layer`` and computes in ``own`` with a weight of type ``kind``, ``row_bytes`` per row."""
     made = _GgufLinear(layer, own, kind)
     weight = torch.empty(layer.out_features, row_bytes, dtype=torch.uint8, device="meta")
     made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     made._parameters["bias"] = layer.bias
-    quiet: nn.Linear = made.requires_grad_(False).eval()
-    return quiet
+    frozen: nn.Linear = made.requires_grad_(False).eval()
+    return frozen
 
 
 def _last_of_transformers(module: nn.Module) -> set[str]:
+    """Paths of the output embedding and of the last module of a transformers model; empty for others."""
     if getattr(module, "config_class", None) is None or not hasattr(module, "get_output_embeddings"):
         return set()
     names = [name for name, _ in module.named_parameters()]

@@ -1,14 +1,10 @@
-"""What a component's weights were read from: source, commit, files with size, time of writing and content where it is known.
+"""Finds the files of a component's source, checks that its safetensors are complete, and lists their tensors and their origin.
 
-Decides what a trace says of sources and when two are at different commits. Reads no file's content. Must not know plans.
-
-The files of a component's source: where they are, whether its safetensors are whole, and which tensors they hold.
-
-Decides which files count and refuses broken ones by name. Must not know modules. Pickled weights are never read, and of
-safetensors only the headers: names, dtypes and shapes.
+Pickled weights are never read, and of safetensors only the headers: names, dtypes and shapes. The origin of weights for a trace is
+their source, commit, and each file's size, modification time and, where the hub's cache has it, SHA-256.
 
     /folder                     owner/name/transformer          a component's folder, in the layout of diffusers
-    /model.safetensors          owner/name/model.safetensors    one file; whatever order its tensors have
+    /model.safetensors          owner/name/model.safetensors    one file; its tensors in any order
                                 owner/name@revision/...         at a commit, branch or tag ("/" in its name as %2F)
 
     file.safetensors    | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
@@ -27,12 +23,12 @@ from typing import Any
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
 
-# Half-precision copies and other frameworks' exports that stand beside the weights in many repositories.
-_LEFT_OUT = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
+# Half-precision copies and exports for other frameworks that many repositories have beside the weights.
+_IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 
-# Bits of an element of each dtype of the format, and torch's name for it where graphrun's components may have it (safetensors' own
-# `Dtype`). A header may have 100 MB at most (`MAX_HEADER_SIZE`).
+# Bits per element of each dtype of the format, and torch's name for it (safetensors' own `Dtype`). A header has 100 MB at most
+# (safetensors' `MAX_HEADER_SIZE`).
 _DTYPES = {
     **{"F64": (64, "float64"), "F32": (32, "float32"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "BOOL": (8, "bool")},
     **{"I64": (64, "int64"), "I32": (32, "int32"), "I16": (16, "int16"), "I8": (8, "int8"), "U8": (8, "uint8")},
@@ -40,15 +36,17 @@ _DTYPES = {
     **{"F6_E2M3": (6, "float6_e2m3fn"), "F6_E3M2": (6, "float6_e3m2fn")},
     **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
 }
-_LONGEST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 _FILES = (".safetensors", ".gguf")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a header describes it: ``dtype`` by torch's name, ``nbytes`` in ``file`` from ``begin`` on. ``quant``: the type
-    of a quantized tensor of a GGUF file, whose rows are bytes."""
+    """A tensor in a file, as a header describes it: ``dtype`` by torch's name, ``nbytes`` from offset ``begin`` of ``file``.
+
+    ``quant``: the type of a quantized GGUF tensor, whose rows are bytes; "" for others.
+    """
 
     name: str
     dtype: str
@@ -60,14 +58,14 @@ class Stored:
 
 
 def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
-    """The local folder of ``source`` with the files that match ``patterns``; from the hub's cache, or downloaded to it.
+    """The local path of ``source`` with the files that match ``patterns``, from the hub's cache or downloaded to it.
 
-    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder]``; of one file it is the file. ``variant``: files of which
-    variant are wanted. Raises GraphError at ``where``.
+    ``source`` is an absolute path or ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files is
+    wanted. Raises GraphError at ``where``.
     """
     if Path(source).is_absolute():
         if not Path(source).exists():
-            raise GraphError(f"no such folder: {source}; give the source's folder, or remove source: for random weights", where)
+            raise GraphError(f"no such folder: {source}; give the path of a folder, or remove source: for random weights", where)
         return Path(source)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -75,13 +73,13 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str
     repository, revision, inside = split_source(source)
     wanted = [f"{inside}/{pattern}" if inside else pattern for pattern in patterns]
     wanted = [inside] if inside.endswith(_FILES) else wanted
-    if len(commit := commit_of(source)) == 40:  # what a plan was made with, whatever the hub has by now
+    if len(commit := commit_of(source)) == 40:  # the commit that a plan was made with, even if the branch has moved
         revision = commit
-    left_out = [pattern for pattern in _LEFT_OUT if not variant or variant not in pattern]
+    ignored = [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
     try:
-        root = snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
+        root = snapshot_download(repository, revision=revision, allow_patterns=wanted, ignore_patterns=ignored)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        text = f"cannot get {source} from the hub ({_first_line(error)}); download it, and give its folder"
+        text = f"cannot get {source} from the hub ({_first_line(error)}); download it, and give the path of its folder"
         raise GraphError(text, where) from error
     place = Path(root) / inside
     if not place.exists():
@@ -91,14 +89,14 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str
 
 
 def split_source(source: str) -> tuple[str, str | None, str]:
-    """(``owner/name``, revision or None, the path inside) of a hub path."""
+    """(``owner/name``, revision or None, path inside the repository) of a hub path."""
     owner, repository, *below = source.split("/")
     name, at, revision = repository.partition("@")
     return f"{owner}/{name}", revision.replace("%2F", "/") if at else None, "/".join(below)
 
 
 def commit_of(source: str) -> str:
-    """The commit of a hub path's revision, as the hub's cache on this machine has it; "" for what is none, or is not there."""
+    """The commit of a hub path's revision in the local hub cache; "" for an absolute path or a revision that is not cached."""
     if Path(source).is_absolute():
         return ""
     from huggingface_hub import constants
@@ -112,9 +110,9 @@ def commit_of(source: str) -> str:
 
 
 def local_place(source: str) -> Path | None:
-    """The folder or file of ``source`` if it is on this machine: as it is, or what of a repository lies in the hub's cache.
+    """The local folder or file of ``source``: an absolute path itself, or the repository's snapshot in the hub's cache.
 
-    No network. Only some of a repository's files may be there. None where there is nothing.
+    No network. A snapshot may be incomplete. None where nothing is local.
     """
     if Path(source).is_absolute():
         return Path(source) if Path(source).exists() else None
@@ -129,27 +127,27 @@ def local_place(source: str) -> Path | None:
 
 
 def local_folder(source: str) -> Path | None:
-    """`local_place`, where it is a folder."""
+    """`local_place`, if it is a folder."""
     place = local_place(source)
     return place if place is not None and place.is_dir() else None
 
 
 def config_file(source: str | None) -> Path | None:
-    """The configuration of a component in its source's folder, if that is on this machine."""
+    """The ``config.json`` of a component in its source's folder, if that is local."""
     folder = local_folder(source) if source is not None else None
     file = folder / "config.json" if folder is not None else None
     return file if file is not None and file.is_file() else None
 
 
 def has_weights(place: Path, variant: str = "") -> bool:
-    """Whether there are safetensors, or an index of them, in the folder ``place``: whole or not. A file is one."""
+    """Whether ``place`` is a file, or a folder with safetensors or an index of them, complete or not."""
     return place.is_file() or bool(_indices(place, variant) or _single(place, variant))
 
 
 def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...]:
-    """The safetensors files in ``folder``, shards in order, each checked to be whole.
+    """The safetensors files in ``folder``, shards in order, each checked to be complete.
 
-    Raises GraphError when there is none, a shard of the index is missing, or a file is cut or corrupt.
+    Raises GraphError when there is none, a shard of the index is missing, or a file is truncated or corrupt.
     """
     files = tuple(_listed(folder, where, variant))
     for file in files:
@@ -158,17 +156,17 @@ def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...
 
 
 def weights_in(place: Path, where: str, variant: str = "") -> list[Path]:
-    """The files that `weight_files` finds, as they are: not opened."""
+    """The files that `weight_files` returns, without opening them."""
     return _listed(place, where, variant)
 
 
 def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
-    """Every tensor in the safetensors of ``place``, from their headers alone. Raises what `weight_files` raises."""
+    """Every tensor in the safetensors of ``place``, from their headers. Raises what `weight_files` raises."""
     return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
 
 
 def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
-    """Name, bytes and time of writing of each file that `weight_files` finds: what changes when the weights do. May be missing."""
+    """Name, bytes and modification time (ns) of each file that `weight_files` finds; the name only where a file is missing."""
     found: list[list[Any]] = []
     for file in _listed(place, where, variant) if has_weights(place, variant) else ():
         try:
@@ -190,9 +188,10 @@ def _listed(place: Path, where: str, variant: str) -> list[Path]:
     text = f"no safetensors{f' of variant {variant}' if variant else ''} in {place}"
     if others:
         have = ", ".join(f"variant: {name}" if name else "no variant" for name in others)
-        text += f"; it has files of {have}: say so, or give the component a source: of its own"
+        text += f"; it has files of {have}: set variant:, or give the component its own source:"
     elif pickled:
-        text += f", only {', '.join(pickled[:3])}: nothing is unpickled; convert it to safetensors (save_pretrained does)"
+        names = ", ".join(pickled[:3])
+        text += f", only {names}: nothing is unpickled; convert it to safetensors (save_pretrained does)"
     raise GraphError(text, where)
 
 
@@ -205,8 +204,9 @@ def _single(folder: Path, variant: str) -> list[Path]:
 
 
 def _variant_of(name: str) -> str:
-    """``fp16`` of ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``
-    (diffusers' `_add_variant`)."""
+    """``fp16`` for ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``
+    (diffusers' `_add_variant`).
+    """
     stem, _, index = name.partition(".safetensors")
     return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(".json").strip(".")
 
@@ -215,20 +215,22 @@ def _shards(index: Path, where: str) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
-            raise TypeError("a file's name must be a text")
+            raise TypeError("a file name must be a string")
         return names
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise GraphError(f"{index} is no index of safetensors: {_first_line(error)}", where) from error
+        raise GraphError(f"{index} is not a safetensors index: {_first_line(error)}", where) from error
 
 
 def _header(file: Path, where: str) -> list[Stored]:
-    """What the header of ``file`` says, checked against itself and the file's size."""
+    """The tensors in the header of ``file``, checked against itself and the file's size."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
-                raise _broken(file, f"is cut or corrupt: its header should have {length} bytes and the file has {size}", where)
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _broken(
+                    file, f"is truncated or corrupt: its header should have {length} bytes and the file has {size}", where
+                )
             header = json.loads(opened.read(length))
         items = {name: item for name, item in header.items() if name != "__metadata__"}
         end = 8 + length + max((item["data_offsets"][1] for item in items.values()), default=0)
@@ -238,14 +240,14 @@ def _header(file: Path, where: str) -> list[Stored]:
     except OSError as error:
         raise _broken(file, f"cannot be read: {error.strerror}", where) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise _broken(file, "is corrupt: its header is not that of a safetensors file", where) from error
+        raise _broken(file, "is corrupt: its header is not a safetensors header", where) from error
     if end != size:
-        raise _broken(file, f"is cut or corrupt: its header describes {end} bytes and the file has {size}", where)
+        raise _broken(file, f"is truncated or corrupt: its header describes {end} bytes and the file has {size}", where)
     return tensors
 
 
 def _stored(name: str, item: Any, file: str, start: int) -> Stored:
-    """Raises ValueError, or what else a wrong type raises, where the item does not describe a tensor."""
+    """The tensor that ``item`` describes. Raises ValueError, or another exception for a wrong type, where it describes none."""
     bits, dtype = _DTYPES[item["dtype"]]
     shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (end - begin) != bits * math.prod(shape):
@@ -254,7 +256,7 @@ def _stored(name: str, item: Any, file: str, start: int) -> Stored:
 
 
 def _broken(file: Path, what: str, where: str) -> GraphError:
-    return GraphError(f"{file} {what}; get it again", where)
+    return GraphError(f"{file} {what}; download it again", where)
 
 
 def _first_line(error: Exception) -> str:
@@ -262,8 +264,11 @@ def _first_line(error: Exception) -> str:
 
 
 def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
-    """JSON-ready: ``source``, ``commit`` ("" where it is no repository's) and ``files``, each with name, bytes, ``mtime_ns`` and,
-    where the hub's cache names it by its content, ``sha256``. None for random weights."""
+    """The origin of ``component``'s weights for a trace, JSON-ready; None for random weights.
+
+    ``source``; ``commit`` ("" for a path); ``files``: each with ``name``, ``bytes``, ``mtime_ns`` and, where the hub's cache names
+    the file by its content, ``sha256``.
+    """
     source = component.source_in(precision)
     place = local_place(source) if source is not None else None
     if source is None or place is None:
@@ -274,8 +279,9 @@ def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
 
 
 def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
-    """(``owner/name`` or ``owner/name@revision``, commit) for each repository that ``components`` have weights from, where the
-    hub's cache on this machine knows the commit."""
+    """(``owner/name`` or ``owner/name@revision``, commit) for each repository that ``components`` have weights from and whose
+    commit the local hub cache has.
+    """
     found = {}
     for component in components:
         for source in (component.source, component.gguf):
@@ -286,7 +292,7 @@ def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
 
 
 def blob(path: Path) -> str:
-    """The content's SHA-256 where the hub's cache names the file by it; else nothing."""
+    """The SHA-256 of the file's content, where the hub's cache names the file by it; else ""."""
     name = path.resolve().name
     return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
 

@@ -1,13 +1,12 @@
-"""Where a component's values come from, tensor by tensor: its files, a generator of random numbers, or a module in memory.
+"""Reads or generates a component's values, tensor by tensor: from its files, from a random generator, or from a module in memory.
 
-Decides how a block's buffer gets its bytes. Must not know devices, plans or backing stores. No source holds more of a checkpoint than the
-tensor that is being read, but for a library's own loader, which is asked where files name their tensors in another way.
+Host memory only; knows no plans. A source holds no more of a checkpoint than the tensor being read, except `LoadedSource`, which is
+used where the files name their tensors differently than the module.
 
     name --Source--> value in the component's dtype --(quantized)--> the fields of the block's layout
 
-Random weights for a module whose parameters are on meta: the same for the same name and seed, whatever is built before.
-
-Decides the values alone. They keep activations near 1 in any depth, so that images are finite and not flat in 16 bits.
+Random weights depend on name and seed only, whatever is built before. They keep activations near 1 at any depth, so that images are
+finite and not flat in 16 bits.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from graphrun.modules.conversions import Derivation, Piece
 from graphrun.modules.quantize import quantized
 from graphrun.modules.source_files import Stored
 
-# A tensor with more elements repeats a tile of this many: 12 billion parameters are filled at the speed of memory, not of the
-# generator (one thread, about 10**8 numbers a second). Odd, so that rows of usual lengths differ.
+# Tensors with more elements repeat a tile of this many: 12 billion parameters then fill at memory speed instead of that of the
+# generator (one thread, about 10**8 numbers a second). The number is odd, so that rows of usual lengths differ.
 TILE = 2**20 - 3
 
 
 def fill(module: nn.Module, seed: str) -> None:
-    """Gives every parameter of ``module`` memory on the CPU and values; shapes, dtypes and ties stay."""
+    """Allocates every parameter of ``module`` on the CPU with random values; shapes, dtypes and ties stay."""
     made: dict[int, nn.Parameter] = {}
     for prefix, child in module.named_modules():
         for key, parameter in child._parameters.items():
@@ -46,7 +45,7 @@ def fill(module: nn.Module, seed: str) -> None:
 
 
 def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
-    """The values of ``owner``'s parameter ``key``, which looks like ``like``, from ``seed``: a tensor on the CPU."""
+    """Random values on the CPU for ``owner``'s parameter ``key``, with the shape and dtype of ``like``, from ``seed``."""
     if like.dim() == 1 and "Norm" in type(owner).__name__:
         return torch.full(like.shape, 0.0 if key == "bias" else 1.0, dtype=like.dtype, device="cpu")
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
@@ -58,7 +57,9 @@ def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torc
 
 
 def scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
-    """1 for embeddings, 1/sqrt(fan in) for what multiplies (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for biases."""
+    """Standard deviation: 1 for embeddings, 1/sqrt(fan in) for weights (LeCun et al. 1998, Efficient BackProp, 4.6), 0.02 for
+    biases.
+    """
     if isinstance(owner, nn.Embedding):
         return 1.0
     if key == "bias" or like.dim() == 0:
@@ -66,23 +67,23 @@ def scale(owner: nn.Module, key: str, like: torch.Tensor) -> float:
     return 1 / math.sqrt(like.numel() / like.shape[0] if like.dim() > 1 else like.numel())
 
 
-PIECE_BYTES = 16 << 20  # read at a time where the dtype changes on the way
+PIECE_BYTES = 16 << 20  # read at a time where the dtype differs
 
 
 class Source(Protocol):
-    """Values by name. ``plain``: whether they are read as they lie in files, so that reading them again costs nothing more."""
+    """Values by name. ``plain``: whether values are read as stored in files, so that reading them again takes no extra work."""
 
     plain: bool
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor called ``name`` to ``target``, of its shape and dtype: bytes that were read from disk."""
+        """Writes the tensor ``name`` to ``target``, which has its shape and dtype. Returns the bytes read from disk."""
 
     def close(self) -> None:
-        """Lets go of what is open; the next `into` opens it again."""
+        """Closes what is open. The next `into` opens it again."""
 
 
 class RandomSource:
-    """The random weights of ``module``, whose parameters may be on meta: those that `random_weights.fill` gives it."""
+    """The random weights of ``module``, whose parameters may be on meta: the values that `fill` sets."""
 
     plain = False
 
@@ -107,10 +108,10 @@ class RandomSource:
 
 
 class FileSource:
-    """Tensors of files, straight from the file into their place, converted on the way where dtypes differ. What is made of others
-    holds these while it is made.
+    """Tensors of files, read directly into their target and cast on the way where dtypes differ.
 
-    ``stored``: by the module's names. Raises InputError where a file was changed or cut since its header was read.
+    ``stored``: pieces by the module's names. A derived tensor is computed from its leaves, which are in memory meanwhile. Raises
+    InputError where a file was changed or truncated since its header was read.
     """
 
     plain = True
@@ -122,7 +123,7 @@ class FileSource:
         self._opened: dict[str, int] = {}
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Bytes as they lie in the file."""
+        """Writes the tensor ``name`` to ``target``. Returns the bytes as stored in the file."""
         piece = self._stored[name]
         if isinstance(piece, Stored):
             return self._plain_into(piece, target)
@@ -162,7 +163,7 @@ class FileSource:
             except OSError as error:
                 raise InputError(f"{tensor.file} cannot be read: {error.strerror}") from error
             if count == 0:
-                raise InputError(f"{tensor.file} is cut: it ends at {offset} bytes, inside {tensor.name}; get it again")
+                raise InputError(f"{tensor.file} is truncated: it ends at {offset} bytes, inside {tensor.name}; download it again")
             view, offset = view[count:], offset + count
 
     def _open(self, file: str) -> int:
@@ -170,7 +171,7 @@ class FileSource:
             try:
                 self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise InputError(f"{file} cannot be opened any more: {error.strerror}") from error
+                raise InputError(f"{file} can no longer be opened: {error.strerror}") from error
         return self._opened[file]
 
     def __del__(self) -> None:
@@ -178,7 +179,7 @@ class FileSource:
 
 
 class LoadedSource:
-    """What ``load`` returns, a module with its weights: called when the first tensor is asked for, let go of by `close`."""
+    """The tensors of the module that ``load`` returns, which is called for the first tensor. `close` releases the module."""
 
     plain = False
 
@@ -187,7 +188,7 @@ class LoadedSource:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Counts as if it had been read now."""
+        """Writes the tensor ``name`` to ``target``. Returns its bytes, as if they were read now."""
         if not self._tensors:
             module = self._load()
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -196,19 +197,19 @@ class LoadedSource:
         return target.numel() * target.element_size()
 
     def close(self) -> None:
-        """Drops the module."""
+        """Releases the module."""
         self._tensors = {}
 
 
 class Composed:
-    """``source`` for the names it has, and ``buffers`` that were computed when the module was made."""
+    """A source that reads ``names`` from ``source``, and takes other names from ``buffers``, computed when the module was built."""
 
     def __init__(self, source: Source, buffers: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         self._source, self._buffers, self._names = source, dict(buffers), frozenset(names)
         self.plain = source.plain
 
     def into(self, name: str, target: torch.Tensor) -> int:
-        """Buffers are not read from anywhere."""
+        """Writes the tensor ``name`` to ``target``. Returns the bytes read; 0 for a buffer."""
         if name in self._names:
             return self._source.into(name, target)
         target.copy_(self._buffers[name])
@@ -220,8 +221,9 @@ class Composed:
 
 
 class Writer:
-    """Writes a component's blocks: ``shapes`` are those of weights that are quantized to ``precision`` once they are read, by
-    name."""
+    """Writes a component's blocks. ``shapes``: shape and dtype of the weights that are quantized to ``precision`` after reading, by
+    name.
+    """
 
     def __init__(self, source: Source, precision: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         self.source = source
@@ -229,7 +231,9 @@ class Writer:
         self.plain = source.plain and not self._shapes
 
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], Any] = lambda _: None) -> int:
-        """Fills ``buffer`` (flat uint8, on the host) with the block: bytes read. ``count`` is told of what is held beside it."""
+        """Writes the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read. ``count(tensor)`` is called for each
+        temporary tensor.
+        """
         read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
         for entry in layout.entries:
             view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
@@ -248,9 +252,10 @@ class Writer:
         return read_bytes
 
     def close(self) -> None:
-        """Lets go of files and modules."""
+        """Closes files and releases modules."""
         self.source.close()
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """(size, modification time in ns) of a file."""
     return status.st_size, status.st_mtime_ns

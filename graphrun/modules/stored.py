@@ -1,7 +1,4 @@
-"""What the files of a component's source hold, against the module that its config makes: by their headers, before any data is read.
-
-Decides whether a source may be what its graph says. Builds nothing and reads no weights; must not know plans.
-"""
+"""Compares the tensors in a component's files with the module that its config describes. Reads headers only, before any data."""
 
 from __future__ import annotations
 
@@ -18,8 +15,11 @@ from graphrun.modules.source_files import Stored, has_weights, local_place
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The tensors of a component's files: how many, their bytes as they lie there, by dtype; ``used_bytes`` of those that the
-    module has under the same name, and how many of the module's saved tensors there are not (``missing``)."""
+    """The tensors in a component's files: their number, bytes as stored, and bytes by dtype.
+
+    ``used_bytes``: of those that the module has under the same name. ``missing``: the number of saved tensors of the module that
+    the files lack.
+    """
 
     folder: str
     tensors: int
@@ -30,15 +30,15 @@ class Holding:
 
 
 def stored_in(component: Component, precision: str = "") -> tuple[Stored, ...] | None:
-    """The tensors that the source of ``component`` holds, None where its files are not here. Raises GraphError for a broken one."""
-    place = here(component, precision)
+    """The tensors in the source of ``component``, None where its files are not local. Raises GraphError for a broken file."""
+    place = local_weights(component, precision)
     return None if place is None else tensors_in(place, component, precision)
 
 
-def here(component: Component, precision: str) -> Path | None:
-    """Where on this machine the weights of ``component`` in ``precision`` lie, None where they do not.
+def local_weights(component: Component, precision: str) -> Path | None:
+    """The local path of ``component``'s weights in ``precision``, None where they are not local.
 
-    Raises GraphError for a GGUF file that is not here: nothing but its header says what its tensors take.
+    Raises GraphError for a GGUF file that is not local: the sizes of its tensors are in its header only.
     """
     source = component.source_in(precision)
     place = local_place(source) if source is not None else None
@@ -49,12 +49,12 @@ def here(component: Component, precision: str) -> Path | None:
 
 
 def holding(component: Component, module: nn.Module) -> Holding | None:
-    """What the files of ``component`` hold, beside ``module``, its meta module. None where they are not on this machine.
+    """What the files of ``component`` hold, compared with its meta module ``module``. None where they are not local.
 
-    Raises GraphError where a file is broken, or has a tensor of the module's name in another shape: a plan for this module would be
-    refused when its weights are read. Names that libraries give tensors anew while they read a folder are not judged.
+    Raises GraphError where a file is broken, or has a tensor of the module's name in another shape: running a plan for this module
+    would fail when its weights are read. Names that a library changes while it reads a folder are not checked.
     """
-    place = here(component, "")
+    place = local_weights(component, "")
     if place is None:
         return None
     content = content_of(component, module, place, "")

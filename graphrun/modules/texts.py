@@ -1,4 +1,4 @@
-"""Tokenizers whose texts are as long as a run can hold, and while planning as long as they may be. Knows no graph."""
+"""Limits the length that tokenizers pad texts to, and pads unpadded texts to the maximum length while planning."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 from graphrun.errors import GraphError
 
-# Far longer than what text encoders of diffusion pipelines take (77 to 1024 tokens); its ids take 8 MiB. More is a mistake, and the
-# tokenizers library ends the process where it cannot allocate a text's padding.
+# Far longer than what the text encoders of diffusion pipelines take (77 to 1024 tokens); its ids take 8 MiB. The tokenizers library
+# ends the process where it cannot allocate the padding of a text.
 MOST_TOKENS = 1 << 20
 
 
 def measured(made: Any, place: str, said: str, where: str, *, longest: bool = False) -> Any:
-    """``made``, if it is a tokenizer or has one, that refuses to pad a text to more than `MOST_TOKENS`: GraphError at ``where``, of
-    ``place``. ``said``: where its ``model_max_length`` is from. ``longest``: texts are as long as they may be."""
+    """``made`` changed to refuse padding a text to more than `MOST_TOKENS`, if it is a tokenizer or has one.
+
+    The GraphError is raised at ``where``, about ``place``; ``said`` is where its ``model_max_length`` comes from. ``longest``:
+    unpadded texts get their maximum length.
+    """
     from transformers import PreTrainedTokenizerBase
 
     inner = getattr(made, "tokenizer", None)
@@ -29,7 +32,7 @@ def measured(made: Any, place: str, said: str, where: str, *, longest: bool = Fa
         if padding == "max_length" or (stretched and length):
             _refuse_long(self, length, place, said, where)
         if stretched and length:
-            more = " a" * length  # a token each, in any vocabulary at least one
+            more = " a" * length  # at least one token each in any vocabulary
             text = [one + more if isinstance(one, str) else one for one in text] if isinstance(text, list) else text + more
         return own.__call__(self, text, *args, padding=padding, **settings)
 
@@ -41,7 +44,7 @@ def _refuse_long(tokenizer: Any, asked: Any, place: str, said: str, where: str) 
     from transformers.tokenization_utils_base import LARGE_INTEGER
 
     own = tokenizer.model_max_length
-    if asked is None and isinstance(own, (int, float)) and own > LARGE_INTEGER:  # nobody said: transformers does not pad then
+    if asked is None and isinstance(own, (int, float)) and own > LARGE_INTEGER:  # not set: transformers does not pad then
         return
     length = own if asked is None else asked
     if not isinstance(length, int) or not 0 < length <= MOST_TOKENS:

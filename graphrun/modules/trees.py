@@ -1,4 +1,4 @@
-"""Tensors inside the things that pipelines pass around: containers, and the output classes of diffusers and transformers."""
+"""Finds and replaces tensors in nested containers and in the output classes of diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of ``value`` with ``change`` applied to every tensor, through containers and the libraries' output classes."""
+    """A copy of ``value`` with ``change`` applied to every tensor in it."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -36,7 +36,7 @@ def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value``, as `walk` finds them."""
+    """Every tensor in ``value``, in the order of `walk`."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,12 +48,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def computing_on(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that name the device which an entry computes on, naming ``place`` instead."""
+    """The arguments with every device except the CPU replaced by ``place``."""
 
-    def there(value: Any) -> Any:
+    def on_place(value: Any) -> Any:
         return place if isinstance(value, torch.device) and value.type != "cpu" else value
 
-    return tuple(map(there, args)), {name: there(value) for name, value in kwargs.items()}
+    return tuple(map(on_place, args)), {name: on_place(value) for name, value in kwargs.items()}
 
 
 def _is_library_object(value: Any) -> bool:

@@ -1,6 +1,6 @@
-"""What stages do. An op is one function; the same code runs under the probe and for real.
+"""The operations that stages of a graph run. An op is one function; the same code runs in the dry run and in a real run.
 
-An op knows its pipeline, its device and its arguments. It knows nothing of memory, plans or weights' whereabouts.
+An op gets its pipeline, its device and its arguments. It knows nothing of memory or plans.
 """
 
 from graphrun.ops.runner import Stages, run_stages

@@ -1,12 +1,10 @@
-"""The op `call`: a pipeline's own `__call__`, whole, with the arguments that the stage passes, and what it returns by name.
+"""The op `call`: runs a pipeline's own `__call__` with the arguments of the stage, and returns its outputs by name.
 
-Decides how an output is asked for and found. Where the components are entered is the pipeline's affair, and the probe's to see.
-
-    image    its pictures                 one, or a list of several
-    video    its frames                   a list of pictures, or a list of videos
-    audio    its sound                    `Sound`, or a list of several
-    latents  in place of any of these     what output_type="latent" returns
-    others   as the pipeline's output class has them: image_embeds, prediction, ...
+image    the pictures                 one, or a list of several
+video    the frames                   a list of pictures, or a list of videos
+audio    the sound                    `Sound`, or a list of several
+latents  instead of any of these      what output_type="latent" returns
+others   named as in the pipeline's output class: image_embeds, prediction, ...
 """
 
 from __future__ import annotations
@@ -25,19 +23,19 @@ from graphrun.graph.media import is_media, size_of
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.diffusion import StageContext, without_pictures
 
-# Fields of diffusers' output classes by what they hold, the usual one first.
+# Names of the fields in diffusers' output classes for each output, the most common first.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "image": ("images", "image"),
     "video": ("frames", "videos", "video"),
     "audio": ("audios", "audio"),
 }
-# Which a stage says in other words, or has for itself.
-OURS = frozenset({"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"})
+# Arguments of `__call__` that a stage does not pass through: graphrun sets them itself or has another word for them.
+RESERVED = frozenset({"self", "generator", "return_dict", "callback", "callback_steps", "callback_on_step_end"})
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """``samples`` [channels samples] in float32, so many of them to a second."""
+    """``samples`` [channels samples] in float32, at ``rate`` samples per second."""
 
     samples: Any
     rate: int
@@ -46,77 +44,85 @@ class Sound:
 def call(context: StageContext, *, seed: int | None = None, **arguments: Any) -> dict[str, Any]:
     """The outputs that the graph reads of this stage, by name.
 
-    Random numbers come from a CPU generator seeded with ``seed``, else 0. Raises GraphError at the stage's line for an argument
-    that the pipeline's `__call__` has not, for an output that it does not return, and for what it refuses.
+    Random numbers come from a CPU generator seeded with ``seed``, default 0. Raises GraphError at the stage's line for an argument
+    that the pipeline's `__call__` does not have, an output that it does not return, and for errors of the pipeline's own code.
+    Raises InputError for a mask whose size differs from the image's.
     """
     pipeline, wanted = context.pipeline, context.declared.outputs if context.declared is not None else ("image",)
     known = inspect.signature(type(pipeline).__call__).parameters
     _refuse_unknown(context, known, arguments, seed)
-    _refuse_masks(context, arguments)
-    asked = context.declared.arguments if context.declared is not None else {}
-    left_out = {name for name, value in arguments.items() if value is None and asked.get(name) is not None}  # an optional input
-    given = {name: _sound_as_tensor(value) for name, value in arguments.items() if name not in left_out}
+    _refuse_mask_size(context, arguments)
+    declared = context.declared.arguments if context.declared is not None else {}
+    # Optional inputs that are not set.
+    unset = {name for name, value in arguments.items() if value is None and declared.get(name) is not None}
+    inputs = {name: _sound_as_tensor(value) for name, value in arguments.items() if name not in unset}
     if "generator" in known:
-        given["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
-    if "output_type" in known and "output_type" not in given and (kind := _output_type(context, wanted)) is not None:
-        given["output_type"] = kind
-    if context.planning and given.get("output_type") == "pil" and "padding_mask_crop" not in given:
+        inputs["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
+    if "output_type" in known and "output_type" not in inputs and (kind := _output_type(context, wanted)) is not None:
+        inputs["output_type"] = kind
+    if context.planning and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
         without_pictures(pipeline)
-    with explained(context), torch.no_grad():
-        made = pipeline(**given)
+    with graph_errors(context), torch.no_grad():
+        made = pipeline(**inputs)
     fields = dict(made) if isinstance(made, Mapping) else {} if not hasattr(made, "__dict__") else dict(vars(made))
-    return {name: field_in(context, fields, name) for name in wanted}
+    return {name: output_field(context, fields, name) for name in wanted}
 
 
 def _refuse_unknown(
     context: StageContext, known: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any], seed: int | None
 ) -> None:
-    takes = {name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - OURS
+    """Raises GraphError for unknown and missing arguments of `__call__`, and for a seed where it takes no generator."""
+    takes = {name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - RESERVED
     what = f"{_class_of(context)}.__call__"
     for name in arguments:
         if name == "generator":
-            refuse(context, f"with.{name}: give a seed: instead")
+            refuse(context, f"with.{name}: use seed: instead")
         if name not in takes:
             refuse(context, f"with.{name}: {what} has no argument {name!r}{did_you_mean(name, takes)}")
     if seed is not None and "generator" not in known:
-        refuse(context, f"with.seed: {what} takes no generator, so it has no seed: leave it out")
+        refuse(context, f"with.seed: {what} takes no generator, so it has no seed: remove it")
     missing = [name for name in takes if known[name].default is inspect.Parameter.empty and name not in arguments]
     if missing:
         refuse(context, f"{what} needs {', '.join(sorted(missing))}: add it to with:")
 
 
-def _refuse_masks(context: StageContext, arguments: Mapping[str, Any]) -> None:
-    """A mask is for its image: of one size, where both are pictures."""
+def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> None:
+    """Raises InputError where image and mask are both pictures and differ in size."""
     image, mask = (size_of(arguments.get(name)) for name in ("image", "mask_image"))
     if image is not None and mask is not None and image != mask:
         names = "x".join(map(str, mask)), "x".join(map(str, image))
-        raise InputError(f"stages.{context.stage}: the mask is {names[0]}, and the image {names[1]}: make them the same size")
+        raise InputError(f"stages.{context.stage}: the mask is {names[0]} and the image {names[1]}: make them the same size")
 
 
 def _sound_as_tensor(value: Any) -> Any:
-    """Samples [channels samples] as pipelines take them: a tensor [1 channels samples]; everything else as it is."""
+    """Samples [channels samples] as the tensor [1 channels samples] that pipelines take; any other value unchanged."""
     return (
         torch.from_numpy(value)[None] if isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float32 else value
     )
 
 
 def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
+    """The argument ``output_type`` for the outputs ``wanted``, None for the pipeline's default. Raises GraphError for latents with
+    others.
+    """
     if "latents" in wanted:
         if others := [name for name in wanted if is_media(name)]:
-            refuse(context, f"one call returns latents or {others[0]}: read one of them")
+            refuse(context, f"a call returns either latents or {others[0]}: read only one of them")
         return "latent"
     return "pil" if "image" in wanted or "video" in wanted else None
 
 
-def field_in(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
-    """The output ``name`` in ``fields``; of one picture, video or sound, itself. Raises GraphError where it is not there."""
+def output_field(context: StageContext, fields: Mapping[str, Any], name: str) -> Any:
+    """The output ``name`` in ``fields``; a list of one picture, video or sound as that one. Raises GraphError where it is
+    missing.
+    """
     if name == "latents" and name not in fields and fields:
         return next(iter(fields.values()))
     field = next((each for each in FIELDS.get(name, (name,)) if each in fields), None)
     if field is None:
-        usual = {each: ours for ours, names in FIELDS.items() for each in names}
-        there = {usual.get(each, each) for each in fields}
-        refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, there)}")
+        output_of = {each: output for output, names in FIELDS.items() for each in names}
+        known = {output_of.get(each, each) for each in fields}
+        refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, known)}")
         return None
     value = fields[field]
     if name == "audio":
@@ -126,26 +132,28 @@ def field_in(context: StageContext, fields: Mapping[str, Any], name: str) -> Any
 
 
 def _samples(value: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Of each sound in ``value``, a batch: [channels samples] in float32 on the host."""
+    """Each sound of the batch ``value``: [channels samples] in float32 on the host."""
     for sound in value:
         samples = sound.detach().float().cpu().numpy() if isinstance(sound, torch.Tensor) else np.asarray(sound, dtype=np.float32)
         yield samples if samples.ndim == 2 else samples.reshape(1, -1)
 
 
 def _rate(context: StageContext) -> int:
-    """Samples per second, as the pipeline's VAE or vocoder says."""
+    """Samples per second, from the configuration of the pipeline's vocoder or VAE. Raises GraphError where neither has it."""
     for name in ("vocoder", "vae", "audio_vae"):
-        part = getattr(context.pipeline, name, None)
-        for owner in (part, getattr(part, "config", None)):
+        component = getattr(context.pipeline, name, None)
+        for owner in (component, getattr(component, "config", None)):
             if isinstance(rate := getattr(owner, "sampling_rate", None), int):
                 return rate
-    refuse(context, f"{_class_of(context)} does not say how many samples a second its sound has")
+    refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
     return 0
 
 
 @contextmanager
-def explained(context: StageContext) -> Iterator[None]:
-    """What the pipeline's own code refuses is an error at the stage; while planning, whatever it raises."""
+def graph_errors(context: StageContext) -> Iterator[None]:
+    """Turns errors of the pipeline's own code into a GraphError at the stage: the usual kinds in a run, every exception while
+    planning.
+    """
     kinds = (Exception,) if context.planning else (ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError)
     try:
         yield

@@ -1,6 +1,6 @@
 """The ops of a diffusion pipeline: `encode_prompt`, `denoise`, `decode`. All three run the pipeline's own code.
 
-Embeddings travel as a mapping from the names under which the pipeline's `__call__` takes them to tensors.
+Embeddings are passed between stages as a mapping: the name of the `__call__` argument -> tensor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Stage
-from graphrun.ops.pipeline import accepted, finished
+from graphrun.ops.pipeline import known_arguments, without_steps
 from graphrun.ops.steps import Steps, journaled
 
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline put together for its stage, the device it computes on, who keeps a loop's last step.
-    While ``planning``, nobody wants its pictures. ``declared`` is the stage as the graph has it."""
+    """What an op works with: the pipeline assembled for its stage, the device, and the states of denoising loops (``steps``).
+
+    ``planning``: a dry run, in which pictures are not needed. ``declared``: the stage in the graph.
+    """
 
     stage: str
     pipeline: Any
@@ -47,10 +49,10 @@ def encode_prompt(
 ) -> dict[str, Any]:
     """``embeds``: the embeddings of ``prompt`` by name, as the pipeline's own ``encode_prompt`` returns them.
 
-    Classifier-free guidance is on where the pipeline has it and ``guidance_scale`` is above 1, as in the pipelines themselves. A
-    negative prompt that takes a call of its own (FLUX, Qwen-Image, HunyuanVideo) is encoded if ``true_cfg_scale`` is above 1.
-    ``num_images`` counts videos too. What is not given has the default of `__call__`, which hands it on: Wan encodes 512 tokens
-    there, and 226 by itself.
+    Classifier-free guidance is on where the pipeline supports it and ``guidance_scale`` is above 1, as in the pipelines themselves.
+    A negative prompt that needs a second call (FLUX, Qwen-Image, HunyuanVideo) is encoded if ``true_cfg_scale`` is above 1.
+    ``num_images`` counts videos too. Other arguments default to those of `__call__`, which passes them on, not to those of
+    ``encode_prompt``: Wan encodes 512 tokens in the former and 226 in the latter.
     """
     pipeline = context.pipeline
     call, own = inspect.signature(type(pipeline).__call__).parameters, inspect.signature(pipeline.encode_prompt).parameters
@@ -64,24 +66,24 @@ def encode_prompt(
         "do_classifier_free_guidance": None if guidance_scale is None else guidance_scale > 1,
         **settings,
     }
-    embeds = _encoded(pipeline, arguments)
+    embeds = _encode(pipeline, arguments)
     scale = _default(call, "true_cfg_scale", 1.0) if true_cfg_scale is None else true_cfg_scale
     if "negative_prompt" not in own and negative_prompt is not None and scale > 1:
-        negative = _encoded(pipeline, {**arguments, "prompt": negative_prompt})
+        negative = _encode(pipeline, {**arguments, "prompt": negative_prompt})
         embeds |= {f"negative_{name}": value for name, value in negative.items()}
     return {"embeds": {name: value for name, value in embeds.items() if name in call and value is not None}}
 
 
-def _encoded(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``pipeline.encode_prompt`` returns, by name; of both encoders where each takes a call."""
+def _encode(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of ``pipeline.encode_prompt`` by name; called once per text encoder where it has a ``text_encoder_index``."""
     own = inspect.signature(pipeline.encode_prompt).parameters
     required = {name: None for name, parameter in own.items() if parameter.default is parameter.empty and name != "kwargs"}
     suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
     embeds: dict[str, Any] = {}
     for index, suffix in enumerate(suffixes):
-        given = accepted(pipeline.encode_prompt, {**arguments, "text_encoder_index": index})
+        known = known_arguments(pipeline.encode_prompt, {**arguments, "text_encoder_index": index})
         with torch.no_grad():
-            found = pipeline.encode_prompt(**{**required, **given})
+            found = pipeline.encode_prompt(**{**required, **known})
         found = found if isinstance(found, tuple) else (found,)
         names = returned_names(inspect.unwrap(type(pipeline).encode_prompt), len(found))
         embeds |= {f"{name}{suffix}": value for name, value in zip(names, found, strict=True)}
@@ -103,8 +105,8 @@ def denoise(
 ) -> dict[str, Any]:
     """``latents``: what the pipeline's `__call__` returns as latents after ``steps`` steps, packed as that pipeline packs them.
 
-    The noise comes from a CPU generator seeded with ``seed``, so that it is the same on every device. The embeddings already hold
-    one row for each of ``num_images``. The loop begins where the context's ``steps`` say, which hear of each one.
+    The noise comes from a CPU generator seeded with ``seed``, so it is the same on every device. The embeddings already hold one
+    row for each of ``num_images``. The loop starts at the state that ``context.steps`` has, and reports every step to it.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     arguments = {
@@ -128,54 +130,57 @@ def decode(
     tiling: bool | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """``image``: the first picture (or the list of them, if more than one) decoded from ``latents``; a video is a list of frames.
+    """``image``: the picture (or list of several) decoded from ``latents``; a video is a list of frames.
 
-    ``tiling``: whether the VAE decodes tile by tile, which changes the picture a little; None leaves it as the VAE has it.
+    ``tiling``: whether the VAE decodes tile by tile, which changes the picture slightly; None keeps the VAE's setting.
 
-    diffusers has no function for this: it is the tail of `__call__`, reached by calling it with latents and a scheduler that has
-    no steps left. Latents are cast to the VAE's precision first, as SDXL's pipeline does where its VAE computes in fp32.
+    diffusers has no function for this. The tail of `__call__` is reached by calling it with latents and a scheduler without steps.
+    Latents are cast to the VAE's dtype first, as SDXL's pipeline does where its VAE computes in fp32.
     """
     pipeline = context.pipeline
-    pipeline.scheduler = finished(pipeline.scheduler)
+    pipeline.scheduler = without_steps(pipeline.scheduler)
     if (vae := getattr(pipeline, "vae", None)) is not None:
         latents = latents.to(vae.dtype)
         if tiling is not None:
             (vae.enable_tiling if tiling else vae.disable_tiling)()
     if context.planning:
         without_pictures(pipeline)
-    unguided = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}  # no step is left to be guided: nothing is encoded or copied for it
-    given = {**unguided, **embeds, **settings, "latents": latents, "output_type": output_type, "return_dict": False}
-    images = _call(pipeline, given)
+    # Without steps there is no guidance, so nothing should be encoded or copied for it.
+    unguided = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
+    arguments = {**unguided, **embeds, **settings, "latents": latents, "output_type": output_type, "return_dict": False}
+    images = _call(pipeline, arguments)
     return {"image": images[0] if isinstance(images, list) and len(images) == 1 else images}
 
 
 def without_pictures(pipeline: Any) -> None:
-    """What ``pipeline`` makes is not copied to the host, where a dry run needs none of it."""
+    """Stops ``pipeline`` from copying its pictures to the host, for dry runs."""
     for name in ("image_processor", "video_processor"):
         processor: Any = getattr(pipeline, name, None)
-        if hasattr(processor, "pt_to_numpy"):  # another kind of processor may be called so
+        if hasattr(processor, "pt_to_numpy"):  # other kinds of processors have the same name
             processor.pt_to_numpy = _one_pixel
 
 
 def _one_pixel(pictures: torch.Tensor) -> Any:
-    """In place of a processor's copy to the host: a video of 129 frames takes gigabytes and seconds there."""
+    """Replaces a processor's copy to the host, which takes gigabytes and seconds for a video of 129 frames."""
     return np.zeros((len(pictures), 1, 1, 3), dtype=np.float32)
 
 
 def _call(pipeline: Any, arguments: dict[str, Any]) -> Any:
     known = inspect.signature(type(pipeline).__call__).parameters
-    texts = {name: None for name in ("prompt", "negative_prompt") if name in known}  # PixArt's negative prompt is "" if left out
-    return pipeline(**{**texts, **accepted(type(pipeline).__call__, arguments)})[0]
+    texts = {name: None for name in ("prompt", "negative_prompt") if name in known}  # PixArt's negative prompt defaults to ""
+    return pipeline(**{**texts, **known_arguments(type(pipeline).__call__, arguments)})[0]
 
 
 @functools.cache
 def returned_names(function: Any, count: int | None = None) -> tuple[str, ...]:
-    """The names in the last ``return a, b, c`` of ``function``'s source: there pipelines name embeddings as `__call__` does.
-    ``count``: of how many, if not of any number. Raises GraphError."""
+    """The names in the last ``return a, b, c`` of ``function``'s source, where pipelines name embeddings as `__call__` does.
+
+    ``count``: the number of values, None for any. Raises GraphError where the source has no such return.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.Return)]):
         values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         names = tuple(value.id for value in values if isinstance(value, ast.Name))
         if len(names) == len(values) and count in (None, len(names)):
             return names
-    raise GraphError(f"{function.__qualname__} returns {count or 'some'} values whose names cannot be read from its source")
+    raise GraphError(f"{function.__qualname__} returns {count or 'some'} values whose names cannot be found in its source")

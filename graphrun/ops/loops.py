@@ -1,11 +1,11 @@
-"""Whether a pipeline's denoising loop can be begun in its middle, read from the pipeline's source.
+"""Decides from a pipeline's source whether its denoising loop can be resumed in the middle.
 
-It can where latents, the scheduler and random numbers are all that one step hands to the next. Knows no state and no file.
+It can where latents, the scheduler and random numbers are the only loop-carried state.
 
-    for i, t in enumerate(timesteps):            one loop, counted: it can be counted from where it was broken off
+    for i, t in enumerate(timesteps):            one counted loop: it can be resumed at any count
         noise = transformer(latents, old, ...)   `old` is read here ...
         latents = scheduler.step(noise, t, latents)
-        old = noise                              ... and set for the next step here: begun in its middle it would be another loop
+        old = noise                              ... and set for the next step here: resuming would change the result
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# Arguments that hear of a step's latents, the one that is taken first.
+# Arguments of `__call__` that take a step callback, the preferred one first.
 CALLBACKS = ("callback_on_step_end", "callback")
-# What CogVideoX's DPM scheduler returns beside latents, and takes in its next step: the scheduler of a journaled loop holds it.
+# What CogVideoX's DPM scheduler returns beside latents and takes in its next step. The scheduler of a journaled loop stores it
+# (`steps`).
 REMEMBERED = "old_pred_original_sample"
-_CHANGES = frozenset({"append", "extend", "insert", "setdefault"})
+_MUTATING_METHODS = frozenset({"append", "extend", "insert", "setdefault"})
 
 
 def why_not(kind: Any) -> str:
-    """Why the loop of the pipeline class ``kind`` cannot be begun in its middle; empty where it can."""
+    """Why the loop of the pipeline class ``kind`` cannot be resumed in the middle; "" where it can."""
     return _why_not(kind)
 
 
-@functools.cache  # each run asks
+@functools.cache  # called in every run
 def _why_not(kind: Any) -> str:
     parameters = inspect.signature(kind.__call__).parameters
     if "generator" not in parameters or not any(name in parameters for name in CALLBACKS):
-        return "its pipeline takes no generator, or tells nobody of a step's latents"
+        return "its pipeline takes no generator, or has no callback for the latents of a step"
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.__call__))))
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _counted(node)]
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_timestep_loop(node)]
     if len(loops) != 1:
-        return f"its pipeline has {len(loops)} loops over timesteps where one is understood"
+        return f"its pipeline has {len(loops)} loops over timesteps, and only one is supported"
     if "latents" not in set(_stores(loops[0])):
-        return "its pipeline's loop makes no latents"
-    if handed := sorted(_handed_on(loops[0])):
-        return f"its pipeline's steps hand on {', '.join(handed)}, which nothing keeps"
+        return "its pipeline's loop does not assign latents"
+    if carried := sorted(_loop_carried(loops[0])):
+        return f"its pipeline's steps also read {', '.join(carried)} of the step before, which is not saved"
     return ""
 
 
-def _counted(loop: ast.For) -> bool:
+def _is_timestep_loop(loop: ast.For) -> bool:
     """Whether this is ``for i, t in enumerate(timesteps)``."""
     call, target = loop.iter, loop.target
     return (
@@ -58,21 +59,24 @@ def _counted(loop: ast.For) -> bool:
     )
 
 
-def _handed_on(loop: ast.For) -> set[str]:
-    """Names and the pipeline's own attributes that a step may read as an earlier step left them, but latents."""
+def _loop_carried(loop: ast.For) -> set[str]:
+    """Names and attributes of the pipeline that a step may read as an earlier step left them, except latents."""
     stores = Counter(name for node in (loop.target, *loop.body) for name in _stores(node))
-    steps = _Reads(set(_stores(loop.target)), stores)
+    steps = _ExposedReads(set(_stores(loop.target)), stores)
     steps.block(loop.body)
-    return (steps.early & stores.keys()) - {"latents", REMEMBERED}
+    return (steps.exposed & stores.keys()) - {"latents", REMEMBERED}
 
 
 @dataclass
-class _Reads:
-    """Goes through statements in order: ``early`` was read where this step had perhaps not set it yet. ``stores``: how often."""
+class _ExposedReads:
+    """Walks statements in order and collects ``exposed``: names that may be read before this step assigns them.
 
-    known: set[str]
+    ``assigned``: names assigned so far in this step. ``stores``: how often each name is assigned in the loop.
+    """
+
+    assigned: set[str]
     stores: Counter[str]
-    early: set[str] = field(default_factory=set)
+    exposed: set[str] = field(default_factory=set)
 
     def block(self, statements: Iterable[ast.stmt]) -> None:
         for statement in statements:
@@ -87,68 +91,72 @@ class _Reads:
             self.block(node.body)
         elif isinstance(node, (ast.For, ast.While, ast.Try)):
             self.read(node.iter if isinstance(node, ast.For) else node.test if isinstance(node, ast.While) else ast.Pass())
-            before = set(self.known)
-            self.known |= set(_stores(node.target)) if isinstance(node, ast.For) else set()
+            before = set(self.assigned)
+            self.assigned |= set(_stores(node.target)) if isinstance(node, ast.For) else set()
             for part in ("body", "handlers", "orelse", "finalbody"):
                 for child in getattr(node, part, []):
                     self.block(child.body if isinstance(child, ast.ExceptHandler) else [child])
-            self.known = before  # it may not have run at all
+            self.assigned = before  # the body may not run at all
         else:
             self.read(node)
-            self.known |= set(_stores(node))
+            self.assigned |= set(_stores(node))
 
     def branch(self, node: ast.If) -> None:
-        """Behind it is known what both ways set; or what no other place sets, where every step takes the same way."""
-        if _hears(node):
+        """After an ``if``, names are assigned that both branches assign; or that only this ``if`` assigns, where its condition does
+        not change in the loop.
+        """
+        if _calls_callback(node):
             self.block(node.orelse)
             return
         self.read(node.test)
-        before = set(self.known)
+        before = set(self.assigned)
         self.block(node.body)
-        one, self.known = self.known, before
+        one, self.assigned = self.assigned, before
         self.block(node.orelse)
-        either, own = one ^ self.known, Counter(_stores(node))
-        self.known &= one
-        if not set(map(_named, ast.walk(node.test))) & self.stores.keys():
-            self.known |= {name for name in either if own[name] == self.stores[name] and not _twice(name, node)}
+        either, own = one ^ self.assigned, Counter(_stores(node))
+        self.assigned &= one
+        if not set(map(_name_of, ast.walk(node.test))) & self.stores.keys():
+            self.assigned |= {name for name in either if own[name] == self.stores[name] and not _assigned_in_both(name, node)}
 
     def read(self, node: ast.AST) -> None:
         targets = {id(node.target)} if isinstance(node, ast.AugAssign) else set[int]()
         own = {name for child in ast.walk(node) if isinstance(child, ast.comprehension) for name in _stores(child.target)}
         for child in ast.walk(node):
-            name = _named(child)
+            name = _name_of(child)
             if name and (id(child) in targets or isinstance(getattr(child, "ctx", None), ast.Load)):
-                self.early |= {name} - self.known - own
+                self.exposed |= {name} - self.assigned - own
 
 
-def _hears(node: ast.AST) -> bool:
-    """Whether this is what tells others of a step: no part of the step, since nothing comes back that changes it."""
+def _calls_callback(node: ast.AST) -> bool:
+    """Whether this ``if`` calls the step callback. It is not part of the step, since graphrun's callback changes nothing."""
     return isinstance(node, ast.If) and any(isinstance(name, ast.Name) and name.id in CALLBACKS for name in ast.walk(node.test))
 
 
-def _twice(name: str, node: ast.If) -> bool:
-    """Whether both ways set ``name``."""
-    return all(name in {stored for child in way for stored in _stores(child)} for way in (node.body, node.orelse))
+def _assigned_in_both(name: str, node: ast.If) -> bool:
+    """Whether both branches assign ``name``."""
+    return all(name in {stored for child in branch for stored in _stores(child)} for branch in (node.body, node.orelse))
 
 
 def _stores(node: ast.AST) -> Iterator[str]:
-    """What ``node`` and all in it set, or change in place where it is a list."""
-    if isinstance(node, ast.If) and _hears(node):
+    """The names that ``node`` and all in it assign, or change in place as a list or dict."""
+    if isinstance(node, ast.If) and _calls_callback(node):
         for statement in node.orelse:
             yield from _stores(statement)
         return
-    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store) and (name := _named(node)):
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store) and (name := _name_of(node)):
         yield name
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
         yield node.value.id
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-        yield _named(node.func.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATING_METHODS:
+        yield _name_of(node.func.value)
     for child in ast.iter_child_nodes(node):
         yield from _stores(child)
 
 
-def _named(node: ast.AST) -> str:
-    """``x``, and ``self.x`` of the pipeline, which its property shows without the underscore."""
+def _name_of(node: ast.AST) -> str:
+    """``x`` for a name, and ``self.x`` for an attribute of the pipeline, without the underscore that its property hides; else
+    "".
+    """
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":

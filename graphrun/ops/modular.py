@@ -1,9 +1,7 @@
-"""diffusers' modular pipelines put together for one stage, and the state that their blocks hand on.
+"""Assembles diffusers' modular pipelines for one stage, and the state that their blocks pass on.
 
-Decides what a pipeline of blocks is made of, and what its state holds when a stage begins. Which blocks run is the op's affair.
-
-    FluxAutoBlocks   text_encoder | vae_encoder | denoise | decode          top-level blocks: what a graph is cut at
-    state            prompt ... prompt_embeds, image_latents ... latents, images      values by name, some of them of a group
+FluxAutoBlocks   text_encoder | vae_encoder | denoise | decode          top-level blocks: a graph is split between them
+state            prompt ... prompt_embeds, image_latents ... latents, images      values by name, some of them in a group
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 
-# Of a modular pipeline's `pipeline_config`: the class of its blocks, where it is not the pipeline's own.
+# Key of a modular pipeline's `pipeline_config`: the class of its blocks, where it is not the pipeline's default.
 BLOCKS = "blocks"
-# What prints tracebacks of errors that are raised as well, and a remark whenever a guider is made.
-_TALKING = ("diffusers.modular_pipelines.modular_pipeline", "diffusers.guiders.guider_utils")
+# Loggers that print tracebacks of errors which are raised as well, and a message for each new guider.
+_NOISY_LOGGERS = ("diffusers.modular_pipelines.modular_pipeline", "diffusers.guiders.guider_utils")
 
 
 def is_modular_class(kind: type[Any]) -> bool:
-    """Whether ``kind`` is one of diffusers' modular pipelines, which share no class with the others."""
+    """Whether ``kind`` is one of diffusers' modular pipelines, which do not inherit from `DiffusionPipeline`."""
     from diffusers import ModularPipeline
 
     return issubclass(kind, ModularPipeline)
@@ -45,8 +43,9 @@ def assemble_blocks(
 ) -> Any:
     """The graph's modular pipeline over ``modules`` and ``parts``, computing on ``device``.
 
-    What keeps state (schedulers, guiders) is made anew from its configuration. What the blocks expect and the graph does not have
-    is None, or what they make themselves. Raises GraphError for what the blocks do not know.
+    Parts with state (schedulers, guiders) are created again from their configuration. Components that the blocks expect and the
+    graph does not have are None, or the blocks' defaults. Raises GraphError for components, parts and settings that the blocks do
+    not know.
     """
     where = str(graph.path or "")
     settings = dict(graph.pipeline_config)
@@ -55,36 +54,39 @@ def assemble_blocks(
         pipeline = kind(blocks=resolve_class(str(own), graph.trust, graph.where, "blocks")() if own is not None else None)
     expected = list(pipeline._component_specs)
     if unknown := sorted((modules.keys() | parts.keys()) - set(expected)):
-        raise GraphError(f"{type(pipeline._blocks).__name__} take no {unknown[0]}{did_you_mean(unknown[0], expected)}", where)
+        raise GraphError(f"{type(pipeline._blocks).__name__} do not take {unknown[0]}{did_you_mean(unknown[0], expected)}", where)
     if unknown := sorted(settings.keys() - pipeline._config_specs.keys()):
         known = [BLOCKS, *pipeline._config_specs]
         raise GraphError(f"pipeline_config: {kind.__name__} has no {unknown[0]}{did_you_mean(unknown[0], known)}", where)
     pipeline.update_components(**settings)
     with quietly():
-        for name, thing in {**parts, **modules}.items():
-            setattr(pipeline, name, thing if name in modules else _fresh(thing))
+        for name, value in {**parts, **modules}.items():
+            setattr(pipeline, name, value if name in modules else _fresh(value))
     for block in blocks_in(pipeline._blocks):
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
-    here = property(lambda _: device)
-    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": here, "device": here})
+    fixed = property(lambda _: device)
+    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed})
     return pipeline
 
 
 def _fresh(part: Any) -> Any:
-    """A part like ``part`` that no other stage has changed; tokenizers keep nothing."""
+    """A new part with the configuration of ``part``, without the state of other stages; ``part`` itself for tokenizers."""
     return type(part).from_config(part.config) if hasattr(part, "from_config") and hasattr(part, "config") else part
 
 
-def begun(pipeline: Any, given: Mapping[str, Any], made: Mapping[str, Any]) -> Any:
-    """The state with which blocks of ``pipeline`` begin: inputs of the call as its own `__call__` puts them there, ``given`` ones
-    in place of defaults, and what earlier blocks have ``made``, in the groups (`kwargs_type`) that these put it in."""
+def begun(pipeline: Any, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """The initial `PipelineState` for blocks of ``pipeline``.
+
+    It has the inputs of the call as its own `__call__` sets them, with ``inputs`` instead of defaults, and the ``values`` that
+    earlier blocks computed, in the groups (`kwargs_type`) that these blocks put them in.
+    """
     from diffusers.modular_pipelines import PipelineState
 
     state = PipelineState()
     for parameter in pipeline._blocks.inputs:
-        if parameter.name in given:
-            state.set(parameter.name, given[parameter.name], parameter.kwargs_type)
+        if parameter.name in inputs:
+            state.set(parameter.name, inputs[parameter.name], parameter.kwargs_type)
         elif parameter.name is not None and parameter.name not in state.values:
             state.set(parameter.name, parameter.default, parameter.kwargs_type)
     groups: dict[str, dict[str, None]] = {}
@@ -92,7 +94,7 @@ def begun(pipeline: Any, given: Mapping[str, Any], made: Mapping[str, Any]) -> A
         for parameter in (*block.inputs, *block.intermediate_outputs):
             if parameter.name and parameter.kwargs_type:
                 groups.setdefault(parameter.name, {})[parameter.kwargs_type] = None
-    for name, value in made.items():
+    for name, value in values.items():
         state.set(name, value)
         for group in groups.get(name, ()):
             if name not in state.kwargs_mapping.get(group, ()):
@@ -102,8 +104,8 @@ def begun(pipeline: Any, given: Mapping[str, Any], made: Mapping[str, Any]) -> A
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """A context in which diffusers' modular pipelines do not talk beside their errors."""
-    loggers = [logging.getLogger(name) for name in _TALKING]
+    """Silences the log messages of diffusers' modular pipelines that repeat what their exceptions say."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

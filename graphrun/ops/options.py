@@ -1,10 +1,10 @@
-"""Other ways to run a stage that a plan may choose: what each does to the pipeline for as long as the stage runs.
+"""Run options of a stage that a plan may choose, and what each changes in the pipeline while the stage runs.
 
     tiling    the VAE decodes tile by tile and blends the seams             the output changes
     slicing   the VAE decodes picture by picture                            it does not
-    split     every call of the denoiser is cut into calls of one sample    it may, in the last bits
+    split     every call of the denoiser is split into one per sample       it may, in the last bits
 
-Which stages have them, and what must be allowed for them, says `graphrun.graph.ops`. Knows nothing of memory.
+`graphrun.graph.ops` defines which stages have which options, and what a user must allow for them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from graphrun.errors import GraphError
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import tensors_in, walk
 
-# Pixels of a tile's edge, where a VAE's own is larger: its configuration names the size it was trained at, and 1024 saves nothing
-# at 1024. 512 is the tile that diffusers' own video VAEs and the SD VAE come with.
+# Edge of a tile in pixels, where a VAE's own tile is larger. A VAE's configuration names the size it was trained at; a tile of 1024
+# saves nothing at 1024 pixels. 512 is the tile of diffusers' own video VAEs and of the SD VAE.
 TILE_PIXELS = 512
 
 
 @contextmanager
-def applied(name: str, pipeline: Any, modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
-    """A context in which ``pipeline`` runs the way that option ``name`` means; afterwards it is as it was.
+def apply_option(name: str, pipeline: Any, modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """A context in which ``pipeline`` runs with the option ``name``; it is restored afterwards.
 
-    ``modules``: the components the stage uses. Raises GraphError where they cannot do that.
+    ``modules``: the components the stage uses. Raises GraphError where none of them supports the option.
     """
     with ExitStack() as stack:
         if name == "split":
-            stack.enter_context(CallInterceptor(modules, device, around=_one_by_one))
+            stack.enter_context(CallInterceptor(modules, device, around=_call_per_sample))
         else:
             vaes = {key: module for key, module in modules.items() if hasattr(module, f"enable_{name}")}
             if not vaes:
-                raise GraphError(f"option {name}: none of {', '.join(modules)} can do that; take it out of the stage's options")
+                raise GraphError(f"option {name}: none of {', '.join(modules)} supports it; remove it from the stage's options")
             for module in vaes.values():
                 before = {key: value for key, value in vars(module).items() if key.startswith(("use_", "tile_"))}
                 stack.callback(vars(module).update, before)
@@ -48,13 +48,16 @@ def applied(name: str, pipeline: Any, modules: Mapping[str, nn.Module], device: 
 
 
 def _shrink_tiles(module: nn.Module) -> None:
+    """Limits the VAE's tiles to `TILE_PIXELS`."""
     size, latent = getattr(module, "tile_sample_min_size", 0), getattr(module, "tile_latent_min_size", 0)
     if size > TILE_PIXELS and latent:
         vars(module).update(tile_sample_min_size=TILE_PIXELS, tile_latent_min_size=latent * TILE_PIXELS // size)
 
 
-def _one_by_one(component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The entry's result, from a call for each sample: tensors whose first dimension counts samples are cut, others go along."""
+def _call_per_sample(component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls ``proceed`` once per sample and joins the results. Tensors whose first dimension counts samples are split, others are
+    passed as they are.
+    """
     count = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.ndim > 2), 1)
     if count == 1:
         return proceed(*args, **kwargs)
@@ -66,10 +69,12 @@ def _one_by_one(component: str, entry: str, proceed: Callable[..., Any], args: t
 
 
 def _sample(count: int, number: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Sample ``number`` of ``tensor`` [count ...], as a batch of one; any other tensor unchanged."""
     return tensor[number : number + 1] if tensor.ndim and tensor.shape[0] == count else tensor
 
 
 def _joined(results: list[Any]) -> Any:
+    """The results of the samples joined along the first dimension, through mappings and sequences."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(results)

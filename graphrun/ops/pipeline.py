@@ -1,7 +1,7 @@
-"""A diffusers pipeline put together for one stage: the components the stage uses, and meta modules of the others.
+"""Assembles a diffusers pipeline for one stage: the components that the stage uses, and meta modules of the others.
 
-A meta module has the class and config of the real component and no weights, so the pipeline's own code reads the right sizes from it
-(with ``None`` in its place diffusers falls back to a VAE scale factor of 8 and computes wrong shapes); entering it is an error.
+A meta module has the class and config of the real component and no weights. The pipeline's own code reads sizes from it; with
+``None`` in its place diffusers assumes a VAE scale factor of 8 and computes wrong shapes. Calling a meta module is an error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from graphrun.ops.modular import assemble_blocks, is_modular_class
 def assemble(
     graph: Graph, modules: Mapping[str, Any], parts: Mapping[str, Any], device: torch.device, *, partial: bool = False
 ) -> Any:
-    """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` whatever its modules' parameters say.
+    """The graph's pipeline over ``modules`` and ``parts``, computing on ``device`` wherever its modules' parameters are.
 
-    Schedulers are made anew from their configs, so that their state belongs to the stage and goes with it.
-    Raises GraphError when the pipeline's class needs something that the graph does not have, unless it is ``partial``: encoding a
-    prompt needs no VAE and no transformer, and nothing of its sizes is read from them.
+    Schedulers are created again from their configs, so that no state passes between stages. Raises GraphError when the pipeline's
+    class needs something that the graph does not have, unless ``partial``: encoding a prompt needs no VAE or transformer, nor their
+    sizes.
     """
     kind = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
     if is_modular_class(kind):
         return assemble_blocks(graph, kind, modules, parts, device)
     arguments: dict[str, Any] = {
-        name: [modules[of[1:]] if str(of).startswith("$") else of for of in value] if isinstance(value, list) else value
+        name: [modules[item[1:]] if str(item).startswith("$") else item for item in value] if isinstance(value, list) else value
         for name, value in graph.pipeline_config.items()
     }
     missing = []
@@ -54,28 +54,28 @@ def assemble(
     pipeline = kind(**arguments)
     for owner in _with_inner(pipeline):
         owner.set_progress_bar_config(disable=True)
-        own, here = type(owner), property(lambda _: device)
-        owner.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "_execution_device": here, "device": here})
+        own, fixed = type(owner), property(lambda _: device)
+        owner.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "_execution_device": fixed, "device": fixed})
     return pipeline
 
 
 def _with_inner(pipeline: Any) -> list[Any]:
-    """``pipeline`` and those that it is combined of: a prior and a decoder."""
+    """``pipeline`` and the pipelines that it combines, such as a prior and a decoder."""
     from diffusers import DiffusionPipeline
 
     return [pipeline, *(value for value in vars(pipeline).values() if isinstance(value, DiffusionPipeline))]
 
 
-def accepted(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def known_arguments(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``arguments`` that ``function`` has a parameter for and that are not None."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known and value is not None}
 
 
-def finished(scheduler: Any) -> Any:
-    """A scheduler like ``scheduler`` with no steps left: a pipeline that runs it goes straight to its tail, the decoding.
+def without_steps(scheduler: Any) -> Any:
+    """A scheduler like ``scheduler`` without steps: a pipeline that runs it goes straight to its tail, the decoding.
 
-    Zero inference steps would not do: SDXL divides by their number. Latents are handed in as they are (``init_noise_sigma`` is 1).
+    Zero inference steps would not work: SDXL divides by their number. ``init_noise_sigma`` is 1, so latents are used as they are.
     """
     kind = type(scheduler)
 
@@ -90,7 +90,9 @@ def finished(scheduler: Any) -> Any:
 
 
 def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
-    """How fast videos of ``graph`` are: as it says itself, else as a stage passes it to its pipeline, else that one's default."""
+    """The frame rate of ``graph``'s videos: its own ``fps``, else the value a stage passes to its pipeline, else the pipeline's
+    default. None without any.
+    """
     if graph.fps is not None:
         return graph.fps
     names = ("fps", "frame_rate")
@@ -103,4 +105,5 @@ def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:
 
 
 def _fresh(part: Any) -> Any:
+    """A new scheduler with the configuration of ``part``; any other part itself."""
     return type(part).from_config(part.config) if hasattr(part, "set_timesteps") else part

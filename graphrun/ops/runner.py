@@ -1,5 +1,6 @@
-"""Runs the stages of a graph in order, each on a pipeline of its own. Knows nothing of memory: whoever needs to act when a
-component is entered has put a `CallInterceptor` around the modules before.
+"""Runs the stages of a graph in order, each on a pipeline of its own.
+
+Knows nothing of memory: to act when a component is called, enter a `CallInterceptor` around the modules.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from graphrun.modules.trees import walk
 from graphrun.ops.block import block
 from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
-from graphrun.ops.options import applied
-from graphrun.ops.outlines import filled, outlined
+from graphrun.ops.options import apply_option
+from graphrun.ops.outlines import materialized, outlined
 from graphrun.ops.pipeline import assemble
 from graphrun.ops.steps import Journal, Steps
 
@@ -39,16 +40,17 @@ Before = Callable[[str], None]
 
 
 class Stages:
-    """The stages of a graph, being run: `run` goes on from the first that is not done.
+    """The stages of a graph in execution: `run` continues with the first that is not done.
 
-    ``inputs`` are resolved already; ``modules`` holds every component that a stage uses. ``parts`` and ``meta_modules`` of all components
-    are made if they are not given. ``order``: stage names, in place of the graph's; ``options``: stage -> the way it is run
-    (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up; ``after_stage(stage,
-    outputs)`` sees its values as they are on the device. ``given``: values of stages that are not run, by name as in
-    ``encode.embeds``; they lie on the device from the start. ``journal`` keeps the states of denoising loops, of which
-    ``steps`` has the last. A value is dropped after its last consumer, and is an outline (`graphrun.ops.outlines`) behind the last
-    that reads its numbers. While ``planning``, what costs on the host alone is left
-    out.
+    ``inputs``: resolved input values. ``modules``: every component that a stage uses. ``parts`` and ``meta_modules`` (of all
+    components) are built if they are not passed. ``order``: stage names, instead of the graph's order. ``options``: stage -> run
+    option (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up,
+    ``after_stage(stage, outputs)`` with its outputs on the device. ``precomputed``: values of stages that are not run, by name such
+    as ``encode.embeds``, on the device from the start. ``journal`` saves the states of denoising loops; ``steps`` has the latest.
+    ``planning``: work that costs host time only is skipped.
+
+    A value is dropped after its last consumer, and replaced by an outline (`graphrun.ops.outlines`) after the last consumer that
+    reads its numbers.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class Stages:
             else {name: meta_module(c, graph.trust) for name, c in graph.components.items()}
         )
         self._inputs, self._planning, self.steps = dict(inputs), planning, Steps(journal)
-        self.named: dict[str, Any] = dict(precomputed or {})  # values of stages that later ones need: ``encode.embeds``
+        # Stage outputs that later stages need, by name such as ``encode.embeds``.
+        self.named: dict[str, Any] = dict(precomputed or {})
         self._outputs = {name: self.named[str(of)[1:]] for name, of in graph.outputs.items() if str(of)[1:] in self.named}
         self.options = dict(options or {})
         self.todo = [graph.stage(name) for name in order] if order else list(graph.stages)
@@ -93,8 +96,9 @@ class Stages:
         return self._outputs
 
     def leave(self) -> None:
-        """Values that wait for their consumers are on the host from now on, and so is a loop's last step. Those that cannot be
-        copied any more are lost."""
+        """Moves the values that later stages need, and the last state of a loop, to the host. If a value cannot be copied any more,
+        all are lost.
+        """
         self.steps.leave()
         for name in list(self.named):
             try:
@@ -105,13 +109,13 @@ class Stages:
 
     @property
     def lost(self) -> list[str]:
-        """Values that stages still to be run need, and that are neither kept nor to be made again."""
+        """Values that the remaining stages need, and that are neither stored nor computed by one of them."""
         made = {f"{stage.name}." for stage in self.todo}
         needed = {str(value)[1:] for stage in self.todo for value in stage.references if value.kind == "stage"}
         return sorted(name for name in needed - self.named.keys() if not name.startswith(tuple(made)))
 
     def enter(self) -> None:
-        """They are on the device again; a tensor that is there twice is one."""
+        """Moves the values back to the device; a tensor that occurs twice is copied once."""
         moved: dict[int, torch.Tensor] = {}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,11 +123,12 @@ class Stages:
                 moved[id(tensor)] = tensor.to(self.device)
             return moved[id(tensor)]
 
-        before = dict(self.named)  # ids stay theirs for as long as they are held
+        before = dict(self.named)  # keeps the tensors alive, so that their ids stay unique
         for name, value in before.items():
             self.named[name] = walk(value, move)
 
     def _stage(self, stage: Stage) -> None:
+        """Runs ``stage`` and stores its outputs."""
         graph, device = self.graph, self.device
         if self.before_stage is not None:
             self.before_stage(stage.name)
@@ -134,7 +139,7 @@ class Stages:
             pipeline = assemble(graph, present, self._parts, device, partial=partial)
             option = self.options.get(stage.name)
             used = {name: module for name, module in present.items() if name in stage.uses}
-            with applied(option, pipeline, used, device) if option else nullcontext():
+            with apply_option(option, pipeline, used, device) if option else nullcontext():
                 arguments = {key: self._value(value) for key, value in stage.arguments.items()}
                 steps = None if self._planning else self.steps
                 made = OPS[stage.op](StageContext(stage.name, pipeline, device, self._planning, steps, stage), **arguments)
@@ -148,25 +153,25 @@ class Stages:
         self._drop()
 
     def _drop(self) -> None:
-        """What no stage reads any more."""
+        """Drops values that no later stage needs, and replaces those by outlines whose numbers no later stage reads."""
         needed = {str(value)[1:] for later in self.todo for value in later.references}
         read = {str(value)[1:] for later in self.todo for value in read_by(later)}
         self.named = {key: value if key in read else outlined(value) for key, value in self.named.items() if key in needed}
 
     def _refuse(self, component: str, entry: str) -> None:
+        """Raises GraphError for a call of a component that the current stage does not list."""
         stage = self.todo[0].name
-        raise GraphError(
-            f"stage {stage} enters {component}.{entry}, which it does not list: add {component} to stages.{stage}.uses"
-        )
+        raise GraphError(f"stage {stage} calls {component}.{entry} but does not list {component}: add it to stages.{stage}.uses")
 
     def _value(self, value: Any) -> Any:
+        """The value of a stage argument: references resolved, outlines materialized."""
         if isinstance(value, list):
             return [self._value(item) for item in value]
         if not isinstance(value, Reference):
             return value
         if value.kind == "input":
             return opened(self._inputs[value.name])
-        return filled(self.named[f"{value.name}.{value.output}"], self.device)
+        return materialized(self.named[f"{value.name}.{value.output}"], self.device)
 
 
 def run_stages(

@@ -1,1 +1,2 @@
-"""How much: a graph, a device and two budgets become a `Problem`, with no weights and no GPU."""
+"""Turns a graph, a device and two budgets into a `Problem`: bytes and seconds of everything, without weights and without a
+GPU."""

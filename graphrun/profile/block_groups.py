@@ -1,15 +1,17 @@
-"""Splits a component into blocks: which modules pass one after another when it is streamed, and what stays together as the rest.
+"""Splits a component into blocks for streaming: finds the block modules, groups equal ones, and leaves everything else in the
+remainder.
 
-Decides names and classes from the module's structure and from a trace's order; bytes come from `components.blocks.lay_out`.
+Works on the module's structure and the order of calls in a trace; byte sizes come from `graphrun.modules.blocks.lay_out`.
 
-    transformer_blocks.0 .. .18          class "transformer_blocks"          19 equal blocks
-    single_transformer_blocks.0 .. .37   class "single_transformer_blocks"   38 equal blocks
-    x_embedder, norm_out, ...            class "remainder"                        one, never streamed
+    transformer_blocks.0 .. .18          group "transformer_blocks"          19 equal blocks
+    single_transformer_blocks.0 .. .37   group "single_transformer_blocks"   38 equal blocks
+    x_embedder, norm_out, ...            group "remainder"                   one block, never streamed
 
-By layer, where blocks do not fit: every module that owns tensors and is only read in its own calls is a block.
+Split into layers, for budgets that blocks do not fit: every module that owns tensors and whose tensors are read only during
+its own calls is a block.
 
-    transformer_blocks.0.attn.to_q, .attn.to_k, ..    class "transformer_blocks_3"   equal layers of one child, in call order
-    scale_shift_table                                 class "remainder"                   read by other code: never streamed
+    transformer_blocks.0.attn.to_q, .attn.to_k, ..   group "transformer_blocks_3"   equal layers of one child, in call order
+    scale_shift_table                                group "remainder"              read by other code: never streamed
 """
 
 from __future__ import annotations
@@ -25,58 +27,63 @@ from graphrun.modules.blocks import lay_out
 from graphrun.profile.recorder import layer_paths
 from graphrun.profile.recording import Call
 
-# A class of blocks that holds less than this share of its component is not worth a staging ring: it stays with the rest.
-SMALLEST_SHARE = 1 / 8
+# A group of blocks that holds less than this share of its component is not worth a staging ring: it joins the remainder.
+MIN_GROUP_SHARE = 1 / 8
 
-# Blocks of one class differ by less than this: T5's first block holds the table of relative positions besides.
-SAME_SIZE = 1.1
+# Largest size ratio within one group: T5's first block also holds the table of relative positions.
+SIZE_TOLERANCE = 1.1
 
 
-def unit_paths(module: nn.Module, choices: Collection[str] = ()) -> list[str]:
-    """Paths of the modules in which ``module`` may be streamed, in the order of their creation.
+def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
+    """Paths of the modules of ``module`` that may be streamed as blocks, in creation order.
 
-    A unit is an element of a list of at least two modules of one class, all but one of which have others of equal bytes beside them
-    (SD3's last block does without a part; HunyuanDiT's second half has skips). Where the elements themselves hold such
-    lists that make up most of them (a UNet's attention: ten transformer blocks each), the inner elements are the units. The lists
-    in ``choices`` are left out (see `choices_among`).
+    A block is an element of a `torch.nn.ModuleList` of at least two modules of one class. All but at most one element must
+    have another element of about equal bytes (SD3's last block lacks a part; the second half of HunyuanDiT has skip
+    connections). Where the elements contain such lists themselves, and these make up most of their bytes (a UNet's attention:
+    ten transformer blocks each), the elements of the inner lists are the blocks. Lists in ``routed`` are skipped (see
+    `routed_lists`).
     """
-    return [path for path, _ in _units(module, "", choices)]
+    return [path for path, _ in _nested_blocks(module, "", routed)]
 
 
-def choices_among(units: Iterable[str], entered: Collection[str]) -> set[str]:
-    """The lists of which one call enters some elements and not others: experts, of which data picks some, have no fixed order."""
+def routed_lists(units: Iterable[str], entered: Collection[str]) -> set[str]:
+    """Paths of the module lists of which one call enters some elements and not others.
+
+    Such elements (mixture-of-experts layers) are selected by the data, so they run in no fixed order and cannot be streamed.
+    ``units``: candidate blocks; ``entered``: those that the call entered.
+    """
     lists: dict[str, set[bool]] = defaultdict(set)
     for path in units:
         lists[path.rpartition(".")[0]].add(path in entered)
     return {path for path, found in lists.items() if len(found) == 2}
 
 
-def _units(module: nn.Module, prefix: str, choices: Collection[str]) -> list[tuple[str, int]]:
+def _nested_blocks(module: nn.Module, prefix: str, routed: Collection[str]) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if path in choices:
+        if path in routed:
             continue
-        if isinstance(child, nn.ModuleList) and _alike(child):
-            found += [unit for index, element in enumerate(child) for unit in _element(element, f"{path}.{index}", choices)]
+        if isinstance(child, nn.ModuleList) and _same_structure(child):
+            found += [unit for index, element in enumerate(child) for unit in _element_blocks(element, f"{path}.{index}", routed)]
         else:
-            found += _units(child, f"{path}.", choices)
+            found += _nested_blocks(child, f"{path}.", routed)
     return found
 
 
-def _element(element: nn.Module, path: str, choices: Collection[str]) -> list[tuple[str, int]]:
+def _element_blocks(element: nn.Module, path: str, routed: Collection[str]) -> list[tuple[str, int]]:
     nbytes = _nbytes(element)
-    inner = _units(element, f"{path}.", choices)
+    inner = _nested_blocks(element, f"{path}.", routed)
     return inner if 2 * sum(size for _, size in inner) > nbytes else [(path, nbytes)]
 
 
-def _alike(modules: nn.ModuleList) -> bool:
-    if any(element is None for element in modules):  # CogView4's VAE keeps a place for attention that it does without
+def _same_structure(modules: nn.ModuleList) -> bool:
+    if any(element is None for element in modules):  # CogView4's VAE has a None where it omits attention
         return False
     sizes = sorted(_nbytes(element) for element in modules)
     same = len(modules) >= 2 and len({type(element) for element in modules}) == 1 and any(True for _ in modules[0].children())
-    alone = sum(sum(a <= SAME_SIZE * b and b <= SAME_SIZE * a for b in sizes) == 1 for a in sizes)
-    return same and sizes[0] > 0 and alone <= min(1, len(modules) - 2)
+    unlike = sum(sum(a <= SIZE_TOLERANCE * b and b <= SIZE_TOLERANCE * a for b in sizes) == 1 for a in sizes)
+    return same and sizes[0] > 0 and unlike <= min(1, len(modules) - 2)
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -87,85 +94,90 @@ def group_blocks(
     module: nn.Module,
     entered: Sequence[str],
     touched: Sequence[Iterable[str]],
-    choices: Collection[str] = (),
+    routed: Collection[str] = (),
     loose: Collection[str] = (),
 ) -> tuple[BlockGroup, ...]:
-    """The classes of blocks of ``module``, in call order, the rest first.
+    """The block groups of ``module`` in call order, the remainder first.
 
-    ``entered``: paths of `unit_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the names of
-    the parameters and buffers it read. Units are of one class when they lie under the same child of the component and have equal
-    bytes. A child outside all classes that other calls read than the rest becomes a class of one under its own name (a VAE's
-    encoder where only `decode` is called). So does what is ``loose`` in a block: other code than the block's needs it too, when
-    the block has passed (DiT's last layer asks the first block for the embedding of the time). A block all of which is
-    loose stays with the rest.
+    ``entered``: paths from `block_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the
+    names of the parameters and buffers that it read.
+
+    Blocks are in one group if they are under the same child of the component and have about equal bytes. A child outside of
+    all groups that is read by other calls than the remainder becomes a group of one, named after the child (a VAE's encoder
+    where only `decode` is called). So does a ``loose`` module: one inside a block that other code reads or calls while the
+    block does not run (DiT's last layer calls the first block's timestep embedding). A block whose own tensors are loose, or
+    whose modules all are, joins the remainder.
     """
-    known = set(unit_paths(module, choices))
+    candidates = set(block_paths(module, routed))
+    found = [path for path in dict.fromkeys(entered) if path in candidates]
     modules = dict(module.named_modules(remove_duplicate=False))
-    held = {path: _held(modules[path], path, loose) if loose else [] for path in dict.fromkeys(entered) if path in known}
-    units = [path for path in held if held[path] != [path]]
+    loose_in = {path: _loose_modules(modules[path], path, loose) if loose else [] for path in found}
+    units = [path for path in loose_in if loose_in[path] != [path]]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
     groups: list[list[str]] = []
     for path in units:
         for group in groups:
-            near = max(sizes[path], sizes[group[0]]) <= SAME_SIZE * min(sizes[path], sizes[group[0]])
+            near = max(sizes[path], sizes[group[0]]) <= SIZE_TOLERANCE * min(sizes[path], sizes[group[0]])
             if near and path.split(".")[0] == group[0].split(".")[0]:
                 group.append(path)
                 break
         else:
             groups.append([path])
-    least = SMALLEST_SHARE * sum(sizes.values())
-    kept = _in_turn(units, [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least])
-    apart = _apart(module, [path for group in kept for path in group], touched)
-    taken = {"remainder", *apart}
-    streamed = [BlockGroup(_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
-    beside = [path for group in kept for block in group for path in held[block]]
-    single = [BlockGroup(_name(path.split(".")[-1], taken), (path,), False) for path in beside]
-    return (BlockGroup("remainder", ("",), False), *(BlockGroup(child, (child,), False) for child in apart), *single, *streamed)
+    least = MIN_GROUP_SHARE * sum(sizes.values())
+    large = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
+    kept = _split_where_interrupted(units, large)
+    separate = _differently_read_children(module, [path for group in kept for path in group], touched)
+    taken = {"remainder", *separate}
+    streamed = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
+    loose_paths = [path for group in kept for block in group for path in loose_in[block]]
+    single = [BlockGroup(_unique_name(path.split(".")[-1], taken), (path,), False) for path in loose_paths]
+    return (BlockGroup("remainder", ("",), False), *(BlockGroup(child, (child,), False) for child in separate), *single, *streamed)
 
 
-def _held(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
-    """The largest modules at ``path`` and below all of whose tensors are ``loose``."""
-    inside = [name for name, child in module.named_modules(prefix=path) if _owns(child)]
+def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
+    """Paths of the largest modules at ``path`` or below whose tensors are all ``loose``."""
+    inside = [name for name, child in module.named_modules(prefix=path) if _owns_tensors(child)]
     if path in loose or (inside and all(name in loose for name in inside)):
         return [path]
-    return [held for name, child in module.named_children() for held in _held(child, f"{path}.{name}", loose)]
+    return [found for name, child in module.named_children() for found in _loose_modules(child, f"{path}.{name}", loose)]
 
 
-def _owns(module: nn.Module) -> bool:
+def _owns_tensors(module: nn.Module) -> bool:
     return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
-def group_layers(module: nn.Module, calls: Sequence[Call], choices: Collection[str] = ()) -> tuple[BlockGroup, ...]:
-    """The classes of layers of ``module`` in the order of their first calls, the rest first; () where no layer may be a block.
+def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()) -> tuple[BlockGroup, ...]:
+    """The layer groups of ``module`` in the order of their first calls, the remainder first; () if no layer can be a block.
 
-    A layer may be one if nothing reads its tensors outside of its own calls in any of ``calls``.
-    Of one class are layers of one child of the component with equal bytes that are called equally often in each of ``calls``, and
-    that either all fit beside what lives during their call without making its peak, or do not. Layers of a child of which nothing
-    is read are of classes that no call uses; what data chooses (``choices``) and what else was not called stays with the rest.
+    A layer can be a block if its tensors are read only during its own calls, in all of ``calls``. Layers are in one group if
+    they are under the same child of the component, have equal bytes, are called equally often in each of ``calls``, and agree
+    in whether they fit into the room beside the activation that is live during their call. Layers of a child of which no call
+    reads anything form groups that no call uses. Layers in ``routed`` lists, and other layers that were not called, join the
+    remainder.
     """
-    turns = [Counter(span.path for span in call.spans) for call in calls]
+    call_counts = [Counter(span.path for span in call.spans) for call in calls]
     outside = frozenset().union(*(call.outside for call in calls))
     called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
-    called = [path for path in called if not any(path.startswith(f"{of}.") for of in choices)]
+    called = [path for path in called if not any(path.startswith(f"{of}.") for of in routed)]
     read = {name.split(".")[0] for call in calls for name in call.touched}
-    shared = _shared(module)
+    shared = _paths_with_tied_tensors(module)
     idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
-    layouts = lay_out(module, [*called, *idle], by_layer=True)
-    room = _rooms(calls)
+    layouts = lay_out(module, [*called, *idle], split_layers=True)
+    room = _room_by_layer(calls)
     groups: dict[object, list[str]] = {}
     for path in [path for path in (*called, *idle) if layouts[path].nbytes]:
         nbytes = layouts[path].nbytes
-        key = path.split(".")[0], nbytes, tuple(of[path] for of in turns), nbytes <= room.get(path, 0)
+        key = path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)
         groups.setdefault(key, []).append(path)
     if not groups:
         return ()
     taken = {"remainder"}
-    found = [BlockGroup(_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups.values()]
+    found = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups.values()]
     return (BlockGroup("remainder", ("",), False), *found)
 
 
-def _shared(module: nn.Module) -> frozenset[str]:
-    """Paths of what holds a tensor, in it or below, that another module holds too."""
+def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
+    """Paths of the modules that hold, directly or in a submodule, a tensor that another module also holds."""
     users = Counter[int]()
     for child in module.modules():
         users.update(id(tensor) for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None)
@@ -180,8 +192,8 @@ def _shared(module: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _rooms(calls: Sequence[Call]) -> dict[str, int]:
-    """Per layer, the least by which its call's peak is above what lives while it runs."""
+def _room_by_layer(calls: Sequence[Call]) -> dict[str, int]:
+    """For each layer, the smallest difference in bytes between its call's peak and what is live while the layer runs."""
     found: dict[str, int] = {}
     for call in calls:
         live, levels = 0, [0]
@@ -198,21 +210,21 @@ def _rooms(calls: Sequence[Call]) -> dict[str, int]:
     return found
 
 
-def _in_turn(units: Sequence[str], groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """``groups`` cut where units of another group are called between: the blocks of a class pass one after another."""
+def _split_where_interrupted(units: Sequence[str], groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """``groups`` split where a block of another group is called in between: a group's blocks must run one after another."""
     number = {path: n for n, group in enumerate(groups) for path in group}
     kept = [path for path in units if path in number]
     return [list(run) for _, run in groupby(kept, key=number.__getitem__)]
 
 
-def _name(top: str, taken: set[str]) -> str:
+def _unique_name(top: str, taken: set[str]) -> str:
     name = next(name for name in (top, *(f"{top}_{number}" for number in range(2, 1000))) if name not in taken)
     taken.add(name)
     return name
 
 
-def _apart(module: nn.Module, blocks: Sequence[str], touched: Sequence[Iterable[str]]) -> list[str]:
-    """Children whose remaining tensors are read by other calls than most of the rest is."""
+def _differently_read_children(module: nn.Module, blocks: Sequence[str], touched: Sequence[Iterable[str]]) -> list[str]:
+    """Names of the children read by other calls than those that read most of the bytes outside of ``blocks``."""
     inside = tuple(f"{path}." for path in blocks)
     names = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)]
     calls = [frozenset(names_read) for names_read in touched]

@@ -1,12 +1,13 @@
-"""Measures this machine in seconds: the roads to a device and what it computes. Says nothing of what is to be run.
+"""Measures this machine in seconds: the bandwidths to a device and to the disk, and the compute rate. Independent of any
+graph.
 
-    cuda   the card itself                       the clock on the wall, the card synchronized before and after
-    sim    the simulated accelerator             its own virtual clock, so what it declares comes out
-    cpu    this processor, as if it were a card  copies within RAM
+    cuda   the card                              wall clock, with the card synchronized before and after
+    sim    the simulated accelerator             its virtual clock, so the result equals what it declares
+    cpu    this processor, treated like a card   copies within RAM
 
-Every figure is the best of repetitions within a share of the time allowed: what disturbs a measurement only makes it worse.
-Compute counts as FLUX's transformer does it at 1024 x 1024: 59.5 TFLOP in matrix products of [4608 3072] with [3072 12288], and
-14.9 in attention over 4608 tokens.
+Every figure is the best of several repetitions within a share of the time allowed, since disturbances only make a measurement
+worse. The compute rate weights operations as FLUX's transformer does at 1024 x 1024: 59.5 TFLOP in matrix products of [4608
+3072] with [3072 12288], and 14.9 TFLOP in attention over 4608 tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.machine import whole_ram_bytes
+from graphrun.profile.machine import total_ram_bytes
 from graphrun.units import MIB
 
 Kind = Literal["cuda", "sim", "cpu"]
@@ -33,49 +34,50 @@ Kind = Literal["cuda", "sim", "cpu"]
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
 CHUNK_BYTES = 4 * MIB
 DISK_BYTES = 256 * MIB
-SMALL_BYTES, SMALL_COPIES = 512, 256  # what shows how long a copy takes to start
+SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
 
-# What a CUDA context may take. Outside of this another process came or went meanwhile, or the library looked at another card.
+# Plausible size of a CUDA context. Outside of this range another process started or ended meanwhile, or NVML read another card.
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
-class Place(Protocol):
-    """A device to be measured. ``bytes`` are those of one copy; work is queued, and `now` waits for all of it."""
+class Target(Protocol):
+    """A device to be measured. ``nbytes``: bytes of one copy. Work is queued; `now` waits until all of it is done."""
 
     nbytes: int
 
     def now(self) -> float:
-        """Seconds on the device's clock, everything queued being done."""
+        """Seconds on the device's clock, after all queued work is done."""
 
     def copy(self, kind: str) -> None:
-        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one each way at once); or ``SMALL_COPIES`` of
-        ``SMALL_BYTES``, ``small``, to the device from pinned memory."""
+        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one in each direction at the same time).
+        ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device."""
 
     def compute(self, kind: str) -> float:
-        """``matmul``, ``attention`` or ``convolution`` once; the FLOPs it took."""
+        """Runs ``matmul``, ``attention`` or ``convolution`` once and returns its FLOPs."""
 
 
 def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0) -> tuple[Hardware, dict[str, float]]:
-    """This machine as a `Hardware` with basis ``measured``, and the single figures, by name, that it was made from.
+    """Measures this machine. Returns a `Hardware` with basis ``measured``, and the single figures, by name, from which it was
+    computed.
 
-    Takes about ``allowed_seconds`` besides imports. ``folder`` is on the disk to be measured. Raises InputError where there is no
-    such device.
+    Takes about ``allowed_seconds``, plus imports. ``folder``: a folder on the disk to be measured. Raises InputError if there
+    is no such device.
     """
-    before = _cards_used_bytes() if kind == "cuda" else {}  # before torch wakes the driver
-    base, place = _open(kind)
+    before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
+    base, target = _open(kind)
     share = allowed_seconds / 9
     figures = {
-        f"{copy}_bytes_per_second": _rate(place, lambda copy=copy: _copied(place, copy), share)  # type: ignore[misc]
+        f"{copy}_bytes_per_second": _rate(target, lambda copy=copy: _copy_bytes(target, copy), share)  # type: ignore[misc]
         for copy in ("h2d", "d2h", "pageable")
     }
-    figures["both_bytes_per_second"] = _rate(place, lambda: _copied(place, "both"), share)
-    small = _rate(place, lambda: _copied(place, "small") and SMALL_COPIES, share)
+    figures["both_bytes_per_second"] = _rate(target, lambda: _copy_bytes(target, "both"), share)
+    small = _rate(target, lambda: _copy_bytes(target, "small") and SMALL_COPIES, share)
     figures["copy_start_seconds"] = max(0.0, 1 / small - SMALL_BYTES / figures["h2d_bytes_per_second"])
     figures["disk_bytes_per_second"] = disk_rate(folder, share)
     for work in ("matmul", "attention"):
-        figures[f"{work}_flops_per_second"] = _rate(place, lambda work=work: place.compute(work), share)  # type: ignore[misc]
+        figures[f"{work}_flops_per_second"] = _rate(target, lambda work=work: target.compute(work), share)  # type: ignore[misc]
     if kind == "cuda":
-        base = _with_context(base, before, place)
+        base = _with_context(base, before, target)
     figures["context_bytes"] = float(base.context_bytes)
     matmul, attention = figures["matmul_flops_per_second"], figures["attention_flops_per_second"]
     measured = replace(
@@ -94,58 +96,63 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
 
 
 def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0) -> dict[str, Any]:
-    """Calibrates, keeps the profile in ``cache`` and returns what was found, JSON-ready. None: the card, else the processor."""
+    """Calibrates, writes the hardware profile to ``cache`` and returns the results, JSON-ready. ``kind`` None: the card, else
+    the processor.
+
+    Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device cannot be measured.
+    """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
     if name in hardware.priors():
-        raise InputError(f"{name} is the name of a prior: give the profile another one with --name")
+        raise InputError(f"{name} is the name of a prior: choose another name with --name")
     start = time.perf_counter()
     measured, figures = calibrate(kind, cache, name, allowed_seconds)
     card = hardware.found() if kind == "cuda" else None
     assumed = card or (hardware.simulated() if kind == "sim" else None)
-    facts = {
+    record = {
         "figures": figures,
         "assumed": asdict(assumed) if assumed is not None else None,
         "versions": {"torch": version("torch")},
         "measured_in_seconds": time.perf_counter() - start,
     }
-    path = profiles.keep(cache, measured, card.name if card is not None else kind, facts)
-    return {**facts, "hardware": asdict(measured), "path": str(path)}
+    path = profiles.keep(cache, measured, card.name if card is not None else kind, record)
+    return {**record, "hardware": asdict(measured), "path": str(path)}
 
 
-def _open(kind: Kind) -> tuple[Hardware, Place]:
+def _open(kind: Kind) -> tuple[Hardware, Target]:
     if kind == "cuda":
         found = hardware.found()
         if found is None:
-            raise InputError("there is no CUDA device here to calibrate; --device cpu or --device sim measure what is here")
-        taken = found.name in hardware.priors()
-        return (replace(found, name=f"{found.name}-measured") if taken else found), _Cuda()
+            raise InputError("no CUDA device here to calibrate; use --device cpu or --device sim")
+        is_prior = found.name in hardware.priors()
+        return (replace(found, name=f"{found.name}-measured") if is_prior else found), _Cuda()
     if kind == "sim":
         return replace(hardware.simulated(), name="sim-measured"), _Sim()
-    capacity_bytes = whole_ram_bytes()
+    capacity_bytes = total_ram_bytes()
     return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), _Cpu()
 
 
-def _copied(place: Place, kind: str) -> float:
-    place.copy(kind)
-    return float(place.nbytes)
+def _copy_bytes(target: Target, kind: str) -> float:
+    target.copy(kind)
+    return float(target.nbytes)
 
 
-def _rate(place: Place, work: Callable[[], float], seconds: float) -> float:
-    """The best amount per second of ``work``, which returns its amount; at least three goes after one that warms up."""
+def _rate(target: Target, work: Callable[[], float], seconds: float) -> float:
+    """The best amount per second of ``work``, which returns its amount: at least three repetitions after one to warm up."""
     work()
-    best, goes, end = 0.0, 0, time.perf_counter() + seconds
-    while goes < 3 or (time.perf_counter() < end and goes < 50):
-        begin = place.now()
+    best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
+    while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):
+        begin = target.now()
         amount = work()
-        best = max(best, amount / max(place.now() - begin, 1e-9))
-        goes += 1
+        best = max(best, amount / max(target.now() - begin, 1e-9))
+        repetitions += 1
     return best
 
 
 def disk_rate(folder: Path, seconds: float) -> float:
-    """Bytes per second of reading, in order, a file that is not in the page cache; what was read in ``seconds`` counts.
+    """Bytes per second of a sequential read of a file that is not in the page cache, from as many bytes as are read in
+    ``seconds``.
 
-    Where the system cannot be told to forget the file (no posix_fadvise) it is read from the cache, and the figure is too high.
+    Without `os.posix_fadvise` the file cannot be dropped from the page cache, and the figure is too high.
     """
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(CHUNK_BYTES)
@@ -161,15 +168,15 @@ def disk_rate(folder: Path, seconds: float) -> float:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             nbytes, begin = 0, time.perf_counter()
-            while (got := os.read(file.fileno(), CHUNK_BYTES)) and time.perf_counter() < begin + seconds:
-                nbytes += len(got)
+            while (chunk := os.read(file.fileno(), CHUNK_BYTES)) and time.perf_counter() < begin + seconds:
+                nbytes += len(chunk)
             return max(nbytes, 1) / max(time.perf_counter() - begin, 1e-9)
     except OSError as error:
-        raise InputError(f"{folder}: the disk cannot be measured: {error.strerror}") from error
+        raise InputError(f"{folder}: cannot measure the disk: {error.strerror}") from error
 
 
 class _Cpu:
-    """This processor. Host and device are both RAM, so pinned and pageable are the same."""
+    """This processor. Host and device are both RAM, so pinned and pageable memory are the same."""
 
     nbytes = 64 * MIB
 
@@ -177,27 +184,27 @@ class _Cpu:
         import torch
 
         self._torch = torch
-        self._here, self._there = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
+        self._source, self._destination = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
         shapes = ((512, 512), (512, 2048), (1, 8, 512, 64))
         self._left, self._right, self._heads = (torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes)
 
     def now(self) -> float:
-        """Seconds on the wall."""
+        """Wall-clock seconds."""
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """One copy within RAM, or two, one after the other, or small ones."""
+        """One copy within RAM; for ``both`` two, one after the other; for ``small`` many small ones."""
         for _ in range(SMALL_COPIES if kind == "small" else 0):
-            self._there[:SMALL_BYTES].copy_(self._here[:SMALL_BYTES])
+            self._destination[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
         if kind == "small":
             return
-        self._there.copy_(self._here)
+        self._destination.copy_(self._source)
         if kind == "both":
-            self._here.copy_(self._there)
+            self._source.copy_(self._destination)
 
     def compute(self, kind: str) -> float:
-        """The products, smaller than on a card."""
-        return _compute(self._torch, kind, self._left, self._right, self._heads)
+        """The kernels, with smaller tensors than on a card."""
+        return _run_kernel(self._torch, kind, self._left, self._right, self._heads)
 
 
 class _Sim(_Cpu):
@@ -211,7 +218,7 @@ class _Sim(_Cpu):
         super().__init__()
         self._machine = sim.Machine()
         with self._machine:
-            tensors = (self._here, self._left, self._right, self._heads)
+            tensors = (self._source, self._left, self._right, self._heads)
             self._on_sim, self._left, self._right, self._heads = (tensor.to(sim.device) for tensor in tensors)
 
     def now(self) -> float:
@@ -220,17 +227,17 @@ class _Sim(_Cpu):
         return self._machine.seconds()
 
     def copy(self, kind: str) -> None:
-        """Copies by the one engine that the simulated accelerator has."""
+        """Copies by the single copy engine of the simulated accelerator."""
         with self._machine, self._machine.on_copy_stream():
             for _ in range(SMALL_COPIES if kind == "small" else 0):
-                self._on_sim[:SMALL_BYTES].copy_(self._here[:SMALL_BYTES])
+                self._on_sim[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
             if kind not in ("d2h", "small"):
-                self._on_sim.copy_(self._here)
+                self._on_sim.copy_(self._source)
             if kind in ("d2h", "both"):
-                self._there.copy_(self._on_sim)
+                self._destination.copy_(self._on_sim)
 
     def compute(self, kind: str) -> float:
-        """The products, charged to the virtual clock."""
+        """The kernels, timed by the virtual clock."""
         with self._machine:
             return super().compute(kind)
 
@@ -255,12 +262,12 @@ class _Cuda:
         torch.cuda.synchronize(device)
 
     def now(self) -> float:
-        """Seconds on the wall, the card being idle."""
+        """Wall-clock seconds, after synchronizing the card."""
         self._torch.cuda.synchronize(0)
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """From and to pinned memory on side streams; pageable memory on the current one."""
+        """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
         if kind == "pageable":
             self._device[0].copy_(self._pageable)
         with self._torch.cuda.stream(self._streams[0]):
@@ -274,13 +281,16 @@ class _Cuda:
                 self._pinned[1].copy_(self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
-        """The products in 16 bits, often enough (milliseconds) that waiting for the card does not count."""
-        return sum(_compute(self._torch, kind, self._left, self._right, self._heads) for _ in range(self.repeats))
+        """The kernels in 16 bits, repeated until they take milliseconds, so that synchronization does not matter."""
+        return sum(_run_kernel(self._torch, kind, self._left, self._right, self._heads) for _ in range(self.repeats))
 
 
-def _compute(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
-    """One matrix product [m k] [k n], fused attention [b h s d], or a convolution of [b h s d] with 3 x 3 kernels, h to h channels;
-    its FLOPs: 2 m k n, 4 b h s s d, 18 b h h s d."""
+def _run_kernel(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
+    """One matrix product [m k] [k n], one fused attention [b h s d], or one convolution of [b h s d] with 3 x 3 filters, h to
+    h channels.
+
+    Returns its FLOPs: 2 m k n, 4 b h s s d, or 18 b h h s d.
+    """
     with torch.no_grad():
         if kind == "matmul":
             torch.mm(left, right)
@@ -293,23 +303,26 @@ def _compute(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
         return float(4 * heads.numel() * heads.shape[-2])
 
 
-def _with_context(base: Hardware, before: Mapping[str, int], place: Place) -> Hardware:
-    """``base`` with what the driver took since it was woken: what its card lost beyond what torch reserved. Behind products and
-    attention, and a convolution: kernels are loaded when they first run, and stay. No less than ``base`` assumes, since a run may
-    need kernels that were not loaded here.
+def _with_context(base: Hardware, before: Mapping[str, int], target: Target) -> Hardware:
+    """``base`` with the measured size of the CUDA context: what the card's free memory lost since before the driver was
+    initialized, without what torch reserved.
+
+    Measured after matrix products, attention and a convolution, since kernels are loaded when they first run and stay loaded.
+    At least the value in ``base``, since a run may load further kernels.
     """
     import torch
 
-    place.compute("convolution")
-    place.now()
-    measured = taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
+    target.compute("convolution")
+    target.now()
+    measured = context_bytes_taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
     return replace(base, context_bytes=max(base.context_bytes, measured or 0))
 
 
-def taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int) -> int | None:
-    """Bytes of the card ``uuid`` that went from ``before`` to ``after`` beyond ``reserved_bytes``. The management library numbers
-    cards otherwise than torch does, and knows nothing of those that are hidden from it: hence by UUID, or the only card there is.
-    None where that cannot be told, or is no context.
+def context_bytes_taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserved_bytes: int) -> int | None:
+    """By how much the used memory of the card ``uuid`` grew from ``before`` to ``after``, without ``reserved_bytes``.
+
+    Cards are identified by UUID, or taken to be the only one: NVML numbers cards differently than torch and ignores
+    CUDA_VISIBLE_DEVICES. None if the card cannot be identified, or the figure is outside of `CONTEXT_BYTES`.
     """
     name = uuid if uuid in before else next(iter(before)) if len(before) == 1 else ""
     if name not in before or name not in after:
@@ -319,7 +332,7 @@ def taken(before: Mapping[str, int], after: Mapping[str, int], uuid: str, reserv
 
 
 def _uuid() -> str:
-    """The first device's UUID as the management library writes it; empty where torch does not say."""
+    """The first device's UUID in NVML's form; without the number itself where torch does not report it."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(0)
@@ -331,7 +344,7 @@ class _Memory(ctypes.Structure):
 
 
 def _cards_used_bytes() -> dict[str, int]:
-    """Bytes in use on each card, by all processes, by UUID, as the driver's management library (NVML) says; empty without it."""
+    """UUID -> bytes in use on the card by all processes, from the driver's management library (NVML); {} without that library."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,8 +1,9 @@
-"""What a card takes beyond what the dispatcher sees: one small named rule for each, with its source. Pure arithmetic, no torch.
+"""Device memory that a card takes beyond what the dispatcher sees: one small named rule for each kind, with its source. Pure
+arithmetic, no torch.
 
-Bytes unless said otherwise. Rules that are properties of a component's tensors, not corrections, live where tensors are made:
-T5's ``wo`` in fp32, persistent buffers and tied weights in `components.build` and `components.blocks`. An fp32 VAE is one
-that the graph declares as float32.
+All amounts are bytes unless stated otherwise. Rules about a component's own tensors are applied where the tensors are created:
+T5's ``wo`` in fp32, persistent buffers and tied weights in `graphrun.modules.build` and `graphrun.modules.blocks`. An fp32 VAE
+is one that the graph declares as float32.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 
 from graphrun.units import GIB, MIB
 
-# Tensors from here on are beyond 32-bit offsets in bytes.
+# Tensors of this size or more exceed 32-bit signed byte offsets.
 LARGE_BYTES = 1 << 31
 
-# Tensor cores take channels in multiples of 8 (16 bit); below, cuDNN has kernels of its own for the first layer of a network.
+# Tensor cores take channels in multiples of 8 (16 bit). For fewer, as in a network's first layer, cuDNN has separate kernels.
 FEW_CHANNELS = 8
 MANY_CHANNELS = 512
 PART_BYTES = GIB
@@ -22,7 +23,7 @@ PART_BYTES = GIB
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A rule by name: what it adds, and where it is from."""
+    """A named rule: what it adds, and its source."""
 
     name: str
     adds: str
@@ -38,26 +39,26 @@ CORRECTIONS = (
     Correction(
         "convolution scratch, 32 bit",
         "bytes(input) + bytes(weight): the output is written in place; nothing where the stride is more than 1",
-        "the same report, SDXL in fp32: decode at 1024 (allocated), encode at 512 (reserved); other sizes and FLUX judge it",
+        "the same report, SDXL in fp32: decode at 1024 (allocated), encode at 512 (reserved); validated on other sizes and FLUX",
     ),
     Correction(
         "convolution scratch, 32 bit, 512 channels or more in and out",
         "2 bytes(input) + 2 bytes(output) + bytes(weight) + 1 MiB; the second copies in parts where a tensor has more than 1 GiB",
-        "the same report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); all other fp32 rows judge it",
+        "that report, FLUX encode in fp32 at 512 (allocated), decode at 1536 and 2048 (reserved); validated on its other fp32 rows",
     ),
     Correction(
         "convolution scratch, compute capability 9.0",
         "bytes(input) + bytes(weight) where input or output has 2 GiB or more, in 16 bit too",
-        "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; its rows with 4 and 8 images judge it",
+        "FLUX.1-dev on an H100 with 16 images, diffusers-torchao; validated on its rows with 4 and 8 images",
     ),
     Correction(
         "convolution of a picture",
-        "no scratch with fewer than 8 input channels: kernels for first layers read the tensors as they lie",
-        "the same report, reserved bytes of SDXL's encoder in fp16 at 512 x 512; its other sizes and FLUX's encoder judge it",
+        "no scratch with fewer than 8 input channels: kernels for first layers read the tensors in their own layout",
+        "the same report, reserved bytes of SDXL's encoder in fp16 at 512 x 512; validated on its other sizes and FLUX's encoder",
     ),
     Correction(
         "fused attention",
-        "the fp32 logsumexp [b h s] beside the output; no S x S",
+        "the fp32 logsumexp [b h s] beside the output; no S x S tensor",
         "the outputs of PyTorch's flash, memory-efficient and cuDNN attention",
     ),
     Correction(
@@ -77,16 +78,17 @@ CORRECTIONS = (
     ),
     Correction(
         "cuBLAS workspace",
-        "8.125 MiB a handle and stream, 32 MiB on compute capability 9.0; taken through the allocator, so it counts as allocated",
+        "8.125 MiB per handle and stream, 32 MiB on compute capability 9.0; it comes from the allocator, so it counts as allocated",
         "PyTorch's CUDABlas default workspace (:4096:2:16:8, :4096:8 on 9.0)",
     ),
-    Correction("context", "0.62 GiB, outside of the allocator; nvidia-smi shows it", "measured 287 MB (lazy) to 667 MB (eager)"),
+    Correction("context", "0.62 GiB outside of the allocator, as nvidia-smi shows", "measured 287 MB (lazy) to 667 MB (eager)"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """One convolution: bytes of its tensors and of an element, channels, elements of a filter's window, whether it skips pixels."""
+    """One convolution: bytes of its tensors and of one element, its channels, the number of weights per filter and channel
+    (``taps``), and whether its stride is more than 1."""
 
     input_bytes: int
     output_bytes: int
@@ -99,7 +101,7 @@ class Convolution:
 
 
 def convolution_scratch(of: Convolution) -> tuple[int, int]:
-    """(scratch of a convolution, what of it a card does without that makes no large copies of outputs)."""
+    """(bytes of scratch of a convolution, how many of them are not needed on cards that avoid large copies of the output)."""
     if of.inputs < FEW_CHANNELS:
         return 0, 0
     if of.element_bytes > 2:
@@ -114,29 +116,33 @@ def convolution_scratch(of: Convolution) -> tuple[int, int]:
 
 
 def _part(nbytes: int) -> int:
-    """What of a tensor is worked on at a time: all of it up to 1 GiB, else as many quarters as stay within, or one GiB."""
+    """Bytes of a tensor that are processed at a time: all up to 1 GiB, else as many quarters as fit into 1 GiB, at least 1
+    GiB."""
     if nbytes <= PART_BYTES:
         return nbytes
     return PART_BYTES * 4 // nbytes * nbytes // 4 or PART_BYTES
 
 
 def attention_scratch(rows: int, keys: int, width: int, element_bytes: int, *, fused: bool) -> int:
-    """Scratch of one attention with ``rows`` = b h s_q query rows of ``width`` and ``keys`` = s_k keys each."""
+    """Bytes of scratch of one attention with ``rows`` = b h s_q query rows of ``width`` elements and ``keys`` = s_k keys for
+    each."""
     if fused:
         return 4 * rows
     return element_bytes * (2 * rows * keys + 2 * rows * width)
 
 
 def nf4_scratch(weights: int, compute_bytes: int) -> int:
-    """Scratch of one nf4 layer of ``weights`` elements computing in a dtype of ``compute_bytes``."""
+    """Bytes of scratch of one nf4 layer of ``weights`` elements that computes in a dtype of ``compute_bytes`` per element."""
     return weights * compute_bytes
 
 
 def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
-    """Scratch of one int8 layer for ``rows`` tokens of ``inputs`` features to ``outputs``: (before its result is made, beside it).
+    """Bytes of scratch of one int8 layer for ``rows`` tokens of ``inputs`` features: (before its result is allocated, beside
+    the result).
 
-    ``half``: it computes in fp16. First the input in fp16, its magnitudes, where they are large, and the input in int8; then the
-    input in int8, the product in int32 and, unless it is the result, in fp16.
+    ``half``: it computes in fp16. First the input in fp16 (unless it is already), its absolute values, which determine the
+    outliers, and the input in int8; then the input in int8, the product in int32 and, unless that is the result, the product
+    in fp16.
     """
     kept = rows * (inputs + 4)
     first = kept + rows * inputs * (3 if half else 5)

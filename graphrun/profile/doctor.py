@@ -1,6 +1,6 @@
-"""What graphrun finds on this machine, and what of it allows or breaks something. Measures nothing: `calibrate` does.
+"""Reports what graphrun finds on this machine and what of it is unsupported. Measures nothing: `calibrate` does.
 
-Every finding is data; `report.doctor` makes the screen of it.
+Returns plain data; `graphrun.report.doctor` formats it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from graphrun.profile.machine import available_bytes, host_ram_bytes, memory_lim
 from graphrun.profile.precision import NEEDS, flags
 from graphrun.units import GIB, show_size
 
-# (package, first version that has it, what it has, what breaks before). Sources: bitsandbytes' release notes 0.43.2 (4-bit modules
-# move between devices) and 0.48 (8-bit ones do; accelerate and transformers stood in the way on some paths); the first versions of
-# the others are those that graphrun's own code needs and is tested with.
+# (package, first version, what that version provides, what does not work before it). Sources: bitsandbytes' release notes 0.43.2
+# (4-bit modules move between devices) and 0.48 (8-bit ones do; accelerate and transformers blocked that on some paths); the others
+# are the versions that graphrun's own code needs and is tested with.
 RULES = (
-    ("torch", "2.11", "a device written in Python (sim), expandable segments", "older ones were never tried"),
-    ("diffusers", "0.42", "the pipelines that the reference graphs name", "older ones were never tried"),
-    ("transformers", "5.20", "text encoders from configs, in the dtypes that from_pretrained gives", "older ones were never tried"),
+    ("torch", "2.11", "a device written in Python (sim), expandable segments", "older versions are untested"),
+    ("diffusers", "0.42", "the pipelines that the reference graphs name", "older versions are untested"),
+    ("transformers", "5.20", "text encoders from configs, in the dtypes that from_pretrained gives", "older versions are untested"),
     ("transformers", "4.58", "8-bit modules move", "8-bit text encoders may refuse to move"),
     ("accelerate", "1.13", "8-bit modules move", "8-bit modules that accelerate dispatched may refuse to move"),
     ("bitsandbytes", "0.43.2", "4-bit modules (nf4) move", "4-bit modules stay on the device where they are made"),
-    ("bitsandbytes", "0.48", "8-bit modules move", "8-bit modules stay on the device where they are made, until they die"),
+    ("bitsandbytes", "0.48", "8-bit modules move", "8-bit modules stay on the device where they are made until they are deleted"),
 )
 WITHOUT = {
     "torch": "nothing runs",
     "diffusers": "no pipeline can be planned or run",
     "transformers": "no text encoder can be planned or run",
-    "accelerate": "large components take their memory twice while they are read",
+    "accelerate": "large components take twice their memory while they are read",
     "bitsandbytes": "no nf4 and no int8 components",
 }
 
 
 def examine(cache: Path | None) -> dict[str, Any]:
-    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``problems``: what should be looked at."""
+    """Everything that was found, JSON-ready: device, versions, memory, disk, cache, and ``problems``, texts for the user to
+    act on."""
     versions = [about(name, _version(name)) for name in WITHOUT]
     device, memory, disk = _device(), _memory(), _disk(cache)
     problems = [
@@ -72,20 +73,21 @@ def examine(cache: Path | None) -> dict[str, Any]:
     }
 
 
-def about(name: str, number: str | None, rules: Sequence[tuple[str, str, str, str]] = RULES) -> dict[str, Any]:
-    """What version ``number`` of the package ``name`` allows and breaks; None: it is not there."""
-    if number is None:
+def about(name: str, installed: str | None, rules: Sequence[tuple[str, str, str, str]] = RULES) -> dict[str, Any]:
+    """What version ``installed`` of the package ``name`` supports (``allows``) and does not (``breaks``). None: it is not
+    installed."""
+    if installed is None:
         return {"name": name, "version": None, "allows": [], "breaks": [WITHOUT[name]]}
     allows: list[str] = []
     breaks: list[str] = []
-    for package, first, has, lacks in rules:
+    for package, since, provides, breaks_before in rules:
         if package == name:
             try:
-                new_enough = Version(number) >= Version(first)
+                new_enough = Version(installed) >= Version(since)
             except InvalidVersion:
                 new_enough = False
-            (allows if new_enough else breaks).append(has if new_enough else f"{lacks} (needs {first})")
-    return {"name": name, "version": number, "allows": allows, "breaks": breaks}
+            (allows if new_enough else breaks).append(provides if new_enough else f"{breaks_before} (needs {since})")
+    return {"name": name, "version": installed, "allows": allows, "breaks": breaks}
 
 
 def _version(name: str) -> str | None:
@@ -109,7 +111,7 @@ def _device() -> dict[str, Any]:
         problems.append(f"there is a device ({', '.join(nodes)}), and {why}")
     if not sim.available():
         problems.append(
-            "the simulated accelerator is not there: this torch has no devices in Python, or another backend took its place"
+            "the simulated accelerator is not available: torch is too old for Python devices, or another backend uses PrivateUse1"
         )
     card: dict[str, Any] | None = None
     if found is not None:
@@ -128,7 +130,7 @@ def _device() -> dict[str, Any]:
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The NVIDIA driver's version as the kernel module says it, such as ``570.86.15``; None without one."""
+    """The version of the NVIDIA kernel module, such as ``570.86.15``; None without one."""
     try:
         words = path.read_text().split()
     except (OSError, ValueError):
@@ -149,7 +151,7 @@ def _memory() -> dict[str, Any]:
 
 
 def pinned_limit_bytes() -> int | None:
-    """RLIMIT_MEMLOCK: what this process may lock; None where there is no limit, or no such notion."""
+    """RLIMIT_MEMLOCK, the bytes that this process may lock; None without a limit, or where the system has none."""
     try:
         import resource
     except ImportError:
@@ -163,21 +165,21 @@ def _memory_problems(memory: Mapping[str, Any], device: Mapping[str, Any]) -> li
     pinned = memory["pinned_limit_bytes"]
     if device["card"] is not None and pinned is not None and pinned < memory["usable_bytes"] // 2:
         text = (
-            f"this process may lock {show_size(pinned)} of memory (ulimit -l); where a run says that pinning was refused, raise it"
+            f"this process may lock {show_size(pinned)} of memory (ulimit -l); raise it if a run reports that pinning was refused"
         )
         problems.append(text)
     for limit in memory["limits"][:1]:
         if limit["nbytes"] < memory["total_bytes"]:
-            left = f"--ram auto means what is left of it, now {show_size(memory['usable_bytes'])}"
+            left = f"--ram auto uses what is left of it, now {show_size(memory['usable_bytes'])}"
             problems.append(f"{limit['path']} limits this process to {show_size(limit['nbytes'])}: {left}")
     return problems
 
 
 def _disk(cache: Path | None) -> list[dict[str, Any]]:
-    """Free bytes where weights and results go: here, and at the cache."""
+    """Free bytes on the disks of the working directory and of the cache."""
     found = []
     for folder in (Path.cwd(), *([cache] if cache is not None else [])):
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        usage = shutil.disk_usage(there)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        usage = shutil.disk_usage(existing)
         found.append({"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total, "low": usage.free < 2 * GIB})
     return found

@@ -1,8 +1,8 @@
-"""Runs a graph's ops with no weights and no GPU, and returns the tape of what they would do.
+"""Runs a graph's ops without weights and without a GPU, and returns a recording of what they would allocate and compute.
 
-The ops' own code runs for real on an unlimited simulated accelerator, where every allocation is heard; schedulers, tokenizers and
-image processors work as always. A component is a meta module on meta: a call into it is traced there once for each signature of
-argument shapes, and zeros of the right shape come back. The 28 denoising steps of an image therefore cost one traced call.
+The ops' own code runs on an unlimited simulated accelerator that reports every allocation; schedulers, tokenizers and image
+processors work as usual. Components are meta modules: a call into one is traced on the meta device once for each signature of
+argument shapes, and returns zeros of the right shape. The 28 denoising steps of an image therefore cost one traced call.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.modules.trees import computing_on, tensors_in, walk
 from graphrun.ops import run_stages
-from graphrun.profile.block_groups import choices_among, group_blocks, group_layers, unit_paths
+from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
 from graphrun.profile.meta_ops import autocast_off_on_meta
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.profile.recorder import META, ROUND_BYTES, FusedAttention, Recorder
-from graphrun.profile.recording import Call, ComponentProfile, Cut, Mark, Probed, Recording
+from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Recording
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned
 from graphrun.sim.tensor import SimTensor
 from graphrun.units import MIB, round_up
 
-# What is larger is a picture or a video on its way out, whose values decide nothing.
+# Larger tensors are output images or videos; no code depends on their values, so they are not computed.
 HOLLOW_BYTES = 64 * MIB
 
 
 @on_host()
 def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
-    """The dry run of ``graph`` for resolved ``inputs``, its stages run by ``options`` (stage -> name).
+    """The dry run of ``graph`` for resolved ``inputs``. ``options``: stage -> name of the stage option to run it with.
 
-    Raises what the pipeline's own code raises for them, and GraphError where a component's files are on this machine and are broken
-    or another model's.
+    Raises what the pipeline's own code raises for these inputs, and GraphError where a component's files are on this machine
+    but are damaged or belong to another model.
     """
     meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
     for name, component in graph.components.items():
@@ -69,73 +69,81 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
 
 
 class Prober:
-    """Answers entries into ``meta_modules`` from traces on meta, and writes them on ``recording``. A trace serves every later probe too."""
+    """Intercepts calls into ``meta_modules``, traces each kind of call once, and appends a mark for every call to
+    ``recording``.
+
+    Traces are reused by later dry runs with the same prober.
+    """
 
     def __init__(self, meta_modules: Mapping[str, nn.Module], casts: Casts | None = None) -> None:
         self.meta_modules = dict(meta_modules)
         self.recording = Recording()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in meta_modules}
         self.repeated: dict[str, set[str]] = {name: set() for name in meta_modules}  # entered more than once in one call
-        self.interceptor = CallInterceptor(meta_modules, sim.device, around=self.answer, reads=_blank, casts=casts)
-        self.choices: dict[str, set[str]] = {name: set() for name in meta_modules}  # lists of which data picks elements
-        self._known: dict[Any, tuple[Call, Returned]] = {}
+        self.interceptor = CallInterceptor(meta_modules, sim.device, around=self.answer, reads=_device_zeros, casts=casts)
+        self.routed: dict[str, set[str]] = {name: set() for name in meta_modules}  # see `routed_lists`
+        self._traces: dict[Any, tuple[Call, Returned]] = {}
 
     def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
-        """What two calls have in common that one trace serves: the shapes of what they are handed."""
+        """A key that is equal for calls that one trace can serve: same component, entry point and argument shapes."""
         return component, entry, _signature(args), _signature(kwargs)
 
     def trace(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Returned]:
-        """The call as it is traced for its signature, and what it returns."""
+        """The call as traced for its signature, and what it returns."""
         signature = self.signature(component, entry, args, kwargs)
-        if signature not in self._known:
-            self._known[signature] = self._trace(component, entry, proceed, args, kwargs)
-        return self._known[signature]
+        if signature not in self._traces:
+            self._traces[signature] = self._trace(component, entry, proceed, args, kwargs)
+        return self._traces[signature]
 
-    def once(self, component: str) -> tuple[str, ...]:
-        """Blocks in the order in which they ran, but for those that run several times in one call (a video's frames go through its
-        decoder one by one): they cannot pass in one order, so they stay with the rest."""
+    def single_pass_blocks(self, component: str) -> tuple[str, ...]:
+        """Paths of the blocks that ran at most once in every call, in execution order.
+
+        Blocks that run several times in one call (a video decoder processes the frames one by one) cannot be streamed in one
+        order, so they join the remainder.
+        """
         return tuple(path for path in self.entered[component] if path not in self.repeated[component])
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the place of an entry: a mark on the tape, and zeros on `sim` as what it returns."""
-        call, made = self.trace(component, entry, proceed, args, kwargs)
+        """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
+        call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(Mark("enter", component, call))
-        return made.made((args, kwargs), sim.device)
+        return result.materialize((args, kwargs), sim.device)
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
-        """The facts of every component, with the classes of its blocks in the order in which they were entered; with ``graph``, in
-        every precision."""
+        """The profile of every component, with block groups in the order in which blocks were entered. With ``graph``, in
+        every precision that it allows."""
         found = {}
         for name in self.meta_modules:
-            with self.formed(name):
-                found[name] = self._facts_of(name, graph)
+            with self.as_traced(name):
+                found[name] = self._profile_of(name, graph)
         return found
 
-    def formed(self, name: str) -> AbstractContextManager[None]:
-        """For as long as this lasts, the meta module ``name`` is what its traces were made of."""
+    def as_traced(self, name: str) -> AbstractContextManager[None]:
+        """A context in which the meta module ``name`` is in the state in which its calls were traced. Overridden for dtype
+        variants."""
         return nullcontext()
 
-    def _facts_of(self, name: str, graph: Graph | None) -> ComponentProfile:
+    def _profile_of(self, name: str, graph: Graph | None) -> ComponentProfile:
         module = self.meta_modules[name]
-        calls = [call for call, _ in self._known.values() if call.component == name]
+        calls = [call for call, _ in self._traces.values() if call.component == name]
         loose = frozenset().union(*(call.loose for call in calls))
-        groups = group_blocks(module, self.once(name), [call.touched for call in calls], self.choices[name], loose)
-        layers = group_layers(module, calls, self.choices[name])
-        by_layer = Cut(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
+        groups = group_blocks(module, self.single_pass_blocks(name), [call.touched for call in calls], self.routed[name], loose)
+        layers = group_layers(module, calls, self.routed[name])
+        layer_split = LayerSplit(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
         parameters = sum(p.numel() for p in module.parameters())
-        profiles = ComponentProfile(parameters, groups, laid_out_bytes(module, groups), by_layer=by_layer)
-        return _in_every_precision(profiles, graph, graph.components[name], module) if graph else profiles
+        profile = ComponentProfile(parameters, groups, laid_out_bytes(module, groups), layer_split=layer_split)
+        return _in_every_precision(profile, graph, graph.components[name], module) if graph else profile
 
     def _trace(
-        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device = META
+        self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device = META
     ) -> tuple[Call, Returned]:
-        """The call on ``place``: on meta, or on the CPU, where ``component`` has its weights."""
+        """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]
-        units = unit_paths(module, self.choices[component])
-        recorder, made = self._record(module, units, proceed, args, kwargs, place)
-        if picked := choices_among(units, set(recorder.entered)):
-            self.choices[component] |= picked
-            recorder, made = self._record(module, unit_paths(module, self.choices[component]), proceed, args, kwargs, place)
+        units = block_paths(module, self.routed[component])
+        recorder, result = self._record(module, units, proceed, args, kwargs, device)
+        if picked := routed_lists(units, set(recorder.entered)):
+            self.routed[component] |= picked
+            recorder, result = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
         self.entered[component].update(dict.fromkeys(recorder.entered))
         self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
         input_bytes = sum(
@@ -146,72 +154,76 @@ class Prober:
         events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
         peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
         spans, outside, loose = tuple(recorder.spans), frozenset(recorder.outside), frozenset(recorder.loose)
-        made_of = (events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose, recorder.kept)
-        return Call(component, entry, *made_of), made
+        fields = (events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose, recorder.kept)
+        return Call(component, entry, *fields), result
 
     def _record(
-        self, module: nn.Module, units: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, place: torch.device
+        self, module: nn.Module, blocks: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
     ) -> tuple[Recorder, Returned]:
-        on_meta = place == META
-        self.interceptor.device = place
-        recorder = Recorder(module, units, place)
+        on_meta = device == META
+        self.interceptor.device = device
+        recorder = Recorder(module, blocks, device)
         try:
             with _disable_current_modes():
-                handed = computing_on(place, *walk((args, kwargs), _blank_like if on_meta else torch.Tensor.cpu))
-                recorder.ignore(tensors_in(handed))
+                arguments = computing_on(device, *walk((args, kwargs), _to_meta if on_meta else torch.Tensor.cpu))
+                recorder.ignore(tensors_in(arguments))
                 repeats = Repeats(module, recorder) if on_meta else nullcontext()
                 fused = FusedAttention(recorder) if on_meta else nullcontext()
                 with torch.no_grad(), autocast_off_on_meta(), repeats, fused, recorder:
-                    out = proceed(*handed[0], **handed[1])
-                made = returned(out, handed, recorder.weights, place)
+                    out = proceed(*arguments[0], **arguments[1])
+                result = returned(out, arguments, recorder.weights, device)
                 del out
                 recorder.end()
         finally:
             self.interceptor.device = sim.device
             recorder.close()
             forget([module])
-        return recorder, made
+        return recorder, result
 
 
-def _in_every_precision(profiles: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:
-    """``profiles`` of ``component`` with bytes of its blocks in every precision. What a class keeps in fp32 depends on the dtype it is
-    made in; what its files hold quantized is as it is there."""
+def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:
+    """``profile`` with the bytes of the blocks of ``component`` in every precision that ``graph`` allows.
+
+    Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files are quantized, the bytes
+    are those of the files.
+    """
     layers = quantized_shapes(module, component.dtype)
-    cuts = [(profiles.groups, False), *([(profiles.by_layer.groups, True)] if profiles.by_layer is not None else [])]
-    sizes = [block_bytes_by_precision(module, groups, component.dtype, by_layer=by_layer) for groups, by_layer in cuts]
-    as_they_are: tuple[str, ...] = ()
+    splits = [(profile.groups, False), *([(profile.layer_split.groups, True)] if profile.layer_split is not None else [])]
+    sizes = [block_bytes_by_precision(module, groups, component.dtype, by_layer=by_layer) for groups, by_layer in splits]
+    as_stored_precisions: tuple[str, ...] = ()
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
         if precision in ("fp8", "gguf"):
             held, content = held_meta_module(component, graph.trust, precision)
             if content is not None and precision in as_stored(content, layers):
-                as_they_are = (*as_they_are, precision)
-                for (groups, by_layer), found in zip(cuts, sizes, strict=True):
+                as_stored_precisions = (*as_stored_precisions, precision)
+                for (groups, by_layer), found in zip(splits, sizes, strict=True):
                     found[precision] = laid_out_bytes(held, groups, by_layer=by_layer)
             if content is not None and precision == "gguf":
                 named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
                 kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
         elif precision not in (component.dtype, *QUANTIZED):
             other = meta_module(replace(component, dtype=precision), graph.trust)
-            for (groups, by_layer), found in zip(cuts, sizes, strict=True):
+            for (groups, by_layer), found in zip(splits, sizes, strict=True):
                 found[precision] = block_bytes_by_precision(other, groups, precision, by_layer=by_layer)[precision]
     return replace(
-        profiles,
+        profile,
         precisions=sizes[0],
         layers=layers,
         widened=widened(kinds, component.dtype),
-        as_stored=as_they_are,
-        by_layer=replace(profiles.by_layer, precisions=sizes[1]) if profiles.by_layer is not None else None,
+        as_stored=as_stored_precisions,
+        layer_split=replace(profile.layer_split, precisions=sizes[1]) if profile.layer_split is not None else None,
     )
 
 
-def _blank(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A weight that the pipeline's own code looks at: it is copied to the device, where it is one more tensor of that code."""
+def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the device for a weight that the pipeline's own code reads: the code copies it there, which takes memory."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=sim.device)
 
 
-def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` of the device on meta; what the host hands in stays there: bringing it to the device takes memory of its own."""
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` of the device on meta. A host tensor is cloned and stays on the host: copying it to the device takes memory
+    of its own."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)

@@ -1,15 +1,16 @@
-"""Dry runs at sizes that were not traced, from two that were: every allocation by itself, so that peaks may fall elsewhere.
+"""Computes the recording of a dry run at a size that was not traced from two that were, one allocation at a time.
 
-The same code at two sizes makes the same allocations in the same order; only their bytes differ. Each grows in one of few ways,
-and two traces that differ in pixels by a factor and in images by another tell which:
+The same code at two sizes makes the same allocations in the same order; only their bytes differ. Each grows in one of a few
+ways, and two traces that differ in pixels and in images determine which:
 
-    constant      pixels      images      images * pixels      images * (a + b * pixels)     texts and picture in one sequence
+    constant      pixels      images      images * pixels      images * (a + b * pixels)     text and image in one sequence
 
-One picture takes another path than several (what would be copied for two is a view for one), so a range of one picture comes from
-two runs of one, and a range of several from two runs of several.
+One image takes another code path than several (what is copied for two is a view for one), so sizes with one image need two
+runs of one image, and sizes with several need two runs of several.
 
-Windows, allocators and corrections work on the resulting tape as on any other. It has no FLOPs: two traces do not tell what is
-linear from attention's square. ``pixels`` may be any measure of size that tensors are linear in (tokens, pixels of all frames).
+Phase memory, allocators and corrections work on the resulting recording as on any other, so the peak may be at another
+allocation. It has no FLOPs: two traces do not separate the linear terms from attention's quadratic one. ``pixels`` may be any
+measure of size that tensor sizes are linear in (tokens, pixels of all frames).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from dataclasses import dataclass, replace
 from graphrun.errors import InputError
 from graphrun.profile.recording import Call, Mark, Recording
 
-# Sizes are multiples of 512 bytes: what is near a law within that follows it.
+# Sizes are multiples of 512 bytes, so they may deviate from a growth factor by as much.
 ROUND_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a run makes: ``images`` pictures of ``pixels`` pixels each."""
+    """The size of a run's output: ``images`` images of ``pixels`` pixels each."""
 
     pixels: int
     images: int = 1
@@ -34,7 +35,8 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Two dry runs of one graph, and all sizes that they stand for. Raises InputError where they did not take the same path."""
+    """Two dry runs of one graph, from which others are extrapolated. Raises InputError if they did not take the same code
+    path."""
 
     small: Size
     large: Size
@@ -48,34 +50,34 @@ class Range:
             pass
 
     def recording(self, size: Size) -> Recording:
-        """The dry run at ``size``. Raises InputError for another number of pictures where both runs made the same number."""
+        """The recording at ``size``. Raises InputError for a number of images that the two runs do not determine."""
         if size.images != self.small.images and (self.small.images == self.large.images or 1 in (size.images, self.small.images)):
             raise InputError(f"{size.images} images cannot be told from dry runs of {self.small.images} and {self.large.images}")
-        made: dict[int, Call] = {}
+        extrapolated: dict[int, Call] = {}
         items: list[tuple[int, int] | Mark] = []
-        for here, there in self._pairs():
-            if not isinstance(here, Mark):
-                items.append((here[0], self._bytes(here[1], _nbytes(there), size)))
-            elif here.call is None or not isinstance(there, Mark) or there.call is None:
-                items.append(here)
+        for small, large in self._pairs():
+            if not isinstance(small, Mark):
+                items.append((small[0], self._bytes(small[1], _nbytes(large), size)))
+            elif small.call is None or not isinstance(large, Mark) or large.call is None:
+                items.append(small)
             else:
-                if id(here.call) not in made:
-                    made[id(here.call)] = self._call(here.call, there.call, size)
-                items.append(replace(here, call=made[id(here.call)]))
+                if id(small.call) not in extrapolated:
+                    extrapolated[id(small.call)] = self._call(small.call, large.call, size)
+                items.append(replace(small, call=extrapolated[id(small.call)]))
         return Recording(items, dict(self.small_recording.values))
 
     def _pairs(self) -> Iterator[tuple[tuple[int, int] | Mark, tuple[int, int] | Mark]]:
-        here, there = self.small_recording.items, self.large_recording.items
-        if len(here) != len(there) or not all(map(_alike, here, there)):
+        small, large = self.small_recording.items, self.large_recording.items
+        if len(small) != len(large) or not all(map(_same_step, small, large)):
             raise InputError(
                 "the two dry runs took different paths through the pipeline: sizes between them need traces of their own"
             )
-        return zip(here, there, strict=True)
+        return zip(small, large, strict=True)
 
-    def _call(self, here: Call, there: Call, size: Size) -> Call:
+    def _call(self, small: Call, large: Call, size: Size) -> Call:
         events = tuple(
             (self._bytes(a[0], b[0], size) if a[1] < 0 else a[0], self._bytes(a[1], b[1], size))
-            for a, b in zip(here.events, there.events, strict=True)
+            for a, b in zip(small.events, large.events, strict=True)
         )
         now = peak = 0
         live: dict[int, int] = {}
@@ -84,30 +86,30 @@ class Range:
                 now += nbytes or -live[key]
                 live[key] = nbytes
                 peak = max(peak, now)
-        inputs = self._bytes(here.input_bytes, there.input_bytes, size)
-        return replace(here, events=events, peak_bytes=peak, input_bytes=inputs, flops=(), products=(), spans=())
+        inputs = self._bytes(small.input_bytes, large.input_bytes, size)
+        return replace(small, events=events, peak_bytes=peak, input_bytes=inputs, flops=(), products=(), spans=())
 
-    def _bytes(self, here: int, there: int, size: Size) -> int:
-        """Bytes at ``size`` of what takes ``here`` and ``there`` in the two runs; scratch is negative."""
-        if here == there:
-            return here
+    def _bytes(self, small: int, large: int, size: Size) -> int:
+        """Bytes at ``size`` of an allocation of ``small`` and ``large`` bytes in the two runs; scratch is negative."""
+        if small == large:
+            return small
         pixels, images = self.large.pixels / self.small.pixels, self.large.images / self.small.images
         p, n = size.pixels / self.small.pixels, size.images / self.small.images
-        for law, at in ((pixels * images, p * n), (pixels, p), (images, n)):
-            if abs(abs(here) * law - abs(there)) <= ROUND_BYTES * law:
-                return _rounded(here * at)
-        slope = (there / images - here) / (pixels - 1)
-        return _rounded(n * (here + slope * (p - 1)))
+        for factor, at in ((pixels * images, p * n), (pixels, p), (images, n)):
+            if abs(abs(small) * factor - abs(large)) <= ROUND_BYTES * factor:
+                return _rounded(small * at)
+        slope = (large / images - small) / (pixels - 1)
+        return _rounded(n * (small + slope * (p - 1)))
 
 
-def _alike(here: tuple[int, int] | Mark, there: tuple[int, int] | Mark) -> bool:
-    if not isinstance(here, Mark) or not isinstance(there, Mark):
-        return type(here) is type(there) and _sign(_nbytes(here)) == _sign(_nbytes(there))
-    if here.kind != there.kind or here.name != there.name or (here.call is None) != (there.call is None):
+def _same_step(small: tuple[int, int] | Mark, large: tuple[int, int] | Mark) -> bool:
+    if not isinstance(small, Mark) or not isinstance(large, Mark):
+        return type(small) is type(large) and _sign(_nbytes(small)) == _sign(_nbytes(large))
+    if small.kind != large.kind or small.name != large.name or (small.call is None) != (large.call is None):
         return False
-    if here.call is None or there.call is None or here.call is there.call:
+    if small.call is None or large.call is None or small.call is large.call:
         return True
-    a, b = here.call, there.call
+    a, b = small.call, large.call
     same = a.entry == b.entry and [path for path, _ in a.flops] == [path for path, _ in b.flops] and len(a.events) == len(b.events)
     return same and all(x[1] * y[1] > 0 or x[1] == y[1] == 0 for x, y in zip(a.events, b.events, strict=True))
 
@@ -121,6 +123,6 @@ def _sign(nbytes: int) -> int:
 
 
 def _rounded(nbytes: float) -> int:
-    """A multiple of 512 that is as large or larger (in scratch: as negative)."""
+    """The next multiple of 512 that is at least as large in absolute value, with the same sign."""
     steps = -int(-abs(nbytes) // ROUND_BYTES)
     return ROUND_BYTES * (steps if nbytes > 0 else -steps)

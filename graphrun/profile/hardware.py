@@ -1,12 +1,13 @@
-"""The devices that graphrun knows without measuring them, and the one it finds on this machine.
+"""Built-in hardware descriptions (priors), and detection of this machine's CUDA device.
 
-bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24, RTX
-4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55. Pageable
-copies reach a third to a half of pinned ones (0.4 here). Host-to-device falls to 11 to 16 GB/s on PCIe 4 while the other
-direction runs (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes 287 MB (lazy loading)
-to 667 MB (eager); the larger is used. Device memory, from NVIDIA's data sheets (GB/s): 360, 272, 1008, 1792, 2039 (A100 80 GB),
-3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (eight cores with AVX2 in fp32 come to about that). cuBLAS workspace: 8.125
-MiB, 32 MiB from compute capability 9.0. Submitting a copy takes 5 to 7 us, however small (arXiv:2602.21548, 5.2); 7 here.
+bf16 rates and pinned host-to-device rates are what real models reach, not data sheets (TFLOP/s, GB/s): RTX 3060 21.7 and 24,
+RTX 4060 25.7 and 12 (eight lanes), RTX 4090 140 and 25, RTX 5090 200 and 50, A100 250 and 25, H100 and H200 780 and 55.
+Pageable copies reach a third to a half of the pinned rate (0.4 here). Host-to-device copies fall to 11 to 16 GB/s on PCIe 4
+while the other direction is in use (0.5 here). Disk: safetensors through mmap 1.0 to 1.3 GB/s (1.2 here). A CUDA context takes
+287 MB (lazy loading) to 667 MB (eager); the larger is used. Device memory bandwidth, from NVIDIA's data sheets (GB/s): 360,
+272, 1008, 1792, 2039 (A100 80 GB), 3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach
+in fp32). cuBLAS workspace: 8.125 MiB, 32 MiB from compute capability 9.0. Submitting a copy takes 5 to 7 us, independent of
+its size (arXiv:2602.21548, 5.2); 7 here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COPY_START_SECONDS = 7e-6
 DEFAULT = "rtx4090"
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
-# Without one of these Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), and torch need not be asked.
+# Without one of these, Linux has no card that torch.cuda could open (NVIDIA, WSL, ROCm), so torch is not imported to check.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
@@ -53,7 +54,7 @@ def _card(
 
 
 def priors() -> dict[str, Hardware]:
-    """Every device that is known by name. ``sim`` is the simulated accelerator: no context, no scratch, no caching allocator."""
+    """The built-in devices by name. ``sim``, the simulated accelerator, has no context, no scratch and no caching allocator."""
     hopper = 32 * MIB
     cards = (
         _card("rtx3060", 12, 21.7, 24, 360),
@@ -68,7 +69,7 @@ def priors() -> dict[str, Hardware]:
 
 
 def simulated() -> Hardware:
-    """The simulated accelerator: capacity without limit, 1 GB/s each way, 100 GFLOP/s on its virtual clock."""
+    """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock."""
     return Hardware(
         name="sim",
         device="sim",
@@ -90,17 +91,18 @@ def simulated() -> Hardware:
 
 
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
-    """The device called ``name``; InputError naming the nearest one, of ``profiles`` too, if there is none."""
-    known = {**(profiles or {}), **priors()}
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
+    """The device called ``name``, of ``profiles`` or a prior. Raises InputError, with the most similar name, if there is none."""
+    devices = {**(profiles or {}), **priors()}
+    if name not in devices:
+        near = difflib.get_close_matches(name, devices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(known)}")
-    return known[name]
+        raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(devices)}")
+    return devices[name]
 
 
 def found() -> Hardware | None:
-    """This machine's CUDA device: its own capacity, rates from the prior whose name its name contains. None without one."""
+    """This machine's CUDA device: its own capacity, and the rates of the prior whose name its name contains. None without a
+    device."""
     if sys.platform == "linux" and not any(Path(node).exists() for node in DEVICE_NODES):
         return None
 

@@ -1,8 +1,8 @@
-"""Profiles of measured devices, kept as files beside the cache: by name, and for the device that is found.
+"""Hardware profiles of measured devices, stored as files in the cache folder; found by name, or for this machine's device.
 
     <cache>/profiles/<name>.json     {"hardware": {...}, "device": name of the card it was measured on, "figures": {...}, ...}
 
-A file that does not read back as a profile is no profile. Measures nothing.
+A file that cannot be read as a profile is ignored. Measures nothing: see `calibrate`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from graphrun.profile import hardware as devices
 
 
 def kept(cache: Path | None) -> dict[str, Hardware]:
-    """Every profile by name, the one written last first."""
+    """All profiles by name, the most recently written first."""
     return {profile["hardware"].name: profile["hardware"] for profile in _profiles(cache)}
 
 
-def keep(cache: Path, hardware: Hardware, device: str, facts: Mapping[str, Any]) -> Path:
-    """Write a profile measured on the card called ``device``. Raises InputError for a name that is taken or cannot be a file's."""
+def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]) -> Path:
+    """Write a profile that was measured on the card called ``device``, and return its path.
+
+    Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be written.
+    """
     if hardware.name in devices.priors():
-        raise InputError(f"{hardware.name} is the name of a prior: give the profile another one with --name")
+        raise InputError(f"{hardware.name} is the name of a prior: choose another name with --name")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hardware.name):
-        raise InputError(f"{hardware.name!r} cannot be a profile's name: letters, digits, dots and dashes, at most 64")
+        raise InputError(
+            f"{hardware.name!r} is no valid profile name: use letters, digits, dots, dashes and underscores, at most 64"
+        )
     path = cache / "profiles" / f"{hardware.name}.json"
-    text = json.dumps({**facts, "device": device, "hardware": asdict(hardware)}, indent=1) + "\n"
+    text = json.dumps({**record, "device": device, "hardware": asdict(hardware)}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
@@ -43,13 +48,13 @@ def keep(cache: Path, hardware: Hardware, device: str, facts: Mapping[str, Any])
 
 
 def hardware(name: str, cache: Path | None) -> Hardware:
-    """The profile called ``name``, else the prior. InputError naming the nearest one if there is neither."""
-    known = kept(cache)
-    return known[name] if name in known else devices.hardware(name, known)
+    """The profile called ``name``, else the prior. Raises InputError, with the most similar name, if there is neither."""
+    profiles_by_name = kept(cache)
+    return profiles_by_name[name] if name in profiles_by_name else devices.hardware(name, profiles_by_name)
 
 
 def found(cache: Path | None) -> Hardware | None:
-    """This machine's CUDA device: by its newest profile, else by the prior that `hardware.found` takes. None without one."""
+    """This machine's CUDA device: its most recent profile, else what `hardware.found` returns. None without a device."""
     card = devices.found()
     if card is None:
         return None
@@ -61,20 +66,21 @@ def found(cache: Path | None) -> Hardware | None:
 
 
 def _profiles(cache: Path | None) -> list[dict[str, Any]]:
-    """The contents of the files that are profiles, the one written last first."""
-    made: list[tuple[int, int, dict[str, Any]]] = []
+    """The contents of all valid profile files, the most recently written first."""
+    loaded: list[tuple[int, int, dict[str, Any]]] = []
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = json.loads(path.read_text())
             profile = {**data, "hardware": Hardware(**data["hardware"]), "device": str(data["device"])}
-            made.append((path.stat().st_mtime_ns, len(made), profile))
+            loaded.append((path.stat().st_mtime_ns, len(loaded), profile))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return [profile for _, _, profile in sorted(made, key=lambda item: item[:2], reverse=True)]
+    return [profile for _, _, profile in sorted(loaded, key=lambda item: item[:2], reverse=True)]
 
 
-def chosen(given: str | Hardware | None, cache: Path | None) -> Hardware:
-    """The hardware meant: as it is, by name (a profile or a prior), or where nothing is given the card found, else a prior."""
-    if given is None:
+def chosen(requested: str | Hardware | None, cache: Path | None) -> Hardware:
+    """The requested hardware: itself, or by name (a profile or a prior); for None the card of this machine, else the default
+    prior."""
+    if requested is None:
         return found(cache) or devices.hardware(devices.DEFAULT)
-    return hardware(given, cache) if isinstance(given, str) else given
+    return hardware(requested, cache) if isinstance(requested, str) else requested

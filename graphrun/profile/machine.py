@@ -1,4 +1,4 @@
-"""What this machine has: the RAM that this process may still take, from the kernel and from its cgroups."""
+"""The RAM that this process may still take, from the kernel and from its cgroups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import psutil
 
 from graphrun.units import parse_size
 
-ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 # A v1 group without a limit reports 2**63 rounded down to a page.
@@ -21,8 +21,8 @@ UNLIMITED_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A cgroup's limit on memory: where it stands, the version of cgroups, and bytes: the limit, and what is in use apart from
-    inactive files, which the kernel drops first."""
+    """A cgroup's memory limit. ``path``: the file it is from. ``version``: of cgroups. ``nbytes``: the limit. ``used_bytes``:
+    memory in use without inactive file cache, which the kernel reclaims first."""
 
     path: str
     version: int
@@ -31,24 +31,25 @@ class Limit:
 
     @property
     def left_bytes(self) -> int:
-        """What the group may still take."""
+        """Bytes that the group may still take."""
         return max(0, self.nbytes - self.used_bytes)
 
 
-def memory_limits(root: Path = ROOT, own: Path = OWN) -> tuple[Limit, ...]:
-    """The limits on this process: of its own group and of every group around it, cgroup v2 then v1; the smallest first.
+def memory_limits(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> tuple[Limit, ...]:
+    """The memory limits of this process's cgroup and of all its parents, v2 and v1, the smallest first.
 
-    ``own`` lists this process's groups as ``number:controllers:path``; a container may see its group's files at ``root`` itself.
+    ``own``: the file that lists this process's groups as ``number:controllers:path``. A container may see its group's
+    files at ``root`` itself.
     """
     groups: dict[int, tuple[str, ...]] = {2: ("/",), 1: ("/",)}
     for line in _read(own).splitlines():
-        _, _, named = line.partition(":")
-        controllers, _, name = named.partition(":")
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
         if not controllers or "memory" in controllers.split(","):
             inner = Path(name.strip() or "/")
             groups[1 if controllers else 2] = tuple(str(group) for group in (inner, *inner.parents))
     found = []
-    for number, folder, limit, used, idle in (
+    for number, folder, limit, used, inactive in (
         (2, root, "memory.max", "memory.current", "inactive_file"),
         (1, root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
@@ -56,35 +57,38 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> tuple[Limit, ...]:
             path = folder / group.lstrip("/")
             text = _read(path / limit).strip()
             if text.isdigit() and int(text) < UNLIMITED_BYTES:
-                usage = _number(_read(path / used)) - _number(_read(path / "memory.stat"), idle)
+                usage = _number(_read(path / used)) - _number(_read(path / "memory.stat"), inactive)
                 found.append(Limit(str(path / limit), number, int(text), max(0, usage)))
     return tuple(sorted(found, key=lambda item: item.nbytes))
 
 
 def available_bytes(meminfo: Path = MEMINFO) -> int:
-    """What may be taken without swapping: the kernel's MemAvailable, psutil's estimate where there is none.
+    """Bytes that can be taken without swapping: the kernel's MemAvailable, or psutil's estimate where there is none.
 
-    MemTotal does not say that: a virtual machine may begin with less than it gets, and others have taken a part of it.
+    MemTotal is not used: a virtual machine may start with less memory than it gets later, and other processes use a part of
+    it.
     """
     return _number(_read(meminfo), "MemAvailable:") * 1024 or int(psutil.virtual_memory().available)
 
 
-def host_ram_bytes(root: Path = ROOT, own: Path = OWN, meminfo: Path = MEMINFO) -> int:
-    """The least of what the machine has available and what this process's cgroups have left. Swap does not count, and what this
-    process holds already is no part of it."""
+def host_ram_bytes(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP, meminfo: Path = MEMINFO) -> int:
+    """The smaller of the machine's available memory and what this process's cgroups have left.
+
+    Swap is not counted, and neither is what this process holds already.
+    """
     return min([available_bytes(meminfo), *(limit.left_bytes for limit in memory_limits(root, own))])
 
 
-def whole_ram_bytes(root: Path = ROOT, own: Path = OWN) -> int:
-    """The least of the machine's RAM and its cgroups' limits, whoever uses it now."""
+def total_ram_bytes(root: Path = CGROUP_ROOT, own: Path = MEMBERSHIP) -> int:
+    """The smaller of the machine's RAM and its cgroups' limits, including what is in use."""
     return min([int(psutil.virtual_memory().total), *(limit.nbytes for limit in memory_limits(root, own))])
 
 
 def ram_budget(ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable[[], int] = host_ram_bytes) -> int:
-    """The budget of host RAM that ``ram`` asks for: ``auto``, a size, or a share of what ``auto`` is.
+    """The host RAM budget in bytes for ``ram``: ``auto``, a size, or a share of ``auto``.
 
-    The weights of ``modules`` are there already and in the budget, but no part of what is left. That is rounded down by at most a
-    32nd, so that free memory that varies a little makes the same plans. Raises InputError for what is no size.
+    ``auto`` is the RAM left plus the weights of ``modules``, which are in memory already. The RAM left is rounded down by at
+    most 1/32, so that small changes of free memory give the same plans. Raises InputError for an invalid size.
     """
     left = left_bytes()
     step = 1 << max(0, left.bit_length() - 6)
@@ -93,14 +97,14 @@ def ram_budget(ram: str | int, modules: Iterable[Any] = (), left_bytes: Callable
 
 
 def taken_bytes(modules: Iterable[Any]) -> int:
-    """RAM that the weights of ``modules`` take, every storage once."""
+    """Bytes of host RAM that the weights of ``modules`` take, each storage counted once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type == "cpu"]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): int(storage.nbytes()) for storage in storages}.values())
 
 
 def _number(text: str, name: str = "") -> int:
-    """The number in ``text``, or behind ``name`` at the beginning of a line of it; 0 where there is none."""
+    """The first number in ``text``, or the one after ``name`` at the start of a line; 0 if there is none."""
     rows = (line.split() for line in text.splitlines())
     found = (row[1:] if name else row for row in rows if row and (not name or row[0] == name))
     return next((int(row[0]) for row in found if row and row[0].isdigit()), 0)

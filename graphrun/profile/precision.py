@@ -1,11 +1,11 @@
-"""What it means to hold a component in a precision: what may be done with it, and what its calls take beyond their own.
+"""What holding a component in a precision implies: what can be done with it, and what its calls take beyond the traced ones.
 
-    flags       may it move, be streamed, lie on disk: by backend and version, with the reason
-    requantized a traced call with the allocations of quantized layers put where they happen
-    dequantized bytes that a call writes to have its weights in 16 bit: seconds, once the device's bandwidth is known
-    quantizing  host bytes while layers are quantized
+    flags              whether it can move, be streamed, or be on disk, by backend and version, with the reason
+    requantized        a traced call with the allocations of quantized layers inserted where they happen
+    dequantized_bytes  bytes that a call writes to have its weights in 16 bit: seconds, given the device's memory bandwidth
+    quantizing_bytes   host bytes while layers are quantized
 
-Pure: plain values in and out, no library of quantization imported. Weights' bytes: `estimator.quantized`.
+Pure: plain values in and out, no quantization library imported. For the bytes of weights see `graphrun.profile.quantized`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.corrections import int8_scratch, nf4_scratch
 from graphrun.profile.recording import Call, Product
 
-# (package, first version): what a precision needs to be had at all, and for its modules to move. Sources: bitsandbytes' release
-# notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and transformers 4.58 for modules
-# that these dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33 `apply_layerwise_casting`; diffusers' GGUF quantizer
-# asks for gguf 0.10.
+# (package, first version): what a precision needs to be available, and for its modules to move between devices. Sources:
+# bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and
+# transformers 4.58 for modules that these two dispatched; fp8 storage: PyTorch 2.1 has the dtype, diffusers 0.33
+# `apply_layerwise_casting`; diffusers' GGUF quantizer requires gguf 0.10.
 NEEDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "fp8": (("torch", "2.1"), ("diffusers", "0.33")),
     "gguf": (("gguf", "0.10"), ("diffusers", "0.33")),
@@ -34,13 +34,13 @@ MOVES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "nf4": (("bitsandbytes", "0.43.2"),),
 }
 
-# Bytes an element, its result included, that bitsandbytes 0.50 has on the CPU at most while it quantizes a weight in 16 bit: the
-# most that PyTorch's profiler saw (nf4: fp32 copies of the weight and of its shares, 32-bit indices).
-WORKING: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8, "fp8": 1}
+# Peak bytes per element on the CPU, result included, while bitsandbytes 0.50 quantizes a 16-bit weight, measured with PyTorch's
+# profiler (nf4: fp32 copies of the weight and of its blocks, 32-bit indices).
+QUANTIZING_BYTES: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8, "fp8": 1}
 
-# Precisions that are streamed by blocks and never by layers. A 4-bit layer is no tensor but a tensor and the statistics beside it,
-# which what moves layers by themselves leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta tensor").
-BY_BLOCKS_ALONE = frozenset({"nf4"})
+# Precisions that are streamed by blocks and never by layers. A 4-bit weight is a tensor with separate statistics, which code
+# that moves single tensors leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta tensor").
+BLOCK_GRANULARITY_ONLY = frozenset({"nf4"})
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -50,10 +50,11 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What may be done with a component in a precision, and why not otherwise (empty: nothing stands in the way).
+    """What can be done with a component in a precision, and the ``reason`` if something cannot (else empty).
 
-    ``movable``: it leaves the device and comes back. ``streamable``: block by block. ``leaf_streamable``: layer by layer.
-    ``disk_able``: its backing store may be on disk, to be read again each time.
+    ``available``: the required packages are installed. ``movable``: it can leave the device and come back. ``streamable``:
+    block by block. ``leaf_streamable``: layer by layer. ``disk_able``: its backing store can be on disk, so that it is read
+    again for every copy.
     """
 
     available: bool
@@ -67,34 +68,36 @@ class Flags:
 def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     """The flags of ``precision`` with these versions of packages (None or absent: not installed).
 
-    What was quantized when it was read would be quantized anew each time that it came from disk.
+    Components that are quantized while they are read cannot be on disk: they would be quantized again for every copy.
     """
-    if lacking := _lacking(NEEDS.get(precision, ()), versions):
-        return Flags(False, False, False, False, False, f"{precision} needs {lacking}")
+    if missing := _missing(NEEDS.get(precision, ()), versions):
+        return Flags(False, False, False, False, False, f"{precision} needs {missing}")
     if precision not in MOVES:
         return Flags(True, True, True, True, True)
-    if lacking := _lacking(MOVES[precision], versions):
+    if missing := _missing(MOVES[precision], versions):
         return Flags(
             True,
             False,
             False,
             False,
             False,
-            f"{precision} modules stay on the device where they are made; to move they need {lacking}",
+            f"{precision} modules stay on the device where they are made; to move they need {missing}",
         )
-    by_layer = precision not in BY_BLOCKS_ALONE
-    reason = f"{precision} layers are not quantized again from disk" + ("" if by_layer else ", and move with their block alone")
-    return Flags(True, True, True, by_layer, False, reason)
+    layer_streamable = precision not in BLOCK_GRANULARITY_ONLY
+    reason = f"{precision} layers are not quantized again from disk" + (
+        "" if layer_streamable else ", and stream by whole blocks only"
+    )
+    return Flags(True, True, True, layer_streamable, False, reason)
 
 
-def _lacking(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | None]) -> str:
-    """What of ``needs`` is not there, as text."""
+def _missing(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | None]) -> str:
+    """The packages of ``needs`` that are missing or too old, with the first sufficient version, as text."""
     return ", ".join(f"{package} {first}" for package, first in needs if not _new_enough(versions.get(package), first))
 
 
-def _new_enough(number: str | None, first: str) -> bool:
+def _new_enough(installed: str | None, first: str) -> bool:
     try:
-        return number is not None and Version(number) >= Version(first)
+        return installed is not None and Version(installed) >= Version(first)
     except InvalidVersion:
         return False
 
@@ -106,47 +109,47 @@ def requantized(
     dtype: str = "bfloat16",
     widened: Mapping[str, tuple[int, int]] | None = None,
 ) -> Call:
-    """``call`` as it is with the weights that ``shapes`` names ([outputs inputs] each) in ``precision``, computing in ``dtype``.
+    """``call`` with the weights that ``shapes`` names ([outputs inputs] each) in ``precision``, computing in ``dtype``.
 
-    What a quantized layer takes is allocated where its product is made:
+    The scratch of a quantized layer is allocated at its matrix product:
 
         nf4     | weight in 16 bit ............. |          int8   | input in fp16, ... | input in int8, int32, fp16 |
                          | product                                                      | product
 
-    One token alone needs no weight in 16 bit (`gemm_4bit`'s own kernel); fp8 and gguf always do, and gguf takes what ``widened``
-    says before that. Sizes of products come from the trace; the peak is counted anew.
+    nf4 needs no weight in 16 bit for one token (`gemm_4bit`'s own kernel); fp8 and gguf always do, and gguf before that also
+    the scratch in ``widened``. The sizes of products come from the trace; the peak is computed anew.
     """
     if precision == "gguf":
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
-    made = {product.event: product for product in call.products if product.name in shapes}
-    if precision not in QUANTIZED or not made:
+    by_event = {product.event: product for product in call.products if product.name in shapes}
+    if precision not in QUANTIZED or not by_event:
         return call
     events: list[tuple[int, int]] = []
     key = max((key for key, _ in call.events), default=0)
-    moved: dict[int, int] = {}  # number of an event in the new list
+    new_index: dict[int, int] = {}  # number of an event -> its number in the new list
     for number, event in enumerate(call.events):
-        if number not in made:
-            moved[number] = len(events)
+        if number not in by_event:
+            new_index[number] = len(events)
             events.append(event)
             continue
-        before, beside = _scratch(made[number], shapes, precision, dtype, widened or {})
+        before, during = _scratch(by_event[number], shapes, precision, dtype, widened or {})
         if before:
             events += [(key + 1, before), (key + 1, 0)]
-        if beside:
-            events.append((key + 2, beside))
-        moved[number] = len(events)
+        if during:
+            events.append((key + 2, during))
+        new_index[number] = len(events)
         events.append(event)
-        if beside:
+        if during:
             events.append((key + 2, 0))
         key += 2
-    products = tuple(replace(product, event=moved[product.event]) for product in call.products)
+    products = tuple(replace(product, event=new_index[product.event]) for product in call.products)
     return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products, spans=())
 
 
 def _scratch(
     product: Product, shapes: Mapping[str, Shape], precision: str, dtype: str, widened: Mapping[str, tuple[int, int]]
 ) -> tuple[int, int]:
-    """(bytes before the result of ``product`` is made, bytes beside it)."""
+    """(bytes allocated before the result of ``product`` and released, bytes beside the result)."""
     outputs, inputs = shapes[product.name]
     if precision == "gguf":
         return widened[product.name][0], outputs * inputs * ELEMENT_BYTES[dtype]
@@ -158,7 +161,7 @@ def _scratch(
 
 
 def peak_of(events: Collection[tuple[int, int]]) -> int:
-    """The most that lives at once while ``events`` happen, scratch (negative) apart."""
+    """The most bytes live at once during ``events``, without scratch (negative)."""
     now = peak = 0
     live: dict[int, int] = {}
     for key, nbytes in events:
@@ -170,10 +173,11 @@ def peak_of(events: Collection[tuple[int, int]]) -> int:
 
 
 def dequantized_bytes(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: str = "bfloat16") -> int:
-    """Bytes that one such call writes to have weights in ``dtype`` again: fp8 all of them, nf4 those of products with more than one
-    token, int8 none, since it multiplies as it is.
+    """Bytes that one such call writes to have weights in ``dtype`` again.
 
-    Seconds: these, and as many again read by the product, by the bandwidth of the device's own memory.
+    fp8: all weights; nf4: the weights of products with more than one token; int8: none, since it multiplies in int8. The
+    seconds are these bytes, written and then read by the product, divided by the device's memory bandwidth
+    (`dequantization_seconds`).
     """
     if precision == "fp8":
         return sum(outputs * inputs * ELEMENT_BYTES[dtype] for outputs, inputs in shapes.values())
@@ -184,11 +188,15 @@ def dequantized_bytes(call: Call, shapes: Mapping[str, Shape], precision: str, d
 
 
 def dequantization_seconds(nbytes: int, bytes_per_second: float) -> float:
-    """What `dequantized_bytes` cost where the device's memory takes ``bytes_per_second``: written, and read by the product."""
+    """Seconds for `dequantized_bytes` of ``nbytes`` with a memory bandwidth of ``bytes_per_second``: written once, and read
+    once."""
     return 2 * nbytes / bytes_per_second
 
 
 def quantizing_bytes(shapes: Collection[Shape], precision: str, source_bytes: int = 2) -> int:
-    """Host bytes that live at most while layers are quantized one after another on the CPU: a layer's weight as it was read
-    (``source_bytes`` an element), the copies that bitsandbytes works on, and the layer's result."""
-    return int(max((outputs * inputs * (source_bytes + WORKING[precision]) for outputs, inputs in shapes), default=0))
+    """Peak host bytes while layers are quantized one after another on the CPU.
+
+    The largest of: a layer's weight as read (``source_bytes`` per element), the copies that bitsandbytes makes, and the
+    layer's result.
+    """
+    return int(max((outputs * inputs * (source_bytes + QUANTIZING_BYTES[precision]) for outputs, inputs in shapes), default=0))

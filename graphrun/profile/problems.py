@@ -1,4 +1,4 @@
-"""Turns a dry run into a `Problem` for one device: phases, activations, blocks, values, seconds, each with its basis."""
+"""Turns a dry run into a `Problem` for one device: phases, activations, blocks, values and seconds, each with its basis."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from graphrun.model.problem import (
 from graphrun.modules.source_files import commits_of
 from graphrun.profile.phase_memory import PhaseMemory, glue_of, phase_memories_of
 from graphrun.profile.recording import Call, ComponentProfile, Probed, Recording
-from graphrun.profile.uses import cuttable, use_of
+from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
 from graphrun.units import round_up
 
-LONGEST_PATTERN = 6
-ALTERNATIONS = 3  # from this many repetitions on, components that alternate are one phase with all of them
+LONGEST_PATTERN = 6  # most calls in a pattern of alternating components
+ALTERNATIONS = 3  # components that alternate at least this many times are one phase
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a problem is made for beside graph, inputs and hardware: budgets in bytes (None: none is set), the runs of a session,
-    and what may change the output."""
+    """What a problem depends on besides graph, inputs and hardware: budgets in bytes (None: no limit), the number of runs in a
+    session, and the output changes that are allowed."""
 
     budget_bytes: int
     ram_bytes: int
@@ -51,7 +51,7 @@ class Limits:
 
     @property
     def backing_stores(self) -> tuple[str, ...]:
-        """Backing stores that make a difference: pageable memory only where page-locked memory is scarce."""
+        """The backing stores worth considering: pageable memory only where page-locked memory is limited."""
         return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
 
 
@@ -61,21 +61,22 @@ def problem_of(
     hardware: Hardware,
     limits: Limits,
     inputs: Mapping[str, Any],
-    ways: Iterable[tuple[str, str, Probed]] = (),
+    stage_options: Iterable[tuple[str, str, Probed]] = (),
 ) -> Problem:
-    """The problem of running ``graph``, as ``probed``, on ``hardware`` within ``limits``.
+    """The problem of running ``graph``, as recorded in ``probed``, on ``hardware`` within ``limits``.
 
-    ``ways``: (stage, option, dry run with it) for each other way to run a stage that a plan may choose.
+    ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may choose. Raises InputError for
+    directives that cannot be obeyed.
     """
     components = _components(graph, probed, hardware, limits)
     phases, values = _phases(graph, probed, components, hardware)
     options = []
-    for stage, name, tried in ways:
-        own = tuple(phase for phase in _phases(graph, tried, components, hardware)[0] if phase.stage == stage)
+    for stage, name, option_run in stage_options:
+        own = tuple(phase for phase in _phases(graph, option_run, components, hardware)[0] if phase.stage == stage)
         if own != tuple(phase for phase in phases if phase.stage == stage):
             options.append(StageOption(stage, name, own, OPERATIONS[graph.stage(stage).op].options[name]))
     used = {use.component for phase in phases for use in phase.uses}
-    cut = cuttable((*phases, *(phase for option in options for phase in option.phases)))
+    splittable = splittable_components((*phases, *(phase for option in options for phase in option.phases)))
     problem = Problem(
         graph=graph.name,
         graph_digest=graph.digest,
@@ -83,7 +84,7 @@ def problem_of(
         hardware=hardware,
         budget_bytes=limits.budget_bytes,
         ram_bytes=limits.ram_bytes,
-        components=tuple(of if name in cut else replace(of, layers=None) for name, of in components.items() if name in used),
+        components=tuple(of if name in splittable else replace(of, layers=None) for name, of in components.items() if name in used),
         phases=phases,
         values=values,
         versions=tuple((name, version(name)) for name in ("torch", "diffusers", "transformers")),
@@ -96,11 +97,11 @@ def problem_of(
         allow=tuple(sorted(limits.allow)),
         commits=commits_of(graph.components[name] for name in sorted(used)),
     )
-    demands = graph.directives
+    directives = graph.directives
     placements: tuple[tuple[Placement, tuple[str, ...]], ...] = (
-        ("keep", demands.keep),
-        ("exclude", demands.exclude),
-        ("pin", demands.pin),
+        ("keep", directives.keep),
+        ("exclude", directives.exclude),
+        ("pin", directives.pin),
     )
     return directed(problem, [Directive(placement, name) for placement, names in placements for name in names])
 
@@ -110,30 +111,36 @@ def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits
     for call in {id(call): call for _, call in probed.recording.entries()}.values():
         calls[call.component].append(call)
 
-    def numbers(name: str, profiles: ComponentProfile, granularity: Granularity = "blocks") -> ComponentNumbers:
+    def numbers(name: str, profile: ComponentProfile, granularity: Granularity = "blocks") -> ComponentNumbers:
         more = calls.get(name, []), hardware
         variants = variants_of(
             graph.components[name],
-            profiles,
+            profile,
             *more,
             backing_stores=limits.backing_stores,
             allow=limits.allow,
             granularity=granularity,
         )
-        return ComponentNumbers(name, profiles.parameters, profiles.groups, variants, granularity=granularity)
+        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity)
 
     found = {}
-    for name, profiles in probed.profiles.items():
-        found[name] = numbers(name, profiles)
-        if (cut := profiles.by_layer) is not None:
-            finer = replace(profiles, groups=cut.groups, block_bytes=cut.block_bytes, precisions=cut.precisions, by_layer=None)
-            layers = numbers(name, finer, "layers")
+    for name, profile in probed.profiles.items():
+        found[name] = numbers(name, profile)
+        if (layer_split := profile.layer_split) is not None:
+            split_profile = replace(
+                profile,
+                groups=layer_split.groups,
+                block_bytes=layer_split.block_bytes,
+                precisions=layer_split.precisions,
+                layer_split=None,
+            )
+            layers = numbers(name, split_profile, "layers")
             found[name] = replace(found[name], layers=layers if layers.streamable else None)
     return found
 
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """(stage, option) for each other way to run a stage that ``graph`` lists and that changes nothing, or is allowed to."""
+    """(stage, option) for each stage option that ``graph`` lists and that does not change the output or is in ``allow``."""
     listed = [(stage.name, name, OPERATIONS[stage.op].options[name]) for stage in graph.stages for name in stage.options]
     return tuple((stage, name) for stage, name, needs in listed if not needs or needs in allow)
 
@@ -144,14 +151,14 @@ def _phases(
     entries = probed.recording.entries()
     spans = phase_spans(entries)
     phase_memories = phase_memories_of(probed.recording, spans, hardware)
-    handed = glue_of(probed.recording, spans, hardware) if _may_be_on_cpu(components) else [0] * len(spans)
+    glue = glue_of(probed.recording, spans, hardware) if _may_be_on_cpu(components) else [0] * len(spans)
     values = _values(graph, probed.recording, [entries[begin][0] for begin, _ in spans])
     phases = tuple(
         _phase(
             entries[begin:end],
             number - _first_of_stage(spans, entries, begin),
             phase_memories[number],
-            handed[number],
+            glue[number],
             sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
             components,
             hardware,
@@ -162,26 +169,27 @@ def _phases(
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
-    """Pairs of stages of which the first must run before the second; None where there is one order only."""
+    """Pairs of stages of which the first must run before the second; None if only one order of the stages is possible."""
     pairs = tuple((producer, stage.name) for stage in graph.stages for producer in graph.producers(stage.name))
     names = [stage.name for stage in graph.stages]
     return None if all(pair in pairs for pair in pairwise(names)) else pairs
 
 
 def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
-    """Half-open ranges of ``entries``, one to a phase: a run of entries into one component, or a loop that alternates several."""
+    """Half-open ranges of ``entries``, one for each phase: consecutive calls of one component, or a loop that alternates
+    several."""
     names = [(stage, call.component) for stage, call in entries]
     spans: list[tuple[int, int]] = []
     begin = 0
     while begin < len(names):
-        end = begin + max(_run(names, begin, 1), _longest_alternation(names, begin))
+        end = begin + max(_run_length(names, begin, 1), _longest_alternation(names, begin))
         spans.append((begin, end))
         begin = end
     return spans
 
 
-def _run(names: Sequence[Any], begin: int, period: int) -> int:
-    """How many entries from ``begin`` on repeat their first ``period``."""
+def _run_length(names: Sequence[Any], begin: int, period: int) -> int:
+    """How many entries, from ``begin`` on and within one stage, repeat their first ``period``."""
     end = begin + period
     while end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]:
         end += 1
@@ -192,7 +200,7 @@ def _longest_alternation(names: Sequence[Any], begin: int) -> int:
     found = [
         (length, period)
         for period in range(2, LONGEST_PATTERN + 1)
-        if (length := _run(names, begin, period)) >= ALTERNATIONS * period
+        if (length := _run_length(names, begin, period)) >= ALTERNATIONS * period
     ]
     return max((length for length, _ in found), default=0)
 
@@ -230,7 +238,7 @@ def _may_be_on_cpu(components: Mapping[str, ComponentNumbers], of: Callable[[Ite
 
 
 def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
-    """The values that later stages consume with their numbers; ``stages`` names the stage of each phase."""
+    """The values that later stages consume. ``stages``: the stage of each phase."""
     sizes = {item[0]: round_up(item[1], ROUND_BYTES) for item in recording.items if isinstance(item, tuple) and item[1] > 0}
     order = {stage.name: number for number, stage in enumerate(graph.stages)}
     found = []

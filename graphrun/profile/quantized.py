@@ -1,16 +1,17 @@
-"""What a component weighs in each precision that a graph may allow, layer by layer. Nothing is quantized for it.
+"""Bytes of a component's weights in each precision that a graph may allow, layer by layer, without quantizing anything.
 
-Formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
+The formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a CPU:
 
-    int8   one byte an element; one fp32 scale for each output feature
-    nf4    half a byte an element; one fp32 maximum for each 64 elements; the 16 values of the code
-    nf4 with doubly quantized statistics: the maxima in one byte, for each 256 of them one fp32 maximum; both codes; an offset
+    int8   one byte per element; one fp32 scale per output feature
+    nf4    half a byte per element; one fp32 maximum per 64 elements; the 16 values of the code
+    nf4 with doubly quantized statistics: the maxima in one byte, with one fp32 maximum per 256 of them; both codes; an offset
 
-    fp8    one byte an element, no statistics
+    fp8    one byte per element, no statistics
 
-What files hold quantized already (GGUF, fp8 with scales) has no formula: the layers are made on meta, and their bytes counted.
+For files that are quantized already (GGUF, fp8 with scales) there is no formula: the layers are created on meta, and their
+bytes are summed.
 
-Which layers are quantized says `components.quantize`: linear ones, and nothing else. A bias stays as it is.
+Which layers are quantized is decided by `graphrun.modules.quantize`: linear layers only. Biases stay as they are.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
 
 
 def layer_bytes(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> int:
-    """Bytes of one linear layer's weight [outputs inputs] in int8 or nf4, statistics included, its bias not."""
+    """Bytes of one linear layer's weight [outputs inputs] in fp8, int8 or nf4, with statistics, without bias. ValueError for
+    others."""
     return sum(layer_tensors(outputs, inputs, precision, nested=nested))
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str, *, nested: bool = False) -> tuple[int, ...]:
-    """Bytes of each tensor that holds the weight [outputs inputs] in fp8, int8 or nf4."""
+    """Bytes of each tensor that holds the weight [outputs inputs] in fp8, int8 or nf4. ValueError for other precisions."""
     count = outputs * inputs
     if precision == "fp8":
         return (count,)
@@ -57,30 +59,30 @@ def layer_tensors(outputs: int, inputs: int, precision: str, *, nested: bool = F
 
 
 def weights_by_precision(module: nn.Module, dtype: str, *, allocated: bool = False) -> dict[str, int]:
-    """Bytes of ``module``'s distinct tensors in each of `PRECISIONS`; ``dtype`` is the one it was made in.
+    """Bytes of ``module``'s distinct tensors in each of `PRECISIONS`; ``dtype`` is the one the module was created in.
 
-    What is not of ``dtype`` stays as it is in every precision: T5's ``wo`` in fp32, integer buffers, position tables. ``allocated``
-    rounds each tensor up to what an allocation takes.
+    Tensors of another dtype stay as they are in every precision: T5's ``wo`` in fp32, integer buffers, position tables.
+    ``allocated``: round each tensor up to the size of its allocation.
     """
     step = 512 if allocated else 1
     return {
         precision: sum(round_up(nbytes, step) for held in tensors.values() for nbytes in held)
-        for precision, tensors in _held_in_each(module, dtype).items()
+        for precision, tensors in _tensor_bytes_in_each(module, dtype).items()
     }
 
 
-def held_in(module: nn.Module, dtype: str, precision: str, *, nested: bool = False) -> dict[int, tuple[int, ...]]:
+def tensor_bytes_in(module: nn.Module, dtype: str, precision: str, *, nested: bool = False) -> dict[int, tuple[int, ...]]:
     """For each distinct tensor of ``module``, by its `id`, the bytes of each tensor that holds it in ``precision``.
 
     ``nested``: nf4's statistics are quantized too.
     """
-    return _held_in_each(module, dtype, (precision,), nested=nested)[precision]
+    return _tensor_bytes_in_each(module, dtype, (precision,), nested=nested)[precision]
 
 
-def _held_in_each(
+def _tensor_bytes_in_each(
     module: nn.Module, dtype: str, precisions: Sequence[str] = PRECISIONS, *, nested: bool = False
 ) -> dict[str, dict[int, tuple[int, ...]]]:
-    """`held_in` for each of ``precisions``."""
+    """`tensor_bytes_in` for each of ``precisions``."""
     own: torch.dtype = getattr(torch, dtype)
     layers = {id(layer.weight): layer for layer in quantizable_layers(module, own).values()}
     tensors = (*module.parameters(), *module.buffers())
@@ -100,18 +102,20 @@ def _held_in_each(
 def block_bytes(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, precision: str, *, nested: bool = False
 ) -> tuple[int, ...]:
-    """Per class the bytes of its largest block in ``precision``, laid out as `components.blocks` does: every tensor, statistics
-    included, at a multiple of `ALIGNMENT`, the block rounded to what an allocation takes."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks])
-    return _block_bytes(layouts, groups, held_in(module, dtype, precision, nested=nested))
+    """For each group, the bytes of its largest block in ``precision``, in the layout of `graphrun.modules.blocks`.
+
+    Every tensor, including statistics, is at a multiple of `ALIGNMENT`; the block is rounded up to the size of its allocation.
+    """
+    layouts = lay_out(module, [path for group in groups for path in group.blocks])
+    return _block_bytes(layouts, groups, tensor_bytes_in(module, dtype, precision, nested=nested))
 
 
 def block_bytes_by_precision(
     module: nn.Module, groups: Sequence[BlockGroup], dtype: str, *, by_layer: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """`block_bytes` in each of `PRECISIONS`."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
-    return {precision: _block_bytes(layouts, groups, held) for precision, held in _held_in_each(module, dtype).items()}
+    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
+    return {precision: _block_bytes(layouts, groups, held) for precision, held in _tensor_bytes_in_each(module, dtype).items()}
 
 
 def _block_bytes(
@@ -121,22 +125,23 @@ def _block_bytes(
         path: sum(round_up(nbytes, ALIGNMENT) for entry in layout.entries for nbytes in held[id(entry.tensor)])
         for path, layout in layouts.items()
     }
-    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in k.blocks) for k in groups)
+    return tuple(max(round_up(sizes[path], ROUND_BYTES) for path in group.blocks) for group in groups)
 
 
 def laid_out_bytes(module: nn.Module, groups: Sequence[BlockGroup], *, by_layer: bool = False) -> tuple[int, ...]:
-    """Per class the bytes of its largest block, of ``module`` as it is."""
-    layouts = lay_out(module, [path for k in groups for path in k.blocks], by_layer=by_layer)
-    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in k.blocks) for k in groups)
+    """For each group, the bytes of its largest block of ``module`` as it is."""
+    layouts = lay_out(module, [path for group in groups for path in group.blocks], split_layers=by_layer)
+    return tuple(max(round_up(layouts[path].nbytes, ROUND_BYTES) for path in group.blocks) for group in groups)
 
 
 def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -> dict[str, tuple[int, int]]:
-    """What computing with GGUF weights takes, by name: (bytes at most before the weight stands in ``dtype``, bytes written on the
-    way, the weight's in ``dtype`` included). ``kinds``: type, bytes of a row, (outputs, inputs) of each.
+    """By name, what dequantizing GGUF weights takes: (peak bytes before the weight exists in ``dtype``, bytes written, the
+    result included).
 
-    Counted on meta from diffusers' own functions, which make half a dozen tensors of a weight's size.
+    ``kinds``: (GGUF type, bytes of a row, (outputs, inputs)) of each weight. Traced on meta from diffusers' own functions,
+    which make half a dozen tensors of the weight's size.
     """
-    known: dict[tuple[str, int, tuple[int, int]], tuple[int, int]] = {}
+    by_shape: dict[tuple[str, int, tuple[int, int]], tuple[int, int]] = {}
     own: torch.dtype = getattr(torch, dtype)
     for kind, row_bytes, (outputs, inputs) in set(kinds.values()):
         layer = gguf_linear(nn.Linear(inputs, outputs, bias=False, device="meta"), own, kind, row_bytes)
@@ -145,11 +150,11 @@ def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -
             layer(torch.empty(1, inputs, dtype=own, device="meta"))
         recorder.close()
         written = sum(nbytes for _, nbytes in recorder.events if nbytes > 0)
-        known[kind, row_bytes, (outputs, inputs)] = peak_of(recorder.events), written
-    return {name: known[of] for name, of in kinds.items()}
+        by_shape[kind, row_bytes, (outputs, inputs)] = peak_of(recorder.events), written
+    return {name: by_shape[of] for name, of in kinds.items()}
 
 
 def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
-    """The weights of ``module`` that int8, nf4 and fp8 quantize, by name: (outputs, inputs)."""
+    """The weights of ``module`` that int8, nf4 and fp8 quantize: name -> (outputs, inputs)."""
     layers = quantizable_layers(module, getattr(torch, dtype))
     return {f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()}

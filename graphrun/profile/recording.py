@@ -1,6 +1,6 @@
-"""The record of a dry run: every allocation and release in order, and the marks at which stages and components begin.
+"""The recording of a dry run: every allocation and release in order, with marks where components are entered and stages end.
 
-Hardware-independent: what a card adds (scratch, reserved memory, seconds) is computed from it afterwards.
+Independent of hardware: what a card adds (kernel scratch, reserved memory, seconds) is computed from it afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from graphrun.model.problem import BlockGroup
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of ``rows`` tokens with the weight ``name``; its result is allocated by the event number ``event`` of its call."""
+    """A matrix product of ``rows`` tokens with the weight ``name``. Event number ``event`` of its call allocates the result."""
 
     event: int
     name: str
@@ -23,7 +23,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A call of the layer ``path`` within a call of its component: from event ``begin`` to ``end`` (half-open)."""
+    """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end`` (half-open)."""
 
     path: str
     begin: int
@@ -32,16 +32,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kind of call into a component, traced once for a signature of argument shapes.
+    """One kind of call into a component, traced once for each signature of argument shapes.
 
-    ``events``: (key, nbytes) with nbytes > 0 for an allocation, 0 for a release, in order; every key is released before the end.
-    nbytes < 0 is scratch of that size, of which ``key`` bytes are not taken by cards that spare large copies.
-    ``peak_bytes``: most allocated at once, scratch apart. ``input_bytes``: what was handed in.
-    ``touched``: names of parameters and buffers an op read. ``flops``: stretches of compute in order,
-    each with the path of the layer or block it ran in (``""`` outside of all). ``products``: the matrix products with a weight.
-    ``spans``: the calls of layers, in order. ``outside``: layers of which a tensor was read outside of their own calls.
-    ``loose``: modules in a block of which a tensor was read, or that were called, while the block was not.
-    ``kept``: keys of what the component keeps (tables of positions), and has at hand in further calls of its phase.
+    ``events``: (key, nbytes) in order; nbytes > 0 is an allocation, 0 a release. Every key is released before the end. nbytes
+    < 0 is kernel scratch of that size, of which ``key`` bytes are not needed on cards that avoid large copies
+    (`Hardware.spares_large_copies`). ``peak_bytes``: most bytes allocated at once, without scratch. ``input_bytes``: bytes of
+    the device tensors among the arguments. ``touched``: names of the parameters and buffers that an operator read. ``flops``:
+    FLOPs in execution order, each with the path of the layer or block that ran (``""`` outside of all). ``products``: matrix
+    products with a weight. ``spans``: calls of layers, in order. ``outside``: layers with a tensor that was read outside of
+    their own calls. ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not
+    run. ``kept``: keys of tensors that the component keeps after the call (position tables) and reuses in later calls of the
+    phase.
     """
 
     component: str
@@ -58,13 +59,14 @@ class Call:
     kept: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """As a JSON-ready dictionary, sets in order."""
+        """The call as a JSON-ready dictionary, with sets as sorted lists."""
         return {**asdict(self), **{name: sorted(getattr(self, name)) for name in ("touched", "outside", "loose")}}
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place on the tape: a component is entered (``name`` is it, ``call`` what happened inside), or a stage has ended."""
+    """A position in the recording: component ``name`` was entered (``call``: what happened inside), or stage ``name`` has
+    ended."""
 
     kind: Literal["enter", "stage"]
     name: str
@@ -73,39 +75,41 @@ class Mark:
 
 @dataclass(slots=True)
 class Recording:
-    """Allocations (key, nbytes > 0), releases (key, 0) and marks of a whole dry run, outside of components and in order.
+    """Allocations (key, nbytes > 0), releases (key, 0) and marks of a whole dry run in order. What happens inside components
+    is in the marks' calls.
 
-    ``values``: per stage output, the keys of the storages it holds when its stage ends.
+    ``values``: per stage output, the keys of the storages that it holds when its stage ends.
     """
 
     items: list[tuple[int, int] | Mark] = field(default_factory=list)
     values: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def allocated(self, key: int, nbytes: int) -> None:
-        """Called by the simulated accelerator for every storage that comes to life on it."""
+        """Called by the simulated accelerator for every new storage."""
         self.items.append((key, nbytes))
 
     def freed(self, key: int) -> None:
-        """Called by the simulated accelerator for every storage that goes."""
+        """Called by the simulated accelerator for every released storage."""
         self.items.append((key, 0))
 
     def entries(self) -> list[tuple[str, Call]]:
-        """(stage, call) in order."""
+        """(stage, call) for every entry into a component, in order."""
         found: list[tuple[str, Call]] = []
-        waiting: list[Call] = []
+        open_calls: list[Call] = []
         for item in self.items:
             if isinstance(item, Mark):
                 if item.call is not None:
-                    waiting.append(item.call)
+                    open_calls.append(item.call)
                 else:
-                    found += [(item.name, call) for call in waiting]
-                    waiting = []
+                    found += [(item.name, call) for call in open_calls]
+                    open_calls = []
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Another way to cut a component: its classes of blocks, bytes of a block per class, and those in other precisions."""
+class LayerSplit:
+    """A component split into layers: its groups, the bytes of the largest layer of each group, and the same in other
+    precisions."""
 
     groups: tuple[BlockGroup, ...]
     block_bytes: tuple[int, ...]
@@ -114,10 +118,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ComponentProfile:
-    """What a component's structure says: its parameters, its classes of blocks, per class the bytes of its largest block, as the
-    graph declares it, and in every precision. ``layers``: the weights that int8 and nf4 quantize, each (outputs, inputs);
-    ``widened``: those of a GGUF file, each with the bytes that making it numbers takes at most, and writes. ``as_stored``:
-    quantized precisions that files hold as they are."""
+    """What is known of a component from its structure and its traced calls.
+
+    ``parameters``: their number. ``groups``: its block groups. ``block_bytes``: for each group, bytes of its largest block in
+    the dtype that the graph declares; ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each
+    weight that int8, nf4 and fp8 quantize. ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized
+    form exists, bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the source files
+    already hold the component. ``layer_split``: the component split into layers, None where it cannot be.
+    """
 
     parameters: int
     groups: tuple[BlockGroup, ...]
@@ -126,13 +134,16 @@ class ComponentProfile:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     as_stored: tuple[str, ...] = ()
-    by_layer: Cut | None = None
+    layer_split: LayerSplit | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A dry run: the tape, and the facts of every component. ``meta_modules`` are the modules themselves, none where it was read from
-    the cache: no number may come from them."""
+    """The result of a dry run: the recording, and the profile of every component.
+
+    ``meta_modules``: the meta modules that were traced. Empty where the dry run was read from the cache, so no number may be
+    computed from them.
+    """
 
     recording: Recording
     profiles: Mapping[str, ComponentProfile]

@@ -1,11 +1,10 @@
-"""Calls inside a component that repeat: one block after another like it, tile after tile of one shape. The first is run, others
-replayed.
+"""Replays repeated calls inside a component, such as equal blocks and tiles of one shape, from the record of the first.
 
-Decides which calls are the same. Must not know what is in them: their events are the recorder's.
+Decides which calls are equal; independent of what they record (see `graphrun.profile.recorder`).
 
-A call repeats another when its tensors have the same shapes, strides and dtypes and all else is equal. It may be replayed if it
-left nothing behind but what it returned: Wan's decoder keeps frames for its next call in a list that it is handed, and is always
-run.
+Two calls are equal if their tensors have the same shapes, strides and dtypes and all other arguments are equal. A call is
+replayed only if the first one had no side effects besides its result: Wan's decoder stores frames for its next call in a list
+argument, so it always runs.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graphrun.profile.recorder import Excerpt, Recorder
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
-# Attributes of a block that say where it stands, and what `nn.Module` keeps of its own.
-NUMBERS = frozenset({"layer_idx", "layer_index", *vars(nn.Module())})
+# Attributes not compared between blocks: the block's index, and those of `nn.Module` itself.
+INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_index", *vars(nn.Module())})
 
-# A component's own helpers that run once for each tile, as diffusers' autoencoders name them.
-HELPERS = re.compile(r"blend_[a-z]|_?(temporal_)?tiled_decode")
+# Methods that diffusers' autoencoders call once for each tile.
+TILE_METHODS = re.compile(r"blend_[a-z]|_?(temporal_)?tiled_decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Stands for the argument that a call returned as it was handed in."""
+class Argument:
+    """In a stored result: the argument number ``index``, which the call returned unchanged."""
 
     index: int
 
 
 class Repeats:
-    """A context manager in which repeated calls into ``module``'s children and helpers are replayed from ``recorder``'s record."""
+    """A context in which repeated calls into ``module``'s children and tile methods are replayed from ``recorder``'s record."""
 
     def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         self.module = module
         self.recorder = recorder
-        self._known: dict[Any, tuple[str, Excerpt, Sequence[Any], Any]] = {}
+        self._excerpts: dict[Any, tuple[str, Excerpt, Sequence[Any], Any]] = {}
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
     def __enter__(self) -> Repeats:
@@ -54,8 +53,8 @@ class Repeats:
         for path, blocks in list(self.module.named_modules()):
             if isinstance(blocks, nn.ModuleList) and len(blocks) > 1 and not any(block is None for block in blocks):
                 for index, block in enumerate(blocks):
-                    self._wrap(block, f"{path}.{index}", (path, _described(block)), ["__call__"])
-        self._wrap(self.module, "", "", [name for name in dir(type(self.module)) if HELPERS.fullmatch(name)])
+                    self._wrap(block, f"{path}.{index}", (path, _structure(block)), ["__call__"])
+        self._wrap(self.module, "", "", [name for name in dir(type(self.module)) if TILE_METHODS.fullmatch(name)])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,83 +62,84 @@ class Repeats:
             module, kind = self._classes.pop()
             module.__class__ = kind
 
-    def _wrap(self, module: nn.Module, path: str, alike: Any, methods: Sequence[str]) -> None:
-        """``alike``: the same for modules that do the same."""
+    def _wrap(self, module: nn.Module, path: str, structure: Any, methods: Sequence[str]) -> None:
+        """Make ``methods`` of ``module`` replayable. ``structure``: a key that is equal for modules that compute the same."""
         kind = type(module)
         self._classes.append((module, kind))
-        members: dict[str, Any] = {method: self._repeated(path, (alike, method), getattr(kind, method)) for method in methods}
+        members: dict[str, Any] = {method: self._repeated(path, (structure, method), getattr(kind, method)) for method in methods}
         module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
-    def _repeated(self, path: str, place: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _repeated(self, path: str, structure: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            leaves, shape = tree_flatten((args, kwargs))
-            if _heard(module) or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+            leaves, spec = tree_flatten((args, kwargs))
+            if _has_foreign_hooks(module) or not all(isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) for leaf in leaves):
                 return run(module, *args, **kwargs)
-            key = place, str(shape), tuple(_told(leaf) for leaf in leaves)
-            if (known := self._known.get(key)) is not None:
-                return self._again(path, leaves, *known)
-            given = [_noted(leaf) for leaf in leaves]
-            del leaves  # what the call lets go of in a container must go
-            begin = self.recorder.begin()
+            key = structure, str(spec), tuple(_key_of(leaf) for leaf in leaves)
+            if (earlier := self._excerpts.get(key)) is not None:
+                return self._replay(path, leaves, *earlier)
+            references = [_reference(leaf) for leaf in leaves]
+            del leaves  # tensors that the call removes from a container must be released
+            start = self.recorder.checkpoint()
             out = run(module, *args, **kwargs)
-            outs, form = tree_flatten(out)
+            outs, out_spec = tree_flatten(out)
             now = tree_leaves((args, kwargs))
-            changed = len(now) != len(given) or any(leaf is not noted() for leaf, noted in zip(now, given, strict=True))
-            kept = [
-                next((Given(n) for n, noted in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf is noted()), leaf)
+            same = len(now) == len(references) and all(leaf is ref() for leaf, ref in zip(now, references, strict=True))
+            results = [
+                next((Argument(n) for n, ref in enumerate(references) if isinstance(leaf, torch.Tensor) and leaf is ref()), leaf)
                 for leaf in outs
             ]
-            made = [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
-            excerpt = self.recorder.since(begin, made)
-            if excerpt is not None and not changed:
+            new_tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+            excerpt = self.recorder.since(start, new_tensors)
+            if excerpt is not None and same:
                 with _disable_current_modes():
-                    self._known[key] = path, excerpt, [_like(leaf) for leaf in kept], form
+                    self._excerpts[key] = path, excerpt, [_empty_like(leaf) for leaf in results], out_spec
             return out
 
         return call
 
-    def _again(self, path: str, leaves: Sequence[Any], first: str, excerpt: Excerpt, kept: Sequence[Any], form: Any) -> Any:
+    def _replay(self, path: str, leaves: Sequence[Any], first: str, excerpt: Excerpt, results: Sequence[Any], out_spec: Any) -> Any:
         with _disable_current_modes():
-            outs = [leaves[leaf.index] if isinstance(leaf, Given) else _like(leaf) for leaf in kept]
-        new = [out for out, leaf in zip(outs, kept, strict=True) if isinstance(leaf, torch.Tensor)]
-        self.recorder.replay(excerpt if path == first else excerpt.elsewhere(first, path), new)
-        return tree_unflatten(outs, form)
+            outs = [leaves[leaf.index] if isinstance(leaf, Argument) else _empty_like(leaf) for leaf in results]
+        new = [out for out, leaf in zip(outs, results, strict=True) if isinstance(leaf, torch.Tensor)]
+        self.recorder.replay(excerpt if path == first else excerpt.renamed(first, path), new)
+        return tree_unflatten(outs, out_spec)
 
 
-def _heard(module: nn.Module) -> bool:
-    """Whether somebody else hears every call: transformers collects hidden states by hooks on the layers."""
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether other code hooks every call: transformers collects hidden states by hooks on the layers."""
     return any(not hook.__module__.startswith("graphrun.") for hook in module._forward_hooks.values())
 
 
-def _described(block: nn.Module) -> Any:
-    """The same for blocks that do the same: classes, tensors and plain attributes of all modules, the block's number apart."""
+def _structure(block: nn.Module) -> Any:
+    """A key that is equal for blocks that compute the same: classes, tensors and plain attributes of all modules, without the
+    index."""
     return tuple(
         (
             name,
             type(inner).__qualname__,
-            tuple((key, _told(tensor)) for key, tensor in (*inner._parameters.items(), *inner._buffers.items())),
-            tuple((key, _attribute(value)) for key, value in vars(inner).items() if key not in NUMBERS),
+            tuple((key, _key_of(tensor)) for key, tensor in (*inner._parameters.items(), *inner._buffers.items())),
+            tuple((key, _attribute_key(value)) for key, value in vars(inner).items() if key not in INDEX_ATTRIBUTES),
         )
         for name, inner in block.named_modules()
     )
 
 
-def _attribute(value: Any) -> Any:
-    if isinstance(value, PLAIN):
+def _attribute_key(value: Any) -> Any:
+    if isinstance(value, PLAIN_TYPES):
         return type(value), value
     return repr(value) if isinstance(value, (tuple, list)) and len(repr(value)) < 200 else type(value).__qualname__
 
 
-def _told(leaf: Any) -> Any:
+def _key_of(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
 
 
-def _noted(leaf: Any) -> Callable[[], Any]:
-    """What tells later which leaf this was, and holds no tensor for it: None for one that is gone."""
+def _reference(leaf: Any) -> Callable[[], Any]:
+    """Returns a function that returns ``leaf``, without keeping a tensor alive: None if the tensor was released."""
     return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
 
 
-def _like(leaf: Any) -> Any:
+def _empty_like(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

@@ -1,7 +1,7 @@
-"""What ``graphrun estimate`` knows: every size and time of a graph on a device, each with its basis, before any budget is given.
+"""The data of ``graphrun estimate``: every size and time of a graph on a device, each with its basis, without any budget.
 
-Decides nothing: it lays side by side what the dry run, the configurations and the allocator's models say. JSON-ready data; how it
-is shown is not known here.
+Combines what the dry run, the configurations and the allocator models give into JSON-ready data; `graphrun.report.estimate`
+formats it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from graphrun.profile.recording import Call, Probed
 def survey(
     graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str, Any], store: Store | None = None
 ) -> dict[str, Any]:
-    """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds) and the total of keeping all.
+    """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds) and the totals of keeping all
+    on the device.
 
-    ``allocated_bytes`` of a phase is the most allocated beside weights; ``reserved_bytes`` the same with expandable segments,
-    ``reserved_native_bytes`` with native ones: what lived at its entry is in all three. What runs measured, as ``store``
-    has it, takes the place of reserved bytes and seconds; ``traced`` has these as they were.
+    ``allocated_bytes`` of a phase: peak of the bytes allocated beside weights. ``reserved_bytes``: the same as reserved with
+    expandable segments, ``reserved_native_bytes`` with native ones. All three include what is live at the phase's entry.
+    Measurements of runs in ``store`` replace reserved bytes and seconds; ``traced`` then has the original figures.
     """
     problem = problem_of(graph, probed, hardware, Limits(hardware.capacity_bytes, 1), inputs)
     phases = _phases(problem, probed, hardware)
     if store is not None:
         keep_shapes(graph, probed, problem, store)
-        known, better = measurements(problem, store), informed(problem, store)
-        phases = [_measured(row, better, n, known.get(row["phase"])) for n, row in enumerate(phases)]
+        measured, with_measurements = measurements(problem, store), informed(problem, store)
+        phases = [_measured(row, with_measurements, n, measured.get(row["phase"])) for n, row in enumerate(phases)]
     components = [_component(graph, name, probed, problem) for name in probed.profiles]
     weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)
     outside = hardware.context_bytes + hardware.workspace_bytes
@@ -54,7 +55,7 @@ def survey(
         },
         "components": components,
         "phases": phases,
-        "values": [{"name": v.name, "bytes": v.nbytes, "basis": v.basis} for v in problem.values],
+        "values": [{"name": value.name, "bytes": value.nbytes, "basis": value.basis} for value in problem.values],
         "all_resident": {
             "weights_bytes": weights,
             "peak_bytes": weights + outside + max(row["reserved_bytes"] for row in phases),
@@ -66,30 +67,37 @@ def survey(
 
 
 def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dict[str, Any]:
-    declared = graph.components[name]
-    module = probed.meta_modules[name] if name in probed.meta_modules else meta_module(declared, graph.trust)
-    sizes = weights_by_precision(module, declared.dtype, allocated=True)
-    allowed = {declared.dtype, *declared.precision}
-    held = holding(declared, module)
-    known = "files" if held is not None and not held.missing else "declared"
-    numbers = next((c for c in problem.components if c.name == name), None)
+    component = graph.components[name]
+    module = probed.meta_modules[name] if name in probed.meta_modules else meta_module(component, graph.trust)
+    sizes = weights_by_precision(module, component.dtype, allocated=True)
+    allowed = {component.dtype, *component.precision}
+    files = holding(component, module)
+    weights_basis = "files" if files is not None and not files.missing else "declared"
+    planned = next((c for c in problem.components if c.name == name), None)
     return {
         "name": name,
-        "class": declared.class_path,
+        "class": component.class_path,
         "parameters": probed.profiles[name].parameters,
-        "dtype": declared.dtype,
+        "dtype": component.dtype,
         "weights": {
             precision: {
                 "bytes": sizes[precision],
                 "allowed": precision in allowed,
-                "basis": "formula" if precision in ("fp8", "int8", "nf4") else known if precision == declared.dtype else "declared",
+                "basis": "formula"
+                if precision in ("fp8", "int8", "nf4")
+                else weights_basis
+                if precision == component.dtype
+                else "declared",
             }
             for precision in PRECISIONS
         },
-        "source": {**asdict(held), "dtypes": dict(held.dtypes), "read_as": declared.dtype} if held is not None else None,
-        "host_bytes": numbers.variants[0].host_bytes if numbers else 0,
-        "blocks": [{"class": k.name, "count": len(k.blocks), "streamable": k.streamable} for k in probed.profiles[name].groups],
-        "basis": numbers.basis if numbers else "declared",
+        "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype} if files is not None else None,
+        "host_bytes": planned.variants[0].host_bytes if planned else 0,
+        "blocks": [
+            {"group": group.name, "count": len(group.blocks), "streamable": group.streamable}
+            for group in probed.profiles[name].groups
+        ],
+        "basis": planned.basis if planned else "declared",
     }
 
 
@@ -119,9 +127,9 @@ def _phase(
         "phase": phase.name,
         "components": [use.component for use in phase.uses],
         "calls": len(calls),
-        "allocated_bytes": _most(counted),
-        "reserved_bytes": _most(expandable),
-        "reserved_native_bytes": _most(native),
+        "allocated_bytes": _peak(counted),
+        "reserved_bytes": _peak(expandable),
+        "reserved_native_bytes": _peak(native),
         "values_bytes": problem.value_bytes(number),
         "live_in_bytes": phase.live_in_bytes,
         "flops": sum(flops for call in calls for _, flops in call.flops),
@@ -132,26 +140,26 @@ def _phase(
 
 
 def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
-    found = 0.0
+    result = 0.0
     for use in phase.uses:
         groups = problem.component(use.component).groups
-        found += sum(n * len(k.blocks) * s for n, k, s in zip(use.group_calls, groups, use.seconds, strict=True))
-    return found
+        result += sum(n * len(group.blocks) * s for n, group, s in zip(use.group_calls, groups, use.seconds, strict=True))
+    return result
 
 
-def _measured(row: dict[str, Any], problem: Problem, number: int, known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``row`` with what runs measured of its phase (``known``), which ``problem`` holds."""
-    if known is None:
+def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``row`` with the measurements of its phase, taken from ``problem``, where there are any."""
+    if measured is None:
         return row
-    phase, found = problem.phases[number], dict(row)
-    if len(known) > 1:
-        found["reserved_bytes"] = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
-        found["basis"] = "measured"
-    if {name.partition("/")[0] for name in known["seconds"]} >= set(row["components"]):
-        found["seconds"] = _seconds(problem, phase)
-        found["seconds_basis"] = "measured"
-    return {**found, "traced": {name: row[name] for name in ("reserved_bytes", "seconds")}}
+    phase, result = problem.phases[number], dict(row)
+    if len(measured) > 1:
+        result["reserved_bytes"] = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
+        result["basis"] = "measured"
+    if {name.partition("/")[0] for name in measured["seconds"]} >= set(row["components"]):
+        result["seconds"] = _seconds(problem, phase)
+        result["seconds_basis"] = "measured"
+    return {**result, "traced": {name: row[name] for name in ("reserved_bytes", "seconds")}}
 
 
-def _most(phase_memory: PhaseMemory) -> int:
+def _peak(phase_memory: PhaseMemory) -> int:
     return max(phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes)

@@ -1,1 +1,1 @@
-"""Show: plans, runs and refusals as text and as JSON. Computes nothing that `simulate` or a trace does not say."""
+"""Plans, runs and infeasible budgets as text, JSON, SVG and HTML. All numbers come from `simulate` or from a trace."""

@@ -1,4 +1,4 @@
-"""Why a component is where it is: the screen and the JSON of what each other placement of it would cost."""
+"""``graphrun explain PLAN COMPONENT``: the cost of every other placement and variant of a component, as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from graphrun.units import show_seconds, show_size
 TITLES: Mapping[str, str] = MappingProxyType(
     {
         "": "as planned",
-        "whole": "whole wherever it computes",
-        "exclude": "all of it streamed, nothing kept",
-        "drop": "loaded anew for each of its phases",
+        "whole": "whole in all of its phases",
+        "exclude": "all blocks streamed, none kept",
+        "drop": "loaded again for each of its phases",
         "keep": "kept from its first use to the end",
     }
 )
 
 
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
-    """What ``graphrun explain PLAN COMPONENT`` shows: a row per placement, each solved for, and why the others are impossible."""
+    """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
     problem, planned = solution.problem, found[0]
     weights = apply_choices(problem, solution.plan).component(component).weight_bytes()
     unit, scale = scale_of(max(planned.peak_bytes, weights))
-    rows = [[f"{component}", "predicted", "against plan", f"moved {unit}", "peak", ""]]
+    rows = [[f"{component}", "predicted", "vs plan", f"moved {unit}", "peak", ""]]
     notes = []
-    for of in found:
-        title = _title(of)
-        if not of.fits:
-            mark = f"needs --allow {of.permission}" if of.permission else ""
-            rows.append([title, "impossible" if of.refusal else "does not fit", "", "", "", mark])
-            notes.append(f" {title}: {_why(of)}")
+    for option in found:
+        title = _title(option)
+        permission = f"needs --allow {option.permission}" if option.permission else ""
+        if not option.fits:
+            rows.append([title, "impossible" if option.refusal else "does not fit", "", "", "", permission])
+            notes.append(f" {title}: {_why(option)}")
             continue
-        against = "" if of is planned else f"{of.seconds - planned.seconds:+.3f} s"
-        mark = "the same plan" if of.same and of is not planned else f"needs --allow {of.permission}" if of.permission else ""
-        rows.append([title, show_seconds(of.seconds), against, size(of.moved_bytes, scale), size(of.peak_bytes, scale), mark])
+        difference = "" if option is planned else f"{option.seconds - planned.seconds:+.3f} s"
+        mark = "the same plan" if option.same and option is not planned else permission
+        sizes = [size(option.moved_bytes, scale), size(option.peak_bytes, scale)]
+        rows.append([title, show_seconds(option.seconds), difference, *sizes, mark])
     head = (
         f"{component} in {problem.graph}: {show_size(weights)} of weights,"
-        f" {_now(solution, component)}; {show_size(problem.effective_bytes)} for tensors"
+        f" {_streamed_in(solution, component)}; {show_size(problem.effective_bytes)} for tensors"
     )
-    foot = " every row is a plan of its own, solved and simulated; other components are placed anew to suit it"
+    foot = " every row is a separate plan, solved and simulated; the placement of the other components may differ in it"
     return "\n".join((head, "", table(rows, left=(0, 5)), foot, *notes))
 
 
@@ -58,7 +59,7 @@ def _title(of: Alternative) -> str:
     return f"as {precision} from {backing_store}{', on the CPU' if device == 'cpu' else ''}"
 
 
-def _now(solution: Solution, component: str) -> str:
+def _streamed_in(solution: Solution, component: str) -> str:
     streamed = [
         slot.phase
         for slot in solution.plan.slots
@@ -85,29 +86,32 @@ def _terms(need: PhaseMinimum) -> str:
         (need.weights_bytes, "weights"),
         (need.ring_bytes, "ring"),
         (need.activation_bytes, "activation"),
-        (need.values_bytes, "values and carry"),
+        (need.values_bytes, "values and live-in"),
     )
     return " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in named if nbytes)
 
 
 def alternatives_json(solution: Solution, component: str, found: Sequence[Alternative]) -> dict[str, Any]:
-    """The same as data; ``extra_seconds`` and ``extra_moved_bytes`` are against the plan."""
+    """The same as data; ``extra_seconds`` and ``extra_moved_bytes`` are the differences to the plan."""
     rows = []
-    for of in found:
-        row: dict[str, Any] = {"placement": of.placement or ("variant" if of.variant else "planned"), "feasible": of.fits}
-        row |= {"variant": of.variant} if of.variant else {}
-        row |= {"needs_permission": of.permission} if of.permission else {}
-        if of.fits:
-            row |= {"predicted_seconds": of.seconds, "extra_seconds": of.seconds - found[0].seconds}
-            row |= {"moved_bytes": of.moved_bytes, "extra_moved_bytes": of.moved_bytes - found[0].moved_bytes}
-            row |= {"peak_bytes": of.peak_bytes, "same_plan": of.same}
-        elif of.refusal:
-            row["refusal"] = of.refusal
+    for option in found:
+        row: dict[str, Any] = {
+            "placement": option.placement or ("variant" if option.variant else "planned"),
+            "feasible": option.fits,
+        }
+        row |= {"variant": option.variant} if option.variant else {}
+        row |= {"needs_permission": option.permission} if option.permission else {}
+        if option.fits:
+            row |= {"predicted_seconds": option.seconds, "extra_seconds": option.seconds - found[0].seconds}
+            row |= {"moved_bytes": option.moved_bytes, "extra_moved_bytes": option.moved_bytes - found[0].moved_bytes}
+            row |= {"peak_bytes": option.peak_bytes, "same_plan": option.same}
+        elif option.refusal:
+            row["refusal"] = option.refusal
         else:
             row |= {
-                "binding": of.binding,
-                "smallest_budget_bytes": of.smallest_budget_bytes,
-                "needs": [asdict(need) for need in of.needs],
+                "binding": option.binding,
+                "smallest_budget_bytes": option.smallest_budget_bytes,
+                "needs": [asdict(need) for need in option.needs],
             }
         rows.append(row)
     problem = solution.problem

@@ -1,4 +1,4 @@
-"""The screen of `graphrun calibrate`: each measured figure beside what was assumed before. Shows data and judges nothing."""
+"""The screen of ``graphrun calibrate``: each measured figure next to the one assumed before."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from graphrun.units import show_size
 
 
 def calibrate_screen(found: Mapping[str, Any]) -> str:
-    """What `estimator.calibrate.measure_and_keep` returned, as text. A processor has nothing that was assumed."""
+    """The result of `graphrun.profile.calibrate.measure_and_keep` as text. For a CPU there are no assumed figures."""
     rows, figures = [["", "measured", "assumed"]], found["figures"]
     for name, title in (
         ("h2d_bytes_per_second", "host to device, pinned"),
         ("pageable_bytes_per_second", "host to device, pageable"),
         ("d2h_bytes_per_second", "device to host, pinned"),
-        ("bidirectional", "host to device while the other way runs"),
-        ("copy_start_seconds", "a copy's start"),
+        ("bidirectional", "host to device, during copies back"),
+        ("copy_start_seconds", "latency of a copy"),
         ("disk_bytes_per_second", "disk, cold"),
         ("flops_per_second", "compute"),
         ("context_bytes", "context"),
@@ -25,7 +25,7 @@ def calibrate_screen(found: Mapping[str, Any]) -> str:
         rows.append([title, *(_show(name, of[name]) if of is not None else "-" for of in (found["hardware"], found["assumed"]))])
     single = ", ".join(f"{name} {_show('flops', figures[f'{name}_flops_per_second'])}" for name in ("matmul", "attention"))
     title = f"profile {found['hardware']['name']}  measured in {found['measured_in_seconds']:.1f} s"
-    return "\n".join([title, "", table(rows, {0}), "", f" compute: {single}", f" kept in {found['path']}"])
+    return "\n".join([title, "", table(rows, {0}), "", f" compute: {single}", f" saved in {found['path']}"])
 
 
 def _show(name: str, value: float) -> str:

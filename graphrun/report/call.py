@@ -1,4 +1,4 @@
-"""One call of an attached pipeline on one screen: planned beside measured, a row for each phase. Plain text, nothing printed."""
+"""The screen of a call of an attached pipeline: planned and measured numbers, a row for each phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[SlotReport, SlotTrace]
 
 
 def call_screen(solution: Solution, trace: Trace) -> str:
-    """What the last call was planned to take and what it took: a row per phase, the whole call, and whether the plan was kept."""
+    """Planned and measured numbers of the last call: a row per phase, the whole call, and whether it stayed within the plan."""
     problem, simulation = apply_choices(solution.problem, solution.plan), simulate(solution.problem, solution.plan)
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)
@@ -37,20 +37,20 @@ def call_screen(solution: Solution, trace: Trace) -> str:
     return "\n".join(
         (
             f"{problem.graph}  hardware {problem.hardware.name} ({problem.hardware.basis})  {regime(problem)}",
-            f"budget {show_size(problem.budget_bytes)}, of which {show_size(problem.effective_bytes)} for the call; taken at most"
+            f"budget {show_size(problem.budget_bytes)}, {show_size(problem.effective_bytes)} of it for the call; peak"
             f" {show_size(trace.peak_bytes)}, headroom {show_size(spare_bytes)}",
-            f"predicted {show_seconds(simulation.seconds)}, of which {show_seconds(simulation.compute_seconds)} compute;"
+            f"predicted {show_seconds(simulation.seconds)}, {show_seconds(simulation.compute_seconds)} of it compute;"
             f" took {show_seconds(trace.seconds)} on {where}",
             "",
             table(rows, left=(0, 2)),
-            f" sizes in {unit}; weights: how many blocks stay on the device while the others pass through, or whole",
+            f" sizes in {unit}; weights: whole, or how many blocks stay on the device while the others are streamed",
             f"{verdict}; left on the device: {show_size(trace.left_bytes)}",
         )
     )
 
 
 def _figures(pairs: list[Pair], scale: int, second: float) -> list[str]:
-    """Peak, moved and time of these slots, each planned and measured."""
+    """Cells for these slots: peak, moved bytes and time, each planned and measured."""
     planned, measured = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return [
         size(max((slot.peak_bytes for slot in planned), default=0), scale),

@@ -1,4 +1,4 @@
-"""A run in time as an SVG drawing: what is read, copied and computed, and the device's memory under its budget.
+"""A run over time as an SVG drawing: disk reads, copies, compute, and device memory against its budget.
 
     disk      |== t5 ==|=== transformer ===|
     copies      |= t5 =| |==|==|==|==|==|==|
@@ -6,7 +6,7 @@
     memory    __|--------|____|------------|__   .... budget
               +---------------------------------> seconds
 
-Colours are CSS classes ``c0`` ``c1`` ..., one a component, so that a page chooses them for dark and light.
+Colours are CSS classes ``c0`` ``c1`` ..., one per component; the page defines them for its dark and light themes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRACKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The most on the device in one slot, and when the slot was. ``name``: as the plan's text has it."""
+    """The peak on the device in one slot, with the slot's start and end. ``name``: as in the plan's text."""
 
     name: str
     start_seconds: float
@@ -39,7 +39,7 @@ class Level:
 def timeline_svg(
     events: Sequence[Event], levels: Sequence[Level], budget_bytes: int, colours: Mapping[str, int], title: str
 ) -> str:
-    """The drawing. ``levels`` in order of time; ``colours``: number of each component's class."""
+    """The drawing as SVG text. ``levels`` in order of time; ``colours``: the number of each component's CSS class."""
     start = min((level.start_seconds for level in levels), default=0.0)
     seconds = max((level.end_seconds for level in levels), default=1.0) - start or 1.0
 
@@ -53,7 +53,7 @@ def timeline_svg(
             continue
         parts.append(f'<text x="0" y="{top + ROW - 7}">{track}</text>')
         parts.append(f'<rect class="lane" x="{LABEL}" y="{top}" width="{WIDTH - LABEL}" height="{ROW}"/>')
-        parts += [_bar(of, x, top, colours) for of in merged(own, seconds / (WIDTH - LABEL))]
+        parts += [_bar(bar, x, top, colours) for bar in merged(own, seconds / (WIDTH - LABEL))]
         top += ROW + GAP
     parts += _memory(levels, budget_bytes, x, top)
     height = top + MEMORY + 24
@@ -66,9 +66,9 @@ def timeline_svg(
 
 
 def merged(events: Iterable[Event], pixel_seconds: float) -> list[tuple[Event, float, int]]:
-    """Events that follow one another within a pixel and are of one kind and component, as (the first, the last's end, bytes)."""
+    """Merges consecutive events of one kind and component with gaps below a pixel. Returns (first event, end of last, bytes)."""
     found: list[tuple[Event, float, int]] = []
-    for event in sorted(events, key=lambda of: of.start_seconds):
+    for event in sorted(events, key=lambda each: each.start_seconds):
         if found:
             first, end, nbytes = found[-1]
             if (first.kind, first.component) == (event.kind, event.component) and event.start_seconds - end <= pixel_seconds:
@@ -78,8 +78,8 @@ def merged(events: Iterable[Event], pixel_seconds: float) -> list[tuple[Event, f
     return found
 
 
-def _bar(of: tuple[Event, float, int], x: object, top: int, colours: Mapping[str, int]) -> str:
-    event, end, nbytes = of
+def _bar(bar: tuple[Event, float, int], x: object, top: int, colours: Mapping[str, int]) -> str:
+    event, end, nbytes = bar
     left, right = x(event.start_seconds), x(end)  # type: ignore[operator]
     what = f"{event.kind} {event.component or event.detail}: {show_seconds(end - event.start_seconds)}"
     what += f", {show_size(nbytes)}" if nbytes else ""

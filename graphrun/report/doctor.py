@@ -1,4 +1,4 @@
-"""The screen of `graphrun doctor`: what was found, line by line, problems last. Shows data and judges nothing."""
+"""The screen of ``graphrun doctor``: what was found on this machine, with problems last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphrun.units import show_size
 
 
 def doctor_screen(found: Mapping[str, Any]) -> str:
-    """What `estimator.doctor.examine` returned, as text."""
+    """The result of `graphrun.profile.doctor.examine` as text."""
     memory = found["memory"]
     pinned = memory["pinned_limit_bytes"]
     rows = [
@@ -33,8 +33,8 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
     rows.append(["pinned", "no limit" if pinned is None else f"{show_size(pinned)} (RLIMIT_MEMLOCK)"])
     rows += [["disk", f"{show_size(disk['free_bytes'])} free at {disk['folder']}"] for disk in found["disk"]]
     cache = found["cache"]
-    kept = f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}"
-    rows.append(["cache", kept if cache["folder"] else "off"])
+    content = f"{cache['entries']} entries, {show_size(cache['nbytes'])} in {cache['folder']}"
+    rows.append(["cache", content if cache["folder"] else "off"])
     rows += [["profile", text] for text in found["profiles"]]
     rows += [["precision", f"{name}: {_precision(of)}"] for name, of in found["precisions"].items()]
     versions = [["", item["name"], item["version"] or "-", "; ".join(item["allows"]) or "-"] for item in found["versions"]]
@@ -42,16 +42,16 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
     if found["problems"]:
         lines += ["", *(f" ! {text}" for text in found["problems"])]
     else:
-        lines += ["", " nothing stands in the way"]
+        lines += ["", " no problems found"]
     return "\n".join(lines)
 
 
 def _precision(of: Mapping[str, Any]) -> str:
     if not of["available"]:
-        return f"not here, {of['reason']}"
+        return f"unavailable: {of['reason']}"
     may = ", ".join(
         text
-        for key, text in (("movable", "moves"), ("streamable", "is streamed by blocks"), ("disk_able", "may lie on disk"))
+        for key, text in (("movable", "moves"), ("streamable", "is streamed by blocks"), ("disk_able", "may stay on disk"))
         if of[key]
     )
     return may or of["reason"]

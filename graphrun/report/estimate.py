@@ -1,4 +1,4 @@
-"""The screen of ``graphrun estimate``: weights by precision, then what each phase takes, from the estimate's JSON form."""
+"""The screen of ``graphrun estimate``, from the estimate's JSON form: weights by precision, then memory and time per phase."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _components(components: list[dict[str, Any]]) -> str:
 
 
 def _source(row: dict[str, Any]) -> str:
-    held = row["source"]
-    dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in held["dtypes"].items())
-    missing = f"; {held['missing']} of its tensors are not there by name" if held["missing"] else ""
-    read_as = f"read as {SHORT[held['read_as']]}{missing}"
-    return f" {row['name']} on disk: {held['tensors']} tensors, {dtypes}, {read_as}  {held['folder']}"
+    source = row["source"]
+    dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in source["dtypes"].items())
+    missing = f"; {source['missing']} of its tensors are missing by name" if source["missing"] else ""
+    read_as = f"read as {SHORT[source['read_as']]}{missing}"
+    return f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as}  {source['folder']}"
 
 
 def _weights(weights: dict[str, Any], scale: int) -> str:
@@ -63,7 +63,7 @@ def _weights(weights: dict[str, Any], scale: int) -> str:
 def _phases(phases: list[dict[str, Any]]) -> str:
     unit, scale = scale_of(max(row["reserved_bytes"] for row in phases))
     clock, second = seconds_of(sum(row["seconds"] for row in phases))
-    rows = [["phase", "calls", "allocated", "reserved", "native", "values", "carry", "TFLOP", f"compute {clock}", "basis"]]
+    rows = [["phase", "calls", "allocated", "reserved", "native", "values", "live-in", "TFLOP", f"compute {clock}", "basis"]]
     for row in phases:
         sizes = ("allocated_bytes", "reserved_bytes", "reserved_native_bytes", "values_bytes", "live_in_bytes")
         rows.append(
@@ -76,5 +76,5 @@ def _phases(phases: list[dict[str, Any]]) -> str:
                 row["basis"] if row["basis"] == row["seconds_basis"] else f"{row['basis']}, {row['seconds_basis']}",
             ]
         )
-    note = f" sizes in {unit}, weights apart; reserved: with expandable segments, native: without; basis: of sizes, of seconds"
+    note = f" sizes in {unit}, without weights; reserved: with expandable segments, native: without; basis: of sizes, of seconds"
     return f"{table(rows, left=(0, 9))}\n{note}"

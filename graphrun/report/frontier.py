@@ -1,4 +1,4 @@
-"""The frontier as a table, as JSON and as a picture (SVG): predicted time against budget, and the largest value that fits."""
+"""The frontier as text, JSON and SVG: predicted time against budget, and the largest value of an input that fits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphrun.model.problem import Problem
-from graphrun.report.infeasible import demands_of
+from graphrun.report.infeasible import directives_of
 from graphrun.report.screen import proof
 from graphrun.report.table import scale_of, size, table
 from graphrun.solve.frontier import Point
 from graphrun.units import show_seconds, show_size
 
-Swept = Sequence[tuple[str, Sequence[Point]]]  # a value of the swept input with its points; ("", points) where none is swept
+Swept = Sequence[tuple[str, Sequence[Point]]]  # (value of the swept input, its points); ("", points) without one
 
 
 def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
-    """What ``graphrun frontier`` shows: a row per budget (and per value of the input ``name``), then what is worth remembering."""
+    """What ``graphrun frontier`` shows: a row per budget (and per value of the input ``name``), then conclusions."""
     settings = " ".join(f"{key}={value}" for key, value in problem.settings if key != name)
     points = [point for _, of in swept for point in of]
     unit, scale = scale_of(max(point.budget_bytes for point in points))
@@ -28,7 +28,7 @@ def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
         (
             f"frontier {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
-            *demands_of(problem),
+            *directives_of(problem),
             "",
             table(rows, left=()),
             f" sizes in {unit}; exposed: predicted time in which the device waits for copies",
@@ -68,17 +68,17 @@ def _notes(problem: Problem, swept: Swept, name: str) -> list[str]:
 
 
 def _largest(swept: Swept, name: str, number: int) -> str:
-    """The largest value that fits budget ``number``. Every value was solved for, so that none below it need fit is assumed."""
+    """The largest value that fits budget ``number``. Every value was solved for: smaller values are not assumed to fit."""
     budget = show_size(swept[0][1][number].budget_bytes)
     fitting = [(value, of[number]) for value, of in swept if of[number].fits]
     if not fitting:
-        return f"within {budget}: no {name} of these fits"
+        return f"within {budget}: none of these values of {name} fits"
     value, point = fitting[-1]
     return f"within {budget}: {name} up to {value}, predicted {show_seconds(point.seconds)}"
 
 
 def frontier_json(problem: Problem, swept: Swept, name: str = "") -> dict[str, Any]:
-    """The same as data, one entry in ``points`` per row; ``largest`` (swept only): per budget the largest value that fits."""
+    """The same as data: ``points`` has an entry per row; ``largest`` (with a sweep) the largest value that fits each budget."""
     data: dict[str, Any] = {
         "graph": problem.graph,
         "hardware": problem.hardware.name,
@@ -117,15 +117,15 @@ WIDTH, HEIGHT, MARGIN = 720, 420, 60
 
 
 def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes: int | None = None) -> str:
-    """Predicted seconds (up, from 0) against budget (to the right, from 0) as an SVG picture, one line per value of ``name``.
+    """Predicted seconds (y, from 0) against budget (x, from 0) as SVG text, one line per value of ``name``.
 
-    ``marked_bytes``: a budget that is marked, such as that of the plan which stands beside the picture.
+    ``marked_bytes``: a budget to mark, such as that of the plan on the same page.
     """
     points = [point for _, of in swept for point in of if point.fits]
     most_bytes = max((point.budget_bytes for _, of in swept for point in of), default=1)
     most_seconds = 1.05 * max((point.seconds for point in points), default=1.0)
 
-    def place(point: Point) -> tuple[float, float]:
+    def position(point: Point) -> tuple[float, float]:
         x = MARGIN + (WIDTH - 2 * MARGIN) * point.budget_bytes / most_bytes
         return x, HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * point.seconds / most_seconds
 
@@ -149,13 +149,13 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
         ]
     for number, (value, of) in enumerate(swept):
         color = f"hsl({210 + 360 * number // len(swept)},70%,40%)"
-        places = [place(point) for point in of if point.fits]
-        if places:
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        positions = [position(point) for point in of if point.fits]
+        if positions:
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
             lines.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-            lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places]
+            lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in positions]
             if name:
-                lines.append(_text(places[-1][0] + 6, places[-1][1] - 6, f"{name}={value}", "start", color))
+                lines.append(_text(positions[-1][0] + 6, positions[-1][1] - 6, f"{name}={value}", "start", color))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The screen for a budget that nothing fits: which phases, their terms, the smallest budget that works, and what to do."""
+"""The screen and JSON of an infeasible budget: the phases that do not fit, the smallest budget that works, and what helps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from graphrun.units import show_seconds, show_size
 
 
 def infeasible_screen(error: Infeasible) -> str:
-    """What ``graphrun plan`` and ``run`` show, with exit code 3. The budgets it names are exact: a byte less does not work."""
+    """What ``graphrun plan`` and ``run`` show with exit code 3. The smallest budgets are exact: a byte less does not fit."""
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
     lines = [
         f"infeasible: no plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds",
-        *demands_of(error.problem),
+        *directives_of(error.problem),
         "",
     ]
     if error.needs:
@@ -28,16 +28,16 @@ def infeasible_screen(error: Infeasible) -> str:
             rows.append([need.phase, need.part, *(size(nbytes, scale) for nbytes in shown)])
         lines += [
             table(rows, left=(0, 1)),
-            f" sizes in {unit}; weights: what cannot be streamed; values: what stages hand on, and carry",
+            f" sizes in {unit}; weights: what cannot be streamed; values: outputs passed between stages, and live-in bytes",
             "",
         ]
     if error.smallest_ram_bytes > error.ram_bytes:
         unit, scale = scale_of(error.smallest_ram_bytes)
-        rows = [["least in RAM", unit], *([name, size(nbytes, scale)] for name, nbytes in error.host_bytes)]
-        rows.append(["at once, at the least", size(error.smallest_ram_bytes, scale)])
+        rows = [["minimum in RAM", unit], *([name, size(nbytes, scale)] for name, nbytes in error.host_bytes)]
+        rows.append(["at one time", size(error.smallest_ram_bytes, scale)])
         lines += [table(rows, left=(0,)), ""]
     lines.append(f"smallest budget that works: {smallest(error)}")
-    lines += ["what helps, by predicted time; what changes the output comes last:", *map(_repair_line, error.repairs)]
+    lines += ["what helps, by predicted time, changes of the output last:", *map(_repair_line, error.repairs)]
     return "\n".join(lines)
 
 
@@ -46,18 +46,18 @@ def _repair_line(repair: Repair) -> str:
     return f"  - {repair.text}: {show_seconds(repair.seconds)}{changes}"
 
 
-def demands_of(problem: Problem) -> list[str]:
-    """A line with the problem's directives and its reserve, where it has any."""
+def directives_of(problem: Problem) -> list[str]:
+    """A line with the problem's directives and reserve; nothing where there are none."""
     found = [f"{of.placement} {of.component}" for of in problem.directives]
     found += [f"reserve {show_size(problem.reserve_bytes)}"] if problem.reserve_bytes else []
     return [f"directives {', '.join(found)}"] if found else []
 
 
 def smallest(error: Infeasible) -> str:
-    """The smallest budgets as options of the command line, only those that are short."""
+    """The smallest budgets as command line options, for those budgets that are too small."""
     names = {"VRAM": "--vram", "RAM": "--ram", "pinned RAM": "--pinned", "disk": "--disk"}
     found = [f"{names[tier.name]} {tier.least_bytes} ({show_size(tier.least_bytes)})" for tier in error.tiers if tier.short]
-    return " and ".join(found) or "none with what is allowed"
+    return " and ".join(found) or "none, with what is allowed"
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What a run makes, as files: pictures, videos, sound, tensors. Where each goes is decided, and refused, before anything is loaded.
+"""Writes the outputs of a run: images, videos, audio, tensors. File names and formats are checked before anything is loaded.
 
-Decides formats and names. Nothing is half-written: a file appears under its name when it is complete. Knows neither graphs nor ops.
+Files are written to a temporary name and renamed, so that they are complete or absent. Knows neither graphs nor ops.
 
     image     png jpg webp ..., several as a-0.png a-1.png; a folder
     video     mp4 gif; a folder, or pictures, of its frames
-    audio     wav; flac where the package soundfile is
+    audio     wav; flac where the package soundfile is installed
     tensors   safetensors
 """
 
@@ -20,26 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.report.plan_files import _whole, require_writable
+from graphrun.report.plan_files import require_writable, write_with
 
 PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF", ".tiff": "TIFF"}
-FILMS = (".mp4", ".gif")
+VIDEOS = (".mp4", ".gif")
 SOUNDS = (".wav", ".flac")
 TENSORS = ".safetensors"
-# What each kind of output may be saved as, what it is saved as by default first. "": a folder.
+# The suffixes that each kind of output may be saved with, the default first. "": a folder.
 SUFFIXES: Mapping[str, tuple[str, ...]] = {
-    "image": (*PICTURES, "", *FILMS),
-    "video": (*FILMS, "", *PICTURES),
+    "image": (*PICTURES, "", *VIDEOS),
+    "video": (*VIDEOS, "", *PICTURES),
     "audio": SOUNDS,
 }
-FPS = 16.0  # where nothing says how fast a video is; Wan's are made for it
+FPS = 16.0  # default frame rate: that of Wan's videos
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """Where outputs go: those that are ``named`` to a path each, and nothing else; where none is, all of them to ``base``.
+    """The output files of a run: a path for each output in ``named``, and no other output; without any, ``base`` for all.
 
-    A folder's path has no suffix.
+    A path without suffix is a folder.
     """
 
     base: Path
@@ -47,11 +47,11 @@ class OutputFile:
 
     @property
     def first(self) -> Path:
-        """What stands for all of them."""
+        """The first path, which names the set."""
         return next(iter(self.named.values()), self.base)
 
     def numbered(self, number: int) -> OutputFile:
-        """The place of item ``number`` of a list."""
+        """The output files of request ``number`` of a list: ``a-0007.png``."""
 
         def of(path: Path) -> Path:
             return path.with_stem(f"{path.stem}-{number:04d}")
@@ -60,9 +60,10 @@ class OutputFile:
 
 
 def output_file_of(asked: Sequence[str], kinds: Mapping[str, str], default: Path) -> OutputFile:
-    """Where outputs of ``kinds`` go: ``asked`` has paths, or ``name=path``; where it is empty, ``default`` with a suffix for them.
+    """The output files for outputs of ``kinds`` (name -> kind).
 
-    Raises InputError for a name that is none, a suffix that means nothing, and where nothing can be written.
+    ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix. Raises InputError for an unknown
+    name or suffix, a suffix that does not fit the kind, and a path that cannot be written.
     """
     named: dict[str, Path] = {}
     bare: list[Path] = []
@@ -70,33 +71,33 @@ def output_file_of(asked: Sequence[str], kinds: Mapping[str, str], default: Path
         name, equals, path = text.partition("=")
         if equals and (name in kinds or "/" not in name):
             if name not in kinds:
-                raise InputError(f"-o {text}: there is no output {name!r}; there are {', '.join(sorted(kinds))}")
+                raise InputError(f"-o {text}: no such output {name!r}; outputs are {', '.join(sorted(kinds))}")
             if not path:
                 raise InputError(f"-o {text}: names no file")
             named[name] = _suited(name, kinds[name], Path(path))
         else:
             bare.append(_known(Path(text)))
     if len(bare) > 1 or (bare and named):
-        raise InputError(f"-o {bare[-1]}: say of which output it is, such as -o {next(iter(kinds))}={bare[-1]}")
+        raise InputError(f"-o {bare[-1]}: say for which output, such as -o {next(iter(kinds))}={bare[-1]}")
     if len(set(named.values())) < len(named):
-        raise InputError("-o: two outputs go to one file")
+        raise InputError("-o: two outputs have the same file")
     if not asked and {"image", "video"} <= set(kinds.values()):
         named = {
             name: default.with_name(f"{default.name}-{name}{SUFFIXES.get(kind, (TENSORS,))[0]}") for name, kind in kinds.items()
         }
     first = next((SUFFIXES[kind][0] for wanted in SUFFIXES for kind in kinds.values() if kind == wanted), ".png")
-    place = OutputFile(bare[0] if bare else default.with_name(default.name + first), named)
-    require_writable(*(named.values() if named else [place.base]))
-    return place
+    target = OutputFile(bare[0] if bare else default.with_name(default.name + first), named)
+    require_writable(*(named.values() if named else [target.base]))
+    return target
 
 
 def _known(path: Path) -> Path:
     suffix = path.suffix.lower()
-    known = (*PICTURES, *FILMS, *SOUNDS, TENSORS)
-    if suffix and suffix not in known:
-        raise InputError(f"{path}: {suffix} is not known; files are {', '.join(known)}")
+    suffixes = (*PICTURES, *VIDEOS, *SOUNDS, TENSORS)
+    if suffix and suffix not in suffixes:
+        raise InputError(f"{path}: {suffix} is not known; output files are {', '.join(suffixes)}")
     if suffix == ".flac" and find_spec("soundfile") is None:
-        raise InputError(f"{path}: flac is written where the package soundfile is installed: use .wav")
+        raise InputError(f"{path}: writing flac needs the package soundfile: install it, or use .wav")
     if not suffix:
         _refuse_foreign(path)
     return path
@@ -104,29 +105,29 @@ def _known(path: Path) -> Path:
 
 def _suited(name: str, kind: str, path: Path) -> Path:
     _known(path)
-    able = SUFFIXES.get(kind, (TENSORS,))
-    if path.suffix.lower() not in able:
-        shown = ", ".join(suffix or "a folder" for suffix in able)
-        raise InputError(
-            f"{path}: {name} is {kind if kind != 'any' else 'a tensor'}, and {path.suffix or 'a folder'} is not; {shown}"
-        )
+    allowed = SUFFIXES.get(kind, (TENSORS,))
+    if path.suffix.lower() not in allowed:
+        shown = ", ".join(suffix or "a folder" for suffix in allowed)
+        what = kind if kind != "any" else "a tensor"
+        raise InputError(f"{path}: {name} is {what}, which is not saved as {path.suffix or 'a folder'} but as {shown}")
     return path
 
 
 def save_outputs(outputs: Mapping[str, Any], where: OutputFile | Path, fps: float = FPS) -> list[Path]:
-    """Writes ``outputs`` and returns the paths, in order. Raises InputError where something cannot be written.
+    """Writes ``outputs`` and returns the paths, in order. Raises InputError where a file cannot be written.
 
-    Several pictures get a number each, so that they sort as they follow. Of a path for all, what it does not suit goes beside it
-    with another suffix: sound, and tensors (embeddings, latents), all into one file under names such as ``embeds.prompt_embeds``.
+    Several images are numbered with leading zeros. Where one path is for all outputs, those that do not fit its suffix are written
+    beside it with another one: audio, and all tensors (embeddings, latents) in one file under names such as
+    ``embeds.prompt_embeds``.
     """
-    place = where if isinstance(where, OutputFile) else OutputFile(where)
-    if place.named:
-        return [path for name, to in place.named.items() for path in _saved({name: outputs[name]}, to, fps)]
-    return _saved(outputs, place.base, fps)
+    target = where if isinstance(where, OutputFile) else OutputFile(where)
+    if target.named:
+        return [path for name, to in target.named.items() for path in _saved({name: outputs[name]}, to, fps)]
+    return _saved(outputs, target.base, fps)
 
 
 def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
-    pictures, sounds = list(_pictures(list(outputs.values()), videos=path.suffix.lower() in FILMS)), list(_sounds(outputs))
+    pictures, sounds = list(_pictures(list(outputs.values()), videos=path.suffix.lower() in VIDEOS)), list(_sounds(outputs))
     tensors = dict(_tensors("", dict(outputs)))
     written: list[Path] = []
     if pictures and not path.suffix:
@@ -140,7 +141,7 @@ def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
 
         data = packed({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
         to = path.with_suffix(TENSORS)
-        _whole(to, lambda temporary: temporary.write_bytes(data))
+        write_with(to, lambda temporary: temporary.write_bytes(data))
         written.append(to)
     return written
 
@@ -154,20 +155,20 @@ def _numbered(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
 
 def _picture(path: Path, picture: Any, fps: float) -> Path:
     if path.suffix.lower() == ".mp4":
-        _whole(path, lambda to: _film(to, picture if isinstance(picture, list) else [picture], fps))
+        write_with(path, lambda to: _video(to, picture if isinstance(picture, list) else [picture], fps))
         return path
     kind = "GIF" if path.suffix.lower() == ".gif" else PICTURES.get(path.suffix.lower(), "PNG")
     if isinstance(picture, list):
-        milliseconds, rest = round(1000 / fps), picture[1:]
-        _whole(path, lambda to: picture[0].save(to, kind, save_all=True, append_images=rest, duration=milliseconds, loop=0))
+        milliseconds, others = round(1000 / fps), picture[1:]
+        write_with(path, lambda to: picture[0].save(to, kind, save_all=True, append_images=others, duration=milliseconds, loop=0))
     else:
         picture = picture.convert("RGB") if kind == "JPEG" and picture.mode not in ("RGB", "L") else picture
-        _whole(path, lambda to: picture.save(to, format=kind))
+        write_with(path, lambda to: picture.save(to, format=kind))
     return path
 
 
-def _film(path: Path, frames: Sequence[Any], fps: float) -> None:
-    """H.264 with every player's colours; of an odd number of pixels those that few know, since the others are shared by two."""
+def _video(path: Path, frames: Sequence[Any], fps: float) -> None:
+    """H.264 in yuv420p, which every player supports; in yuv444p for odd sizes, since yuv420p needs even ones."""
     import av
 
     width, height = frames[0].size
@@ -193,12 +194,12 @@ def _sound(path: Path, sound: Any) -> Path:
         with to.open("wb") as file:
             wavfile.write(file, sound.rate, sound.samples.T)
 
-    _whole(path, write)
+    write_with(path, write)
     return path
 
 
 def _folder(path: Path, pictures: Sequence[Any]) -> list[Path]:
-    """``pictures`` numbered in the folder ``path``, which appears when it is complete, in place of one that was written so."""
+    """Writes numbered ``pictures`` to the folder ``path``, which is renamed into place and replaces an earlier one."""
     _refuse_foreign(path)
     digits = max(4, len(str(len(pictures) - 1)))
     names = [f"{number:0{digits}}.png" for number in range(len(pictures))]
@@ -218,13 +219,13 @@ def _folder(path: Path, pictures: Sequence[Any]) -> list[Path]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A folder of something else than numbered pictures is not replaced."""
+    """Raises InputError where ``path`` exists and is anything but a folder of numbered images."""
     if path.exists() and (not path.is_dir() or any(not (f.suffix == ".png" and f.stem.isdigit()) for f in path.iterdir())):
-        raise InputError(f"{path}: is there, and is no folder of frames: give another name")
+        raise InputError(f"{path}: exists, and is not a folder of frames: choose another name")
 
 
 def _pictures(values: list[Any], *, videos: bool) -> Iterator[Any]:
-    """Every picture in ``values`` and the lists in it; for ``videos`` a list of pictures is one thing."""
+    """Every image in ``values`` and in nested lists; with ``videos`` a list of images is yielded as one video."""
     for value in values:
         if hasattr(value, "save") or (videos and isinstance(value, list) and value and hasattr(value[0], "save")):
             yield value
@@ -238,7 +239,7 @@ def _sounds(outputs: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor in ``value`` with its path in it, arrays as tensors."""
+    """Every tensor or array in ``value``, as a tensor with its path."""
     if hasattr(value, "untyped_storage"):
         yield name, value
     elif hasattr(value, "__array_interface__") and hasattr(value, "dtype"):

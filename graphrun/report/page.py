@@ -1,6 +1,6 @@
-"""A run, or a plan, as one page for people: self-contained HTML, no network, for a phone and a desk, in dark and light.
+"""A run or a plan as a self-contained HTML page that needs no network, for small and large screens, dark and light.
 
-Decides how it looks. Numbers come from `simulate`, from the trace as it was written, and from plans solved for other budgets.
+Numbers come from `simulate`, from the trace file, and from plans solved for other budgets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A trace as it was written: its slots and events, and what was left on the device."""
+    """What the page shows of a trace file: slots, events, and bytes left on the device."""
 
     device: str
     levels: tuple[Level, ...]
@@ -39,7 +39,7 @@ class Measured:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Measured:
-        """What `Trace.to_json` wrote. Raises KeyError or TypeError for anything else."""
+        """From what `Trace.to_json` wrote. Raises KeyError or TypeError for anything else."""
         slots = data["slots"]
         levels = tuple(
             Level(f"{s['phase']} {s['part']}".strip(), s["start_seconds"], s["end_seconds"], s["peak_bytes"]) for s in slots
@@ -54,7 +54,7 @@ class Measured:
 
 
 def report_page(solution: Solution, measured: Measured | None, points: Sequence[Point]) -> str:
-    """The page: figures, timelines planned and measured, phases, planned against measured, the frontier, the plan's text."""
+    """The HTML page: figures, planned and measured timelines, phases, planned against measured, the frontier, the plan's text."""
     problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
     applied = apply_choices(problem, solution.plan)
     colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
@@ -64,7 +64,7 @@ def report_page(solution: Solution, measured: Measured | None, points: Sequence[
     drawings += [("Measured", measured.events, measured.levels)] if measured else []
     for name, events, own in drawings:
         first = [event for event in events if event.slot < len(solution.plan.slots)]
-        drawn = timeline_svg(first, own, problem.effective_bytes, colours, f"{name}: what is read, copied and computed, and memory")
+        drawn = timeline_svg(first, own, problem.effective_bytes, colours, f"{name}: disk reads, copies, compute and memory")
         sections.append(f'<h2>{name}</h2><div class="wide">{drawn}</div>')
     sections.append(_phases(applied, simulation))
     if measured:
@@ -79,7 +79,7 @@ def report_page(solution: Solution, measured: Measured | None, points: Sequence[
 
 
 def planned_levels(slots: Sequence[Slot], simulation: Simulation) -> tuple[Level, ...]:
-    """The first run's slots as levels of memory in time."""
+    """The peaks of the first run's slots over time."""
     found, now = [], 0.0
     for slot, report in zip(slots, simulation.slots, strict=True):
         found.append(Level(f"{slot.phase} {slot.part}".strip(), now, now + report.seconds, report.peak_bytes))

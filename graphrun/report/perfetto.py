@@ -1,10 +1,10 @@
-"""A trace as a file that a trace viewer opens (ui.perfetto.dev, chrome://tracing). Pure: from a `Trace` alone.
+"""A trace as a file for trace viewers (ui.perfetto.dev, chrome://tracing). Pure: no torch, no I/O.
 
     slots     | encode/0:text_encoder load | first | ...            the plan's slots
-    compute   |        text_encoder.forward        | ...            calls into components; a stall is a call that takes long
-    copies    | transformer_blocks.0 | .1 | .2 | ...                blocks on the copy stream, loads and streamed ones; values
-    disk      | transformer_blocks.1 | .2 | ...                     blocks that are read, for a backing store or for their copy
-    counters  device weights; peaks of the slot on the device, on the host and in page-locked memory; tiers, in bytes
+    compute   |        text_encoder.forward        | ...            calls into components, stalls included
+    copies    | transformer_blocks.0 | .1 | .2 | ...                blocks on the copy stream (loaded or streamed); values
+    disk      | transformer_blocks.1 | .2 | ...                     blocks read into a backing store, or for their own copy
+    counters  device weights; peaks per slot on the device, on the host and in page-locked memory; memory tiers; in bytes
 
 Format: "Trace Event Format" (Google, 2016), complete (X), instant (i), counter (C) and metadata (M) events; times in microseconds.
 """
@@ -19,17 +19,16 @@ from graphrun.trace import Event, Trace
 SUFFIX = ".perfetto.json"
 PROCESS = 1
 TRACKS = ("slots", "compute", "copies", "disk")
-ON = {"load": "copies", "stream": "copies", "spill": "copies", "restore": "copies", "read": "disk", "fetch": "disk"}
+TRACK_OF = {"load": "copies", "stream": "copies", "spill": "copies", "restore": "copies", "read": "disk", "fetch": "disk"}
 
 
 def trace_json(name: str, trace: Trace, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes into the trace file called ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace as it is, and
-    the ``plan`` it is of."""
+    """The content of the trace file ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace and its ``plan``."""
     return perfetto(trace) if name.endswith(SUFFIX) else {**trace.to_json(), "plan": plan}
 
 
 def perfetto(trace: Trace) -> dict[str, Any]:
-    """``trace`` for a viewer: three tracks and a counter per tier of memory, events in order of time."""
+    """``trace`` in the Trace Event Format: four tracks and a counter per memory tier, events in order of time."""
     timed = [*_slots(trace), *_events(trace), *_counters(trace)]
     return {
         "traceEvents": [*_names(trace), *sorted(timed, key=lambda event: float(event["ts"]))],
@@ -56,9 +55,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         arguments = {"component": event.component, "slot": event.slot, "bytes": event.nbytes}
         if event.kind == "run":
             yield _span("compute", f"{event.component}.{event.detail}", event.start_seconds, event.end_seconds, arguments)
-        elif event.kind in ON:
+        elif event.kind in TRACK_OF:
             name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
-            yield _span(ON[event.kind], name, event.start_seconds, event.end_seconds, arguments)
+            yield _span(TRACK_OF[event.kind], name, event.start_seconds, event.end_seconds, arguments)
         else:
             name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
             yield {"ph": "i", "s": "t", **_at("slots", event.start_seconds), "name": name, "args": arguments}

@@ -1,6 +1,6 @@
-"""Plans and traces as files. A plan file is the JSON summary with the whole problem beside it: it replays anywhere.
+"""Reads and writes plan and trace files. A plan file is the JSON summary plus the whole problem, so it runs on any machine.
 
-Nothing is half-written: a file appears under its name when it is complete.
+Files are written to a temporary name and renamed, so that they are complete or absent.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from graphrun.model.solution import Solution
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
-VERSION = 1
+VERSION = 2  # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
-    """Write ``solution`` to ``path``, naming the graph file relative to it."""
+    """Writes ``solution`` to ``path``, with the path of the graph file relative to it. Raises InputError."""
     write_json(path, content(path, graph, solution, summary))
 
 
 def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan file at ``path`` holds: a trace's file holds the same under ``plan``."""
-    where = os.path.relpath(graph.resolve(), path.resolve().parent)
-    return {"graphrun": VERSION, "graph_file": where, **summary, "problem": solution.problem.to_json()}
+    """The content of a plan file at ``path``; a trace file has the same under ``plan``."""
+    relative = os.path.relpath(graph.resolve(), path.resolve().parent)
+    return {"graphrun": VERSION, "graph_file": relative, **summary, "problem": solution.problem.to_json()}
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
-    """The problem and the plan in the file, and the file's other entries. Raises PlanError naming what is wrong with it."""
+    """The problem, the plan and all entries of the plan file at ``path``. Raises PlanError saying what is wrong with it."""
     return plan_in(read_json(path), path)
 
 
 def read_json(path: Path) -> Any:
-    """What the JSON file at ``path`` holds. Raises InputError where it cannot be read, PlanError where it is no JSON."""
+    """The content of the JSON file at ``path``. Raises InputError where it cannot be read, PlanError where it is not JSON."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -52,11 +52,15 @@ def read_json(path: Path) -> Any:
 
 
 def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
-    """The problem and the plan in ``data``, as read from ``path``, and its other entries. Raises PlanError."""
-    if not isinstance(data, dict) or data.get("graphrun") != VERSION:
-        raise PlanError(
-            f'is not a plan of this version (no "graphrun": {VERSION}); make one with graphrun plan GRAPH -o', str(path)
-        )
+    """The problem, the plan and all entries of ``data``, the content of the plan file ``path``.
+
+    Raises PlanError where it is not a plan file, is one of another version, or is damaged.
+    """
+    again = "plan again: graphrun plan GRAPH -o FILE"
+    if not isinstance(data, dict) or "graphrun" not in data:
+        raise PlanError(f"is not a plan; {again}", str(path))
+    if data["graphrun"] != VERSION:
+        raise PlanError(f"is a plan of version {data['graphrun']!r}, and this graphrun reads version {VERSION}; {again}", str(path))
     try:
         text = "\n".join(data["actions"])
         return problem_from(data["problem"]), parse(text), data
@@ -64,9 +68,9 @@ def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
         raise PlanError(f"actions: {error}", str(path)) from error
     except ValidationError as error:
         wrong = "; ".join(f"problem.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise PlanError(f"is damaged: {wrong}", str(path)) from error
+        raise PlanError(f"is damaged: {wrong}; {again}", str(path)) from error
     except (KeyError, TypeError) as error:
-        raise PlanError(f"is damaged: {type(error).__name__} {error}", str(path)) from error
+        raise PlanError(f"is damaged: {type(error).__name__} {error}; {again}", str(path)) from error
 
 
 def problem_from(data: Any) -> Problem:
@@ -75,29 +79,29 @@ def problem_from(data: Any) -> Problem:
 
 
 def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
-    """The graph file that the plan file at ``path`` names in ``saved``; PlanError where it names none."""
+    """The path of the graph file of the plan file at ``path``. Raises PlanError where it names none."""
     if not isinstance(name := saved.get("graph_file"), str):
         raise PlanError('names no graph: add "graph_file"', str(path))
     return path.parent / name
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
-    """Raises PlanError listing every rule that ``plan`` breaks, with place and bytes."""
+    """Raises PlanError listing every rule that ``plan`` breaks, with slot, action and bytes."""
     violations = check(problem, plan)
     if violations:
         lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
         for violation in violations:
-            place = ""
+            where = ""
             if 0 <= violation.slot < len(plan.slots):
                 slot = plan.slots[violation.slot]
-                place = f" in slot {violation.slot} ({f'{slot.phase} {slot.part}'.strip()})"
+                where = f" in slot {violation.slot} ({f'{slot.phase} {slot.part}'.strip()})"
             action = f", action {violation.action}" if violation.action >= 0 else ""
-            lines.append(f"  {violation.rule}{place}{action}: {violation.detail}")
+            lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
         raise PlanError("\n".join(lines))
 
 
 def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
-    """The solution as it was saved. Its proof is the file's word; its time and bytes come from `simulate` as always."""
+    """The saved solution. Its proof is taken from the file unchecked; its time and bytes come from `simulate`."""
     simulated = simulate(problem, plan)
     bound = float(saved.get("bound_seconds") or 0.0)
     objective = float(saved.get("objective_seconds") or simulated.total_seconds)
@@ -106,17 +110,17 @@ def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solut
 
 
 def write_json(path: Path, data: Any) -> None:
-    """``data`` as JSON in ``path``, whole or not at all."""
+    """Writes ``data`` as JSON to ``path``, completely or not at all. Raises InputError."""
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """``text`` in ``path``, whole or not at all."""
-    _whole(path, lambda target: target.write_text(text))
+    """Writes ``text`` to ``path``, completely or not at all. Raises InputError."""
+    write_with(path, lambda target: target.write_text(text))
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Raises InputError unless a file can be written at each of ``paths``: better said before a run than after it."""
+    """Raises InputError unless a file can be written at each of ``paths``. Called before a run, not after it."""
     for path in paths:
         try:
             if path is not None:
@@ -126,7 +130,8 @@ def require_writable(*paths: Path | None) -> None:
             raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+def write_with(path: Path, write: Callable[[Path], Any]) -> None:
+    """``write(temporary)`` writes the file, which is then renamed to ``path``. Raises InputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, write)

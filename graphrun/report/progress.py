@@ -1,6 +1,6 @@
-"""How far a run or a batch is, and how long the rest takes: a bar on a terminal, lines elsewhere. Decides nothing.
+"""The progress of a run or a batch, with the remaining time: a bar on a terminal, lines elsewhere.
 
-What is left is known from the plan: predicted seconds of what is to come, times how much longer what was done took than predicted.
+Remaining time = predicted seconds of the remaining work * (measured / predicted seconds of the work done).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Clock = Callable[[], float]
 
 
 class Pace:
-    """Predicted work against a clock."""
+    """Predicted work compared with a clock. ``total_seconds`` and ``done_seconds`` are predicted seconds of work."""
 
     def __init__(self, total_seconds: float, clock: Clock = time.perf_counter) -> None:
         self.total_seconds, self.done_seconds = total_seconds, 0.0
         self._clock, self._start = clock, clock()
 
     def begin(self) -> None:
-        """Work begins now; what was done before it (weights were built) was not predicted."""
+        """Starts the clock: what happened before (building modules) is not part of the prediction."""
         self._start = self._clock()
 
     @property
     def left_seconds(self) -> float:
-        """What is left, at the pace so far; as predicted where nothing is done yet."""
-        left = max(0.0, self.total_seconds - self.done_seconds)
-        return left * (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else left
+        """Remaining seconds at the pace so far; the predicted ones where nothing is done yet."""
+        remaining = max(0.0, self.total_seconds - self.done_seconds)
+        return remaining * (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else remaining
 
     def text(self) -> str:
         """``about 40 s left``."""
@@ -43,7 +43,7 @@ class Pace:
 
 
 class Bar:
-    """A bar on a terminal; nothing elsewhere. A context manager."""
+    """A progress bar on a terminal; shows nothing elsewhere. A context manager."""
 
     def __init__(self, on: bool) -> None:
         self.console = Console(stderr=True)
@@ -66,15 +66,15 @@ class Bar:
             self._bar.stop()
 
     def to(self, share: float, text: str) -> None:
-        """The bar stands at ``share`` of its length."""
+        """Sets the bar to ``share`` (0 to 1) with the description ``text``."""
         if self._bar is not None:
             self._bar.update(self._task, completed=share, description=text)
 
 
 class Progress:
-    """Of one run by ``plan``, predicted by ``simulation``: a context manager, called with (slot, call, calls).
+    """The progress of one run by ``plan``: a context manager, called with (slot, call, calls) at the start of each call.
 
-    Lines, one to a slot, go to ``say``; None says and shows nothing.
+    ``simulation`` predicts the seconds. ``say`` gets one line per slot; None shows nothing.
     """
 
     def __init__(self, plan: Plan, simulation: Simulation, say: Say | None, clock: Clock = time.perf_counter) -> None:
@@ -88,10 +88,10 @@ class Progress:
         return self
 
     def __call__(self, slot: int, call: int, calls: int) -> None:
-        slot = min(slot, len(self.slots) - 1)  # of a plan for what is left, where it was planned again
+        slot = min(slot, len(self.slots) - 1)  # a replan of the remainder may have more slots
         if self.slot < 0:
             self.pace.begin()
-        self.pace.done_seconds = behind(self.seconds, slot, call, calls)
+        self.pace.done_seconds = seconds_before(self.seconds, slot, call, calls)
         name = f"{self.slots[slot]} {call}/{calls}" if calls > 1 else self.slots[slot]
         self.bar.to(self.pace.done_seconds / max(self.pace.total_seconds, 1e-12), f"{name}, {self.pace.text()}")
         if self.say is not None and not self.bar.shown and slot != self.slot:
@@ -103,9 +103,9 @@ class Progress:
 
 
 class BatchProgress:
-    """Of a batch: hears of its courses, legs, runs and finished items, as `graphrun.batch.queue.Watcher` says.
+    """The progress of a batch, with the methods of `graphrun.batch.watch.Watcher`.
 
-    A line for each run, with its leg, the mean of a run and what is left; on a terminal a bar that goes on with every step.
+    Shows a line per run with its stages, the mean seconds of a run and the remaining time; on a terminal a bar.
     """
 
     def __init__(self, requests: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
@@ -122,9 +122,11 @@ class BatchProgress:
         self.bar.__exit__()
 
     def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
-        """Predicted seconds of a course are to come."""
+        """A schedule begins."""
         self.pace = Pace(schedule.seconds, self._clock)
-        self._line(f"  {schedule.requests} of {self.requests} items {schedule.name}: predicted {show_seconds(schedule.seconds)}")
+        self._line(
+            f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted {show_seconds(schedule.seconds)}"
+        )
 
     def segment(self, segment: Any, runs: int) -> None:
         """A session of ``runs`` runs begins."""
@@ -133,7 +135,7 @@ class BatchProgress:
             self.pace.begin()
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
-        """A run begins: what hears of its calls."""
+        """A run begins. Returns its progress callback."""
         self._begun += 1
         simulation = segment.simulation
         slots = simulation.again if self._begun > 1 and simulation.again else simulation.slots
@@ -143,8 +145,8 @@ class BatchProgress:
         self._line(f"  {stages} {number}/{self._runs}{rate}, {self.pace.text()}")
 
         def called(slot: int, call: int, calls: int) -> None:
-            slot = min(slot, len(names) - 1)  # of a plan for what is left, where it was planned again
-            self.pace.done_seconds = before + behind(seconds, slot, call, calls)
+            slot = min(slot, len(names) - 1)  # a replan of the remainder may have more slots
+            self.pace.done_seconds = before + seconds_before(seconds, slot, call, calls)
             step = f" {names[slot]} {call}/{calls}" if calls > 1 else ""
             share = self.pace.done_seconds / max(self.pace.total_seconds, 1e-12)
             self.bar.to(share, f"{stages} {number}/{self._runs}{step}{rate}, {self.pace.text()}")
@@ -152,26 +154,26 @@ class BatchProgress:
         return called
 
     def done(self, request: Any, files: Sequence[Path]) -> None:
-        """An item is where it belongs."""
+        """All outputs of a request are written."""
         self.finished += 1
         if files:
             self._line(f"  done {self.finished}/{self.requests}: {', '.join(map(str, files))}")
 
     def left_out(self, request: Any) -> None:
-        """An item cannot be run, or its run failed."""
+        """A request cannot be run, or its run failed."""
         if self.say is not None:
             self.say(f"graphrun: {request.where}: {request.error}")
 
     def restarts(self, stage: str, why: str) -> None:
-        """A loop begins anew where it is broken off."""
+        """A loop restarts at its first step after an interruption."""
         if self.say is not None:
-            self.say(f"  {stage} begins anew where it is broken off: {why}")
+            self.say(f"  {stage} restarts at its first step after an interruption: {why}")
 
     def _line(self, text: str) -> None:
         if self.say is not None and not self.bar.shown:
             self.say(text)
 
 
-def behind(seconds: Sequence[float], slot: int, call: int, calls: int) -> float:
-    """Predicted seconds up to call number ``call`` of ``calls`` in slot number ``slot``, which has begun."""
+def seconds_before(seconds: Sequence[float], slot: int, call: int, calls: int) -> float:
+    """Predicted seconds before call ``call`` (from 1) of ``calls`` in slot number ``slot``; ``seconds`` are those of the slots."""
     return sum(seconds[:slot]) + (seconds[slot] * max(0, call - 1) / calls if calls else 0.0)

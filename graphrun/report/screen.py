@@ -1,4 +1,4 @@
-"""The screens: a plan as a table and a timeline, its slots in detail, a run beside its plan. Plain text, nothing printed here."""
+"""The screens of ``plan``, ``explain``, ``check`` and ``run`` as text: tables, a timeline, slots, planned and measured numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphrun.verify.simulate import Simulation, SlotReport, simulate
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
-    """What ``graphrun plan`` shows: lines of totals, a row per phase, a timeline, and why a component is streamed."""
+    """What ``graphrun plan`` shows: totals, a row per phase, a timeline, and why components are streamed."""
     problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
     simulation = simulate(solution.problem, plan)
     parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
@@ -50,12 +50,12 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  {regime(problem)}",
             *([f"directives {directives}"] if directives else []),
             *(
-                [f"given {', '.join(problem.precomputed)}: these outputs are kept, so nothing is loaded for them"]
+                [f"precomputed {', '.join(problem.precomputed)}: outputs of earlier runs, neither planned nor loaded"]
                 if problem.precomputed
                 else []
             ),
             *choices(solution.plan),
-            *by_layer(problem),
+            *granularities(problem),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
@@ -71,28 +71,28 @@ def regime(problem: Problem) -> str:
 
 
 def proof(solution: Solution, seconds: float) -> str:
-    """How good a plan is that takes ``seconds``: that it is the program's proven optimum, or how far above the bound it may be."""
+    """``optimal``, or within how many percent of the optimum a plan that takes ``seconds`` is proven to be."""
     if solution.proven_optimal:
         return "optimal"
     return f"within {100 * max(solution.gap, 1 - solution.bound_seconds / seconds):.2g} % of optimal"
 
 
 def choices(plan: Plan) -> list[str]:
-    """A line for what the plan does otherwise than the graph says plainly: ways to run a stage, and the order of stages."""
+    """A line with the plan's choices: stage options, and the order of stages; nothing where all are the defaults."""
     found = [f"{stage} with {name}" for stage, name in plan.options]
     found += [f"stages in the order {' '.join(plan.order)}"] if plan.order else []
     return [f"chosen {', '.join(found)}"] if found else []
 
 
-def by_layer(problem: Problem) -> list[str]:
-    """A line for the components that are cut into layers."""
+def granularities(problem: Problem) -> list[str]:
+    """A line with the components that are split into layers; nothing where there are none."""
     names = [component.name for component in problem.components if component.granularity == "layers"]
-    return [f"by layer {', '.join(names)}: blocks do not fit, or are slower"] if names else []
+    return [f"split into layers {', '.join(names)}: blocks do not fit, or are slower"] if names else []
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:
-    """What lies in RAM at most, and what is read from disk."""
-    locked = f" of which {show_size(simulation.pinned_peak_bytes)} page-locked" if simulation.pinned_peak_bytes else ""
+    """The line with the peak in RAM, and the bytes read from disk."""
+    locked = f", {show_size(simulation.pinned_peak_bytes)} page-locked" if simulation.pinned_peak_bytes else ""
     limit = f" (at most {show_size(problem.pinned_bytes)})" if problem.pinned_bytes is not None else ""
     read = sum(slot.disk_bytes_read for slot in simulation.slots)
     reads = f"reads {show_size(read)} from disk" if read else "reads nothing from disk"
@@ -139,7 +139,7 @@ def _phases(problem: Problem, reports: Sequence[SlotReport]) -> str:
 
 
 def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -> str:
-    """Where each component is in each phase of ``slots``, and how it is held; ``before``: the slots that ran before them."""
+    """The placement of each component in each phase of ``slots``, and its variant. ``before``: the slots that ran before them."""
     held = _held_by_slot(problem, [*before, *slots])[len(before) :]
     header = ["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]
     rows, notes = [header], []
@@ -164,12 +164,12 @@ def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -
         rows.append(
             [*row, f"{variant.precision}, {variant.backing_store if variant.device == 'device' else 'computed on the CPU'}"]
         )
-    legend = "█ resident  ▒ streamed  ░ on the device beside another component's phase  · not on the device"
+    legend = "█ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
     return "\n".join((table(rows, left=tuple(range(len(header)))), f" {legend}", *(f" {note}" for note in notes)))
 
 
 def _held_by_slot(problem: Problem, slots: Sequence[Slot]) -> list[dict[str, int]]:
-    """Blocks of each component on the device in each slot, streamed ones apart."""
+    """The number of resident blocks of each component in each slot, without those in the ring."""
     sizes = {c.name: {k.name: range(len(k.blocks)) for k in c.groups} for c in problem.components}
     now: dict[str, set[tuple[str, int]]] = {c.name: set() for c in problem.components}
     found = []
@@ -205,10 +205,10 @@ def _why(solution: Solution) -> str:
             if "exclude" in problem.demanded(component.name):
                 lines.append(f" why {component.name} is streamed: the directive exclude demands it")
                 continue
-            rest = max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + problem.value_bytes(number)
-            if weights + rest > problem.effective_bytes:
+            others = max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + problem.value_bytes(number)
+            if weights + others > problem.effective_bytes:
                 lines.append(
-                    f" why {component.name} is streamed: resident it needs {show_size(weights)} + {show_size(rest)}"
+                    f" why {component.name} is streamed: resident it needs {show_size(weights)} + {show_size(others)}"
                     f" > {show_size(problem.effective_bytes)}"
                 )
             else:
@@ -244,7 +244,7 @@ def _terms(report: SlotReport) -> str:
         ("weights", report.resident_bytes),
         ("ring", report.ring_bytes),
         ("activation", report.activation_bytes),
-        ("values and carry", report.values_bytes),
+        ("values and live-in", report.values_bytes),
     )
     return (
         f"{show_size(report.peak_bytes)} = " + " + ".join(f"{show_size(n)} {name}" for name, n in named if n)
@@ -254,7 +254,7 @@ def _terms(report: SlotReport) -> str:
 
 
 def check_screen(problem: Problem, plan: Plan, simulation: Simulation) -> str:
-    """One line for a plan that breaks no rule."""
+    """The line for a plan that breaks no rule."""
     actions = sum(len(slot.actions) for slot in plan.slots)
     return (
         f"ok: {len(plan.slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
@@ -263,7 +263,7 @@ def check_screen(problem: Problem, plan: Plan, simulation: Simulation) -> str:
 
 
 def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) -> str:
-    """What ``graphrun run`` ends with: planned beside measured for every slot, what was left, and where the picture is."""
+    """The last screen of ``graphrun run``: planned and measured numbers of every slot, bytes left on the device, files written."""
     simulation = simulate(solution.problem, solution.plan)
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)

@@ -1,4 +1,4 @@
-"""The JSON form of a plan, and of a run beside it. Every figure is bytes or seconds; names match the plan screen."""
+"""The JSON form of a plan, and of a run of it. All figures are in bytes or seconds; names match the plan screen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphrun.verify.simulate import Simulation, SlotReport, simulate
 
 
 def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
-    """What ``--json`` prints. With a ``trace``, ``measured`` stands beside the plan's figures, whole and per stage and per slot."""
+    """What ``--json`` prints. With a ``trace`` it has measured figures too (``measured``): in all, per stage and per slot."""
     problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
     summary: dict[str, Any] = {
         "feasible": True,
@@ -101,8 +101,11 @@ def stages(solution: Solution, simulation: Simulation, trace: Trace | None = Non
 
 
 def broken_caps(solution: Solution, trace: Trace) -> list[str]:
-    """Slots whose measured peak is above the planned one, as ``phase part: measured > planned``; empty: the plan was kept."""
-    if trace.notes:  # the rest was planned again, within the budget
+    """Slots whose measured peak exceeds the planned one, as ``phase part: measured > planned``; empty: the plan was kept.
+
+    Where the remainder was planned again, peaks are compared with the budget.
+    """
+    if trace.notes:
         limit = solution.problem.effective_bytes
         return [f"{slot.phase} {slot.part}: {slot.peak_bytes} > {limit}" for slot in trace.slots if slot.peak_bytes > limit]
     simulation = simulate(solution.problem, solution.plan)

@@ -1,4 +1,4 @@
-"""Columns of text, and one unit for a whole table."""
+"""Text tables, with one unit for all sizes of a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphrun.units import GIB, KIB, MIB
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
-    """``rows`` in columns, those numbered in ``left`` to the left, the others to the right; one space before each row."""
+    """``rows`` as aligned columns: those numbered in ``left`` left-aligned, the others right-aligned; one space before each row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -18,7 +18,7 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
 
 
 def scale_of(largest_bytes: int) -> tuple[str, int]:
-    """Unit and its bytes for a table whose largest entry is ``largest_bytes``."""
+    """(unit, its bytes) for a table whose largest entry is ``largest_bytes``."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB)):
         if largest_bytes >= scale // 4:
             return unit, scale
@@ -26,7 +26,7 @@ def scale_of(largest_bytes: int) -> tuple[str, int]:
 
 
 def seconds_of(longest_seconds: float) -> tuple[str, float]:
-    """Unit of time and its seconds for a table whose longest entry is ``longest_seconds``."""
+    """(unit, its seconds) for a table whose longest entry is ``longest_seconds``."""
     return ("s", 1.0) if longest_seconds >= 1 else ("ms", 1e-3)
 
 

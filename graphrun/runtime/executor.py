@@ -1,13 +1,14 @@
-"""Follows a plan. Decides nothing: what the plan says is what happens, and where reality differs the run stops and says so.
+"""Executes a plan, exactly as written. A run that deviates from its plan stops with an error, or is planned again.
 
-The stages' own code runs on; entering a component is what moves the plan forward.
+The code of the stages runs unchanged. Each call into a component is intercepted and advances the plan:
 
-    op's code    ... | text_encoder(...) | ... | transformer(...) | ... transformer(...) ... | vae.decode(...) | ...
-    Boundary         v entry             .     v entry                  v entry             v
-    Turns            slots 0, 1          .     slots 2, 3               slot 4              slots 5, 6
-    OpenSlot         close - open        .     close - open             close - open        close - open
+    op's code         ... | text_encoder(...) | ... | transformer(...) | ... transformer(...) ... | vae.decode(...) | ...
+    CallInterceptor       v entry             .     v entry                  v entry              v entry
+    SlotCursor            slots 0, 1          .     slots 2, 3               slot 4               slots 5, 6
+    OpenSlot              close - open        .     close - open             close - open         close - open
 
-Whatever happens, in the end hooks and boundaries are gone, modules have their host tensors back, and the device holds what it held.
+After a run, successful or not, hooks and interceptors are removed, modules have their host tensors back, and the device holds what
+it held before.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from graphrun.modules.source_files import commits_of
 from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host
-from graphrun.runtime.leftovers import leftovers, settled
-from graphrun.runtime.slots import HandedOut, Progress, Replan, Running, Work
+from graphrun.runtime.leftovers import error_to_raise, leftovers
+from graphrun.runtime.slots import HandedOut, Progress, Replan, Run, Work
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.check import check
@@ -37,7 +38,8 @@ from graphrun.verify.simulate import simulate
 
 
 def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
-    """The stages of ``graph`` as ``plan`` orders and runs them, over the components in ``host``; ``more`` as for `Stages`."""
+    """The stages of ``graph`` in the order and with the options of ``plan``, over the components in ``host``; ``more`` as for
+    `Stages`."""
     return Stages(
         graph,
         host.modules,
@@ -62,11 +64,12 @@ def follow(
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
 ) -> Trace:
-    """Lets ``work`` run, whose calls into ``host.modules`` move ``plan`` forward. ``work`` computes on ``device.torch_device``.
+    """Runs ``work`` once under ``plan`` and returns the trace. Its calls into ``host.modules`` advance the plan.
 
-    Where reality leaves the plan, ``replan`` makes the next one; without it that is an error, as it is when the run ends before
-    the plan does. ``handed_out``: bytes of the outputs that stay on the device because the caller gets them there. Errors as for
-    `execute`; an error of ``work``'s own code is raised as it is. Of a session, this is its first and only run.
+    ``work`` computes on ``device.torch_device``. When it makes a call that the plan does not have, ``replan`` supplies the next
+    plan; without ``replan``, or when the run ends before the plan, BrokenPlan is raised. ``handed_out`` returns the bytes of those
+    outputs that the caller receives on the device. Other errors as for `graphrun.runtime.recovery.execute`; an error of ``work``'s
+    own code is raised unchanged.
     """
     with Session(problem, plan, host, device, replan=replan, handed_out=handed_out) as session:
         trace = session.run(work, progress)
@@ -74,10 +77,10 @@ def follow(
 
 
 class Session:
-    """Runs of one plan, one after another: the first by its slots, each further one by those behind ``again``.
+    """Runs of one plan, one after another: the first executes the plan's ``slots``, each later one its ``again`` slots.
 
-    What the plan keeps on the device, and the backing stores that it filled, stay from run to run. Leaving the context returns the device
-    and the host to their baselines; so does a run that fails, behind which the next one is a first one.
+    What the plan keeps on the device, and the backing stores that it has read, stay from run to run. Leaving the context returns
+    the device and the host to their baselines. So does a failed run; the run after it is a first run again.
 
         with Session(problem, plan, host, device) as session:
             for prompt in prompts:
@@ -98,7 +101,7 @@ class Session:
         self._replan, self._handed_out = replan, handed_out
         self._problem, self._plan, self._simulation = apply_choices(problem, plan), plan, simulate(problem, plan)
         self._slowdowns = slowdowns(problem, plan)
-        _refuse_free(plan, host)
+        _refuse_drop(plan, host)
         self._host, self._device = host, device
         self._begun = False
         self._baseline_bytes = device.allocated_bytes
@@ -111,34 +114,34 @@ class Session:
 
     @on_host()
     def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
-        """One run. Raises PlanError where the plan is for one run, and this is another."""
+        """One run. Raises PlanError when the plan is for one run and this is not the first."""
         if self._begun and not self._plan.again:
-            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this one and begin again")
+            raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
         if not self._begun:
             self._baseline_bytes = self._device.allocated_bytes
-            self._host.settle_in(self._problem)
+            self._host.match_layout(self._problem)
             self._host.prepare(_used(self._problem))
         slots = self._plan.again if self._begun else self._plan.slots
         slots_planned = self._simulation.again if self._begun else self._simulation.slots
         peaks = [slot.peak_bytes for slot in slots_planned]
         plan = replace(self._plan, slots=slots)
-        run = Running(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
+        run = Run(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
         run.replan, run.handed_out = self._replan, self._handed_out
         self._begun = True
         try:
-            trace = run.perform(work, kept=bool(self._plan.again))
-        except BaseException as error:  # an interrupt too must leave the device empty
+            trace = run.execute(work, keep=bool(self._plan.again))
+        except BaseException as error:  # KeyboardInterrupt too must leave the device empty
             if isinstance(work, Stages):
                 work.leave()
             self.close()
-            failure = settled(error, self._device, run.where)
+            failure = error_to_raise(error, self._device, run.where)
             gc.collect()
             with contextlib.suppress(RuntimeError):
                 self._device.release_cached()
             if (left_bytes := self._device.allocated_bytes - self._baseline_bytes) > 0:
                 failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
             if isinstance(failure, OutOfMemory):
-                run.note_in(failure)
+                run.annotate(failure)
                 failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
             if failure is error:
                 raise
@@ -146,7 +149,7 @@ class Session:
         return replace(trace, plan_digest=self._plan.digest, sources=self._host.sources)
 
     def close(self) -> None:
-        """Nothing of the session is on the device any more, and what it filled is gone from the host."""
+        """Evicts all weights from the device and drops the backing stores that the plan has read."""
         for residency in self._host.residencies.values():
             residency.release()
         self._host.finish()
@@ -156,7 +159,8 @@ class Session:
 
 
 def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
-    """Raises PlanError when ``plan`` may not be run: it is not for this problem or graph, breaks a rule, or asks for too much."""
+    """Raises PlanError when ``plan`` is for another problem, graph or commit of the weights, or violates a rule of
+    `verify.check`."""
     if problem.graph_digest != graph.digest:
         raise PlanError(
             f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
@@ -181,16 +185,18 @@ def _refuse_plan(problem: Problem, plan: Plan) -> None:
 
 
 def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
-    """How many times longer components compute that do so on the CPU, by name."""
+    """By name of each component that computes on the CPU: how many times longer it takes there than on the device."""
     names = dict(plan.variants)
     chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
     return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
 
 
-def _refuse_free(plan: Plan, host: Host) -> None:
+def _refuse_drop(plan: Plan, host: Host) -> None:
     for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Drop)):
-        if name in host.residencies and host.residencies[name].given:
-            raise PlanError(f"the plan frees {name}, which was handed in and stays its owner's: leave it out of modules=")
+        if name in host.residencies and host.residencies[name].caller_owned:
+            raise PlanError(
+                f"the plan drops the backing store of {name}, which was passed in and stays the caller's: leave it out of modules="
+            )
 
 
 def _used(problem: Problem) -> set[str]:

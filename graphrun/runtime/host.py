@@ -1,4 +1,4 @@
-"""The components of a problem in host memory, ready to run. Built once; good for any number of runs with equal numbers."""
+"""Host side of the components of a problem: their modules and backing stores. Built once, used by any number of runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphrun.modules.memos import memos
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
-from graphrun.runtime.backing import Blocks, Disk
+from graphrun.runtime.backing import BlockWriter, Disk
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
@@ -28,12 +28,12 @@ from graphrun.runtime.spool import Spool
 
 
 class Host:
-    """``modules`` in their backing stores, for ``device``. ``problem`` is settled: every component has one variant.
+    """``modules`` in their backing stores, for ``device``. ``problem`` has its choices applied: every component has one variant.
 
-    ``writers``: of modules whose weights are on meta, and come when their backing store is filled. Others have them: they keep their values,
-    but their tensors are views of an arena from now on. ``modules`` holds all components of ``problem``. What ``spool`` gets is
-    written there once: weights for a backing store on disk that no file holds as they are. Raises InputError where a module is not what
-    ``problem`` describes, or where something else moves it too.
+    ``modules`` holds all components of ``problem``. Those named in ``writers`` have their parameters on meta and get their weights
+    from the writer when their backing store is read. The others bring their weights: values stay, but their tensors become views of
+    an arena. ``spool`` stores weights of a disk backing store that no file contains in the needed form. Raises InputError when a
+    module does not match ``problem``, or when another library moves its weights.
     """
 
     def __init__(
@@ -41,20 +41,22 @@ class Host:
         modules: Mapping[str, nn.Module],
         problem: Problem,
         device: Device,
-        writers: Mapping[str, Blocks] | None = None,
+        writers: Mapping[str, BlockWriter] | None = None,
         spool: Spool | None = None,
     ) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
-        self.dtype_variants: DtypeVariants | None = None  # of modules that a pipeline may cast while it runs
+        self.dtype_variants: DtypeVariants | None = None  # for modules that a pipeline may cast during a run
         self.parts: dict[str, Any] = {}
         self.meta_modules: dict[str, nn.Module] = {}
-        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # the graph's dtype and the plan's, where they differ
-        self.sources: tuple[dict[str, Any], ...] = ()  # what weights are read from
+        self.casts: dict[
+            str, tuple[torch.dtype, torch.dtype]
+        ] = {}  # component -> (dtype in the graph, dtype in the plan), where they differ
+        self.sources: tuple[dict[str, Any], ...] = ()  # where weights are read from
         self._spool = spool or Spool()
         self._variants: dict[str, Variant] = {}
-        self._writers: dict[str, Blocks | None] = {}
-        self._shape = _shape(problem)
+        self._writers: dict[str, BlockWriter | None] = {}
+        self._layout = _layout_key(problem)
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
         for numbers in problem.components:
@@ -70,20 +72,21 @@ class Host:
         modules: Mapping[str, nn.Module] | None = None,
         spool: Spool | None = None,
     ) -> Host:
-        """The components of ``graph``: those in ``modules`` as they are, the others drafted and filled one by one; its parts."""
+        """Host memory for ``graph``: components in ``modules`` as passed in, the others built on meta with a writer; and its
+        parts."""
         host = cls({}, replace(problem, components=()), device, spool=spool)
-        host._shape = _shape(problem)
-        given = modules or {}
+        host._layout = _layout_key(problem)
+        passed = modules or {}
         host._spool.remove_stale()
-        refuse_movers(given)
+        refuse_movers(passed)
         used = {use.component for phase in problem.phases for use in phase.uses}
         host.meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
-        host.modules = dict(host.meta_modules)  # a stage may list a component that no call enters
+        host.modules = dict(host.meta_modules)  # a stage may list a component that it never calls
         for numbers in problem.components:
-            if numbers.name in given and graph.component(numbers.name).loras:
-                raise InputError(f"{numbers.name} was handed in, and the graph fuses a LoRA into it: leave it out of modules=")
-            if numbers.name in given:
-                host._add(given[numbers.name], numbers, device, None)
+            if numbers.name in passed and graph.component(numbers.name).loras:
+                raise InputError(f"{numbers.name} was passed in, but the graph fuses a LoRA into it: leave it out of modules=")
+            if numbers.name in passed:
+                host._add(passed[numbers.name], numbers, device, None)
             elif numbers.name in used:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
@@ -102,43 +105,45 @@ class Host:
 
     @functools.cached_property
     def memos(self) -> tuple[Any, ...]:
-        """What its modules memoize: caches to be emptied."""
+        """Caches in the modules (functools.cache and the like) that hold tensors and are cleared between phases."""
         return memos(self.modules.values())
 
     def prepare(self, used: Collection[str] | None = None) -> None:
-        """Backing stores that a run begins with are held and filled: those that no action fills, and the buffers of those on disk.
+        """Reads the backing stores that are there before the run (no action of the plan reads them), and allocates bounce buffers.
 
         ``used``: the components that the run uses; None: all.
         """
         for name, residency in self.residencies.items():
             if used is not None and name not in used:
                 continue
-            if not residency.held and not self._variants[name].read_seconds:
-                residency.fill()
-                residency.backing_store.settle()
+            if not residency.backed and not self._variants[name].read_seconds:
+                residency.prepare_reads()
+                residency.backing_store.finish_reads()
 
     def finish(self) -> None:
-        """Backing stores that the plan filled are dropped: the next run begins as this one did. Behind a barrier."""
+        """Drops the backing stores that the plan has read, so that the next run starts as this one did. Call after a barrier."""
         for name, residency in self.residencies.items():
-            if self._variants[name].read_seconds and not residency.given:
-                residency.free()
+            if self._variants[name].read_seconds and not residency.caller_owned:
+                residency.drop()
 
     def close(self) -> None:
-        """Backing stores and files are gone at once, not when garbage is collected; what was handed in stays its owner's."""
+        """Drops backing stores and deletes spooled files now, not at garbage collection. Modules passed in keep their weights."""
         for residency in self.residencies.values():
-            if not residency.given:
-                residency.free()
+            if not residency.caller_owned:
+                residency.drop()
         self._spool.close()
 
     def fits(self, problem: Problem) -> bool:
-        """Whether ``problem``, settled, has the graph and the blocks that this was built for."""
-        return _shape(problem) == self._shape
+        """Whether ``problem``, with choices applied, has the graph and the blocks that this was built for."""
+        return _layout_key(problem) == self._layout
 
-    def settle_in(self, problem: Problem) -> None:
-        """Components that ``problem``, which is settled, cuts into layers and that lie in blocks, or the reverse, are laid out
-        anew. At the begin of a run. Raises InputError where it is of another graph, or holds a component otherwise."""
-        shape = _shape(problem)
-        if shape != self._shape and not _cut_alone(shape, self._shape):
+    def match_layout(self, problem: Problem) -> None:
+        """Lays out anew the components whose granularity (block or layer) differs in ``problem``, which has its choices applied.
+
+        Called at the start of a run. Raises InputError when ``problem`` differs in anything else: graph, blocks or variants.
+        """
+        layout = _layout_key(problem)
+        if layout != self._layout and not _differ_in_granularity_only(layout, self._layout):
             raise InputError("the host memory was built for another graph or other blocks; build it again for this problem")
         for numbers in problem.components:
             before = self.residencies.get(numbers.name)
@@ -146,31 +151,32 @@ class Host:
                 continue
             on_disk = isinstance(before.backing_store, Disk)
             if on_disk:
-                before.free()
-            writer = None if before.given or (before.held and not on_disk) else self._writers[numbers.name]
+                before.drop()
+            writer = None if before.caller_owned or (before.backed and not on_disk) else self._writers[numbers.name]
             self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
-        self._shape = shape
+        self._layout = layout
 
-    def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: Blocks | None) -> None:
+    def _add(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: BlockWriter | None) -> None:
         if writer is not None and numbers.variants[0].backing_store == "disk":
-            writer = self._spool.stored(module, numbers, writer)
+            writer = self._spool.writer_for(module, numbers, writer)
         self.modules[numbers.name] = module
         self.residencies[numbers.name] = Residency(module, numbers, device, writer)
         self._variants[numbers.name] = numbers.variants[0]
         self._writers[numbers.name] = writer
 
 
-Shape = tuple[str, dict[str, tuple[Granularity, tuple[BlockGroup, ...], Variant]]]
+_LayoutKey = tuple[str, dict[str, tuple[Granularity, tuple[BlockGroup, ...], Variant]]]
 
 
-def _shape(problem: Problem) -> Shape:
-    """What must be equal: what settling a problem makes of a variant's compute does not count."""
+def _layout_key(problem: Problem) -> _LayoutKey:
+    """Digest of the graph, and per component what decides its layout in memory. Fields of a variant that only concern compute and
+    that `apply_choices` changes are neutral."""
     held = {c.name: replace(c.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="") for c in problem.components}
     return problem.graph_digest, {c.name: (c.granularity, c.groups, held[c.name]) for c in problem.components}
 
 
-def _cut_alone(one: Shape, other: Shape) -> bool:
-    """Whether these are of one graph, and differ in nothing but which components are cut into layers."""
+def _differ_in_granularity_only(one: _LayoutKey, other: _LayoutKey) -> bool:
+    """Whether both are of one graph and differ only in which components are split into layers."""
     ((digest, these), (theirs, those)) = one, other
     pairs = [(these[name], those[name]) for name in these.keys() & those.keys()]
     alike = (a == b or (a[0] != b[0] and a[2].name == b[2].name) for a, b in pairs)

@@ -1,10 +1,10 @@
-"""When reality differs from the plan: what ran out of memory is undone, the rest is planned again with what was seen, and goes on.
+"""Recovers from running out of memory: undoes the failed stage, plans the remaining stages with the measured bytes, and continues.
 
-    encode | denoise t0 t1 t2 | -- out of memory --> values and t1's state to the host | plan(t2 .., decode; what was seen) | t2 ..
-                                                     | no plan fits: they are saved, and the run stops
+    encode | denoise t0 t1 t2 | -- out of memory --> copy values and the state after t1 to the host | plan t2 .., decode | t2 ..
+                                                     | no plan fits: save them to a file, and stop
 
-Decides when to plan again and with which numbers; how is the solver's to say. Components keep their backing stores and precisions. A loop
-that cannot be begun in its middle (`graphrun.ops.steps`) is begun again.
+Components keep their backing stores and precisions. A denoising loop resumes after its last finished step; one that cannot be
+resumed (`graphrun.ops.steps`) restarts from its first step.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import parse_size, show_size
 from graphrun.verify.simulate import simulate
 
-MOST = 8  # times that a run is planned again
-STEP = 64  # of the budget: the least by which a phase's bytes are raised
+MAX_REPLANS = 8  # in one run
+MIN_INCREASE_FRACTION = 64  # a phase's bytes are raised by at least 1/64 of the budget
 
 Tell = Callable[[str], None]
 
@@ -60,13 +60,15 @@ def execute(
     ram_bytes: int | None = None,
     **more: Any,
 ) -> Trace:
-    """Runs ``graph`` on resolved ``inputs`` by ``plan`` and returns what was measured, with the graph's outputs on the host.
+    """Runs ``graph`` on resolved ``inputs`` under ``plan``. Returns the trace, with the graph's outputs on the host.
 
-    ``modules``: components built before. ``host``: backing stores of an earlier run, in place of ``modules``; without it they are made for
-    this run and dropped with it. ``tell``, ``keep``: as for `run_to_the_end`; ``more`` as for `Stages`. ``ram_bytes``: what this
-    machine, or this process's cgroup, has left. Raises PlanError before anything is loaded when the plan may not be run, or holds
-    more than that in RAM; OutOfMemory when no plan fits what the device has, TransferFailed when a copy fails, BrokenPlan when
-    reality leaves the plan. After any error the device is back at its baseline and the next run starts as if there had been none.
+    ``modules``: components that were built before. ``host``: backing stores of an earlier run, in place of ``modules``; without it
+    they are created for this run and dropped at its end. ``tell``, ``keep``: as for `run_to_the_end`; ``more``: as for `Stages`.
+    ``ram_bytes``: RAM that this machine, or this process's cgroup, has left.
+
+    Raises PlanError before anything is loaded, when the plan is invalid here or needs more RAM than ``ram_bytes``; OutOfMemory when
+    no plan fits the memory of the device; TransferFailed when a copy fails; BrokenPlan when the run deviates from its plan. After
+    any error the device is back at its baseline, and the next run is unaffected.
     """
     refuse_unfit(problem, plan, graph)
     if ram_bytes is not None and (held := simulate(problem, plan).host_peak_bytes) > ram_bytes:
@@ -95,84 +97,86 @@ def run_to_the_end(
     keep: Path | None = None,
     session: Session | None = None,
 ) -> Trace:
-    """``stages`` run by ``plan``; where the device has less than planned, or a stage takes more, by plans for what is left.
+    """Runs ``stages`` under ``plan``. When the device has less memory than planned, or a stage needs more, plans the remaining
+    stages again and continues.
 
-    ``session``: of ``plan``, open, whose next run this is; after a run that was planned again the one behind it is a first one.
-    ``tell`` gets one line each time. Raises OutOfMemory when no plan fits, with the values that finished stages made saved in the
-    folder ``keep`` (a new one by default) and named. The trace has the slots of stages as they were finished, and the lines.
+    ``session``: an open session of ``plan``, of which this is the next run. After a replan, the session's next run is a first run.
+    ``tell`` is called with one line per replan. Raises OutOfMemory when no plan fits; the outputs of finished stages are then saved
+    in the folder ``keep`` (default: a new temporary one), which the error names. The trace has the slots of the finished stages,
+    and the lines as ``notes``.
     """
-    legs: list[Trace] = []
+    traces: list[Trace] = []
     notes: list[str] = []
-    behind = _behind(stages)
+    done = _steps_done(stages)
     while True:
         try:
             with nullcontext(session) if session is not None else Session(problem, plan, host, device) as running:
-                legs.append(running.run(stages, progress))
-            return _joined(legs, notes)
+                traces.append(running.run(stages, progress))
+            return _joined(traces, notes)
         except OutOfMemory as error:
             if error.partial is not None:
-                legs.append(error.partial)
+                traces.append(error.partial)
             try:
-                if len(notes) == MOST:
-                    raise BrokenPlan(f"planned again {MOST} times")
+                if len(notes) == MAX_REPLANS:
+                    raise BrokenPlan(f"planned again {MAX_REPLANS} times")
                 if lost := stages.lost:
                     raise BrokenPlan(f"{', '.join(lost)} could not be copied from the device")
                 stage = next((phase.stage for phase in apply_choices(problem, plan).phases if phase.name == error.phase), "")
                 begun = stage == stages.todo[0].name
-                problem = rest_of(problem, plan, [stage.name for stage in stages.todo], error)
-                problem, behind = _without_steps(problem, stages, behind)
+                problem = remaining_problem(problem, plan, [stage.name for stage in stages.todo], error)
+                problem, done = _without_done_steps(problem, stages, done)
                 solution = solve(problem)
                 problem, plan, session = solution.problem, solution.plan, None
             except (Infeasible, BrokenPlan) as reason:
-                raise _given_up(error, reason, stages, keep) from None
+                raise _no_plan_fits(error, reason, stages, keep) from None
             stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]
             stages.options = dict(plan.options)
-            notes.append(_line(error, problem, stages, begun=begun))
+            notes.append(_note(error, problem, stages, begun=begun))
             if tell is not None:
                 tell(notes[-1])
 
 
-def _behind(stages: Stages) -> dict[str, tuple[int, int]]:
-    """Of each stage whose loop is begun in its middle: how many steps of how many are done."""
+def _steps_done(stages: Stages) -> dict[str, tuple[int, int]]:
+    """Stage -> (finished steps, all steps), for each stage whose loop can resume in the middle."""
     states = {stage.name: stages.steps.state(stage.name) for stage in stages.todo}
     return {name: (state.done, state.steps) for name, state in states.items() if state is not None}
 
 
-def _without_steps(
+def _without_done_steps(
     problem: Problem, stages: Stages, before: Mapping[str, tuple[int, int]]
 ) -> tuple[Problem, dict[str, tuple[int, int]]]:
-    """``problem``, which has no steps that were done ``before``, without those that are done now; and these.
+    """``problem``, which lacks the steps that were done ``before``, without all steps done by now; and these, as `_steps_done`.
 
-    Where calls cannot be told apart by steps, the loop begins at its first.
+    A loop whose calls cannot be assigned to steps restarts from its first step.
     """
-    behind = _behind(stages)
-    for name, (done, steps) in list(behind.items()):
+    steps_done = _steps_done(stages)
+    for name, (done, steps) in list(steps_done.items()):
         earlier = before.get(name, (0, steps))[0]
         try:
             problem = shortened(problem, {name: (done - earlier, steps - earlier)})
         except InputError:
             stages.steps.forget(name)
-            del behind[name]
-    return problem, behind
+            del steps_done[name]
+    return problem, steps_done
 
 
-def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemory) -> Problem:
-    """The problem of the stages ``todo``, with the variants that ``plan`` chose and with what ``error`` saw: less memory where the
-    device has less than planned, else more activation in the phase that ran out."""
+def remaining_problem(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemory) -> Problem:
+    """The problem of the stages ``todo``, with the variants that ``plan`` chose, corrected by what ``error`` measured: a smaller
+    budget if the device has less memory than planned, else a larger activation in the phase that ran out of memory."""
     names, left = dict(plan.variants), set(todo)
     components = tuple(c.held_as(names[c.name]) if c.name in names else c for c in problem.components)
-    budget_bytes, raised = problem.budget_bytes, dict[str, tuple[str, int]]()
+    budget_bytes, increase = problem.budget_bytes, dict[str, tuple[str, int]]()
     if error.available_bytes < problem.effective_bytes:
         budget_bytes = error.available_bytes + problem.overhead_bytes
     else:
-        raised = _raised(problem, error)
-    rest = replace(
+        increase = _increase(problem, error)
+    remaining = replace(
         problem,
         components=components,
         budget_bytes=max(1, budget_bytes),
-        phases=tuple(_more(phase, raised) for phase in problem.phases if phase.stage in left),
+        phases=tuple(_increased(phase, increase) for phase in problem.phases if phase.stage in left),
         options=tuple(
-            replace(option, phases=tuple(_more(phase, raised) for phase in option.phases))
+            replace(option, phases=tuple(_increased(phase, increase) for phase in option.phases))
             for option in problem.options
             if option.stage in left
         ),
@@ -180,56 +184,58 @@ def rest_of(problem: Problem, plan: Plan, todo: Sequence[str], error: OutOfMemor
         precedence=None if problem.precedence is None else tuple(p for p in problem.precedence if left >= set(p)),
         runs=1,
     )
-    return replace(rest, values=reorder(rest).values)
+    return replace(remaining, values=reorder(remaining).values)
 
 
-def _raised(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]]:
-    """Phase -> (part, bytes that it is to have more): what it held and then wanted beyond the plan, and no less than a step."""
+def _increase(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]]:
+    """Phase -> (part, additional bytes): its measured peak plus the refused allocation, beyond the planned bytes. The minimum is
+    1/MIN_INCREASE_FRACTION of the budget."""
     if not error.phase:
         return {}
-    wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ ?[KMGT]?i?B)", str(error))  # as torch says it, and sim
+    wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ ?[KMGT]?i?B)", str(error))  # the wording of torch and of sim
     missing = error.peak_bytes + (parse_size(wanted[1]) if wanted else 0) - error.planned_bytes
-    return {error.phase: (error.part, max(missing, problem.effective_bytes // STEP, 1))}
+    return {error.phase: (error.part, max(missing, problem.effective_bytes // MIN_INCREASE_FRACTION, 1))}
 
 
-def _more(phase: PhaseNumbers, raised: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
-    part, more = raised.get(phase.name, ("", 0))
-    handed = phase.glue_bytes + more if phase.glue_bytes else 0
+def _increased(phase: PhaseNumbers, increase: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
+    part, more = increase.get(phase.name, ("", 0))
+    glue_bytes = phase.glue_bytes + more if phase.glue_bytes else 0
     if part == "load":
         return replace(phase, live_in_bytes=phase.live_in_bytes + more, basis="measured")
     if part == "first":
-        return replace(phase, first_bytes=phase.first_bytes + more, glue_bytes=handed, basis="measured")
-    return (
-        replace(phase, steady_bytes=phase.steady_bytes + more, glue_bytes=handed, basis="measured") if part == "steady" else phase
-    )
+        return replace(phase, first_bytes=phase.first_bytes + more, glue_bytes=glue_bytes, basis="measured")
+    if part == "steady":
+        return replace(phase, steady_bytes=phase.steady_bytes + more, glue_bytes=glue_bytes, basis="measured")
+    return phase
 
 
-def _line(error: OutOfMemory, problem: Problem, stages: Stages, *, begun: bool) -> str:
-    """``begun``: whether the first stage that is left was under way."""
+def _note(error: OutOfMemory, problem: Problem, stages: Stages, *, begun: bool) -> str:
+    """One line on a replan. ``begun``: whether the first remaining stage had started."""
     stage = next(iter(stages_of(problem)), "the end")
     state = stages.steps.state(stage)
-    where = f", behind step {state.done} of {state.steps}" if state is not None else ", from its begin" if begun else ""
-    return f"{str(error).splitlines()[0]}: planned again with {show_size(problem.effective_bytes)}, going on from {stage}{where}"
+    where = f", after step {state.done} of {state.steps}" if state is not None else ", from its start" if begun else ""
+    return f"{str(error).splitlines()[0]}: planned again with {show_size(problem.effective_bytes)}, continuing from {stage}{where}"
 
 
-def _given_up(error: OutOfMemory, reason: Exception, stages: Stages, keep: Path | None) -> OutOfMemory:
+def _no_plan_fits(error: OutOfMemory, reason: Exception, stages: Stages, keep: Path | None) -> OutOfMemory:
+    """The error that ends the run, after saving the values of finished stages and the latents of finished steps."""
     values = dict(stages.named)
-    for name, (done, steps) in _behind(stages).items():
+    for name, (done, steps) in _steps_done(stages).items():
         state = stages.steps.state(name)
-        values[f"{name}.latents behind step {done} of {steps}"] = state.latents if state is not None else None
+        values[f"{name}.latents after step {done} of {steps}"] = state.latents if state is not None else None
     named = _flat(values)
     saved = ""
     if named:
         try:
             made = sorted(name for name, value in values.items() if _flat(value))
-            saved = f"; what was made is in {_saved(named, keep)}: {', '.join(made)}"
+            saved = f"; finished values are saved in {_saved(named, keep)}: {', '.join(made)}"
         except (OSError, SafetensorError) as refused:
-            saved = f"; what was made could not be saved: {refused}"
-    return OutOfMemory(f"{error}; no plan fits what is left ({str(reason).splitlines()[0]}){saved}")
+            saved = f"; finished values could not be saved: {refused}"
+    return OutOfMemory(f"{error}; no plan fits the remaining stages ({str(reason).splitlines()[0]}){saved}")
 
 
 def _saved(named: Mapping[str, torch.Tensor], keep: Path | None) -> Path:
-    """The file, which is whole or absent."""
+    """Writes ``named`` to a file in ``keep`` and returns its path. The file is complete or absent."""
     folder = keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))
     folder.mkdir(parents=True, exist_ok=True)
     file, partial = folder / "values.safetensors", folder / ".values.safetensors.part"
@@ -241,7 +247,7 @@ def _saved(named: Mapping[str, torch.Tensor], keep: Path | None) -> Path:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """Tensors by dotted names."""
+    """The tensors in ``value``, nested in mappings and sequences, by dotted name."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     if isinstance(value, Mapping):
@@ -253,23 +259,23 @@ def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {key: tensor for k, item in items for key, tensor in _flat(item, f"{name}.{k}" if name else str(k)).items()}
 
 
-def _joined(legs: Sequence[Trace], notes: Sequence[str]) -> Trace:
-    """One trace of several, one after another in time; slots are numbered on."""
-    if len(legs) == 1:
-        return replace(legs[0], notes=tuple(notes))
+def _joined(traces: Sequence[Trace], notes: Sequence[str]) -> Trace:
+    """One trace of several consecutive ones, with times and slot numbers continued."""
+    if len(traces) == 1:
+        return replace(traces[0], notes=tuple(notes))
     slots: list[SlotTrace] = []
     events: list[Event] = []
-    later = 0.0
-    for leg in legs:
+    offset = 0.0
+    for trace in traces:
         events += [
             replace(
                 event,
                 slot=event.slot + len(slots),
-                start_seconds=event.start_seconds + later,
-                end_seconds=event.end_seconds + later,
+                start_seconds=event.start_seconds + offset,
+                end_seconds=event.end_seconds + offset,
             )
-            for event in leg.events
+            for event in trace.events
         ]
-        slots += [replace(s, start_seconds=s.start_seconds + later, end_seconds=s.end_seconds + later) for s in leg.slots]
-        later = slots[-1].end_seconds if slots else later
-    return replace(legs[-1], slots=tuple(slots), events=tuple(events), notes=tuple(notes))
+        slots += [replace(s, start_seconds=s.start_seconds + offset, end_seconds=s.end_seconds + offset) for s in trace.slots]
+        offset = slots[-1].end_seconds if slots else offset
+    return replace(traces[-1], slots=tuple(slots), events=tuple(events), notes=tuple(notes))

@@ -1,13 +1,13 @@
-"""Where the weights of one component are: in its backing store, and block by block on the device when the plan says so.
+"""Moves the weights of one component between its backing store and the device, block by block.
 
-Decides nothing about when. Tensors are placed by replacing entries of ``module._parameters`` and ``module._buffers`` (``module.to``
-and ``param.data = ...`` fail across some devices, and part tied weights), and what quantized layers hold beside them; a tied tensor
-stays one tensor in every place.
+Tensors are moved by replacing entries of ``module._parameters`` and ``module._buffers``, and the further tensors of quantized
+layers (``module.to`` and ``param.data = ...`` fail across some devices, and they untie tied weights). A tied tensor stays one
+tensor at all of its locations. When to move is the plan's decision, not this module's.
 
-    backing store         | block 0 | block 1 | block 2 |    in RAM or on disk (backing stores.py); in RAM, the module's own tensors are views of it
-                      |copy     |copy
-    device       | block 0 |                        present: a buffer of its own, until evicted
-                 | ring: 1 . . . . |                staged: a view of the ring, for as long as the block runs
+    backing store    | block 0 | block 1 | block 2 |    in RAM or on disk (backing.py); in RAM, the module's tensors are views of it
+                         |copy     |copy
+    device           | block 0 |   |                    loaded: a buffer of its own, until evicted
+                     | ring: 1 . . . . |                streamed: a view of the ring, while the block runs
 """
 
 from __future__ import annotations
@@ -22,35 +22,40 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorLocation, lay_out
-from graphrun.modules.quantize import settle_layers
-from graphrun.runtime.backing import Arena, Blocks, Disk
+from graphrun.modules.quantize import normalize_quantized_layers
+from graphrun.runtime.backing import Arena, BlockWriter, Disk
 from graphrun.runtime.devices.device import Device, Mark
 from graphrun.units import round_up
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One distinct tensor of a block. ``host``: what stands in its places off the device (on meta without a backing store)."""
+    """One distinct tensor of a block.
+
+    ``host``: the tensor at ``locations`` while the block is not on the device. ``template``: a tensor of its dtype and shape, on
+    meta where the weights come from a writer; it is ``host`` while there is no backing store.
+    """
 
     offset: int
     nbytes: int
-    absent: torch.Tensor
+    template: torch.Tensor
     host: torch.Tensor
     locations: tuple[TensorLocation, ...]
     strides: tuple[int, ...]
 
     def put(self, tensor: torch.Tensor) -> None:
-        for place in self.locations:
-            place.put(tensor)
+        for location in self.locations:
+            location.put(tensor)
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor as it lies in ``flat``, the block's own buffer in this dtype, with what its library hung on it."""
+        """View of this tensor in ``flat``, the block's buffer viewed in this dtype, with the attributes of the original
+        parameter."""
         offset = flat.storage_offset() + self.offset // flat.element_size()
-        view = flat.as_strided(self.absent.shape, self.strides, offset)
-        if not isinstance(self.absent, nn.Parameter):
+        view = flat.as_strided(self.template.shape, self.strides, offset)
+        if not isinstance(self.template, nn.Parameter):
             return view
         made = nn.Parameter(view, requires_grad=False)
-        made.__dict__.update(self.absent.__dict__)
+        made.__dict__.update(self.template.__dict__)
         return made
 
 
@@ -58,67 +63,68 @@ class _Entry:
 class _Block:
     nbytes: int
     entries: tuple[_Entry, ...]
-    states: tuple[Any, ...]  # of 8-bit layers: they keep a tensor of their last call
+    states: tuple[Any, ...]  # `state` of 8-bit layers, which keeps a tensor of the last call
     buffer: torch.Tensor | None = None
 
     def views_in(self, buffer: torch.Tensor) -> Iterator[tuple[_Entry, torch.Tensor]]:
-        """Each entry with its tensor as it lies in ``buffer`` (flat uint8, the block's own), by two operators: blocks that stream
-        are placed at every step."""
-        flat = {dtype: buffer.view(dtype) for dtype in dict.fromkeys(entry.absent.dtype for entry in self.entries)}
-        return ((entry, entry.view_in(flat[entry.absent.dtype])) for entry in self.entries)
+        """Each entry with its view in ``buffer`` (flat uint8, one block). Only two operators per tensor, since streamed blocks are
+        bound at every step."""
+        flat = {dtype: buffer.view(dtype) for dtype in dict.fromkeys(entry.template.dtype for entry in self.entries)}
+        return ((entry, entry.view_in(flat[entry.template.dtype])) for entry in self.entries)
 
 
 class Residency:
-    """The blocks of ``module``, none of them on the device.
+    """The blocks of ``module``; initially none is on the device.
 
-    Without ``writer`` the module was handed in, with its weights: its tensors become views of one arena, block after block, so that
-    at most one block exists twice. With one, its tensors are on meta, and get their bytes when its backing store is held. Raises InputError
-    when the module is not the one that ``numbers`` describe, or is not on the CPU.
+    Without ``writer`` the module brings its weights: its tensors become views of one arena, block after block, so that at most one
+    block is in memory twice. With ``writer``, its tensors are on meta until its backing store is read. Raises InputError when the
+    module does not match ``numbers``, or is not on the CPU.
     """
 
-    def __init__(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: Blocks | None = None) -> None:
+    def __init__(self, module: nn.Module, numbers: ComponentNumbers, device: Device, writer: BlockWriter | None = None) -> None:
         self.name = numbers.name
         self.module = module
-        self.given = writer is None
+        self.caller_owned = writer is None
         self.granularity, self.device = numbers.granularity, device
         self._writer = writer
-        settle_layers(module)
+        normalize_quantized_layers(module)
         order = blocks_of(numbers, None)
-        layouts = lay_out(module, order, by_layer=numbers.granularity == "layers")
+        layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
-        _refuse_other_module(numbers, layouts, given=self.given)
+        _refuse_other_module(numbers, layouts, on_cpu=self.caller_owned)
         self._variant = variant = numbers.variants[0]
         if variant.backing_store == "disk":
             if writer is None:
-                raise InputError(f"{self.name} was handed in, and the plan reads it from disk: leave it out of modules=")
+                raise InputError(f"{self.name} was passed in, but the plan reads it from disk: leave it out of modules=")
             self.backing_store: Arena | Disk = Disk(layouts, device, writer, variant.host_bytes)
         else:
-            kept = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.given else layouts
-            self.backing_store = Arena(kept, device, variant.backing_store == "pinned")
+            own = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.caller_owned else layouts
+            self.backing_store = Arena(own, device, variant.backing_store == "pinned")
         self._blocks = {path: _block(layout) for path, layout in layouts.items()}
-        self.joined = True  # the module is in the form that these blocks are of
+        self.joined = True  # whether the module has these tensors, and not those of another dtype variant
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
-            self._move(self.backing_store, layouts)
+            self._move_into_arena(self.backing_store, layouts)
 
     @property
     def arena(self) -> torch.Tensor:
-        """The backing store's memory: the arena, or the bounce buffer of a backing store on disk."""
+        """Memory of the backing store: the arena, or the bounce buffer of a disk backing store."""
         assert self.backing_store.memory is not None
         return self.backing_store.memory
 
     @property
-    def held(self) -> bool:
-        """Whether the backing store is there (it may still be filling)."""
+    def backed(self) -> bool:
+        """Whether the memory of the backing store is allocated (its reads may still be under way)."""
         return self.backing_store.memory is not None
 
     @property
     def loaded_bytes(self) -> int:
-        """What its blocks on the device take there."""
+        """Bytes of the loaded blocks on the device."""
         return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in self._blocks.values() if block.buffer is not None)
 
-    def held_bytes(self) -> int:
-        """What the module's tensors take on the device now, every storage once: also what quantized layers hang on themselves."""
+    def measured_bytes(self) -> int:
+        """Bytes of the module's tensors on the device now, each storage once; includes those that quantized layers add in a
+        call."""
         kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
             state = child.__dict__.get("state")
@@ -132,102 +138,110 @@ class Residency:
         return sum(sizes.values())
 
     def holds_module(self) -> bool:
-        """Whether the module's tensors are those of the backing store. Loading other weights replaces them, or what they point to."""
+        """Whether the module's tensors are still those of the backing store.
+
+        Loading other weights into the module replaces them.
+        """
         assert isinstance(self.backing_store, Arena)
         return self.backing_store.memory is not None and all(
-            getattr(place.owner, place.kind).get(place.key) is entry.host
+            getattr(location.owner, location.kind).get(location.key) is entry.host
             and entry.host.data_ptr() == self.backing_store.block(path).data_ptr() + entry.offset
-            and entry.host.dtype == entry.absent.dtype
+            and entry.host.dtype == entry.template.dtype
             for path, block in self._blocks.items()
             for entry in block.entries
             if entry.nbytes
-            for place in entry.locations
+            for location in entry.locations
         )
 
     def nbytes(self, path: str) -> int:
-        """Bytes of block ``path``, alignment included."""
+        """Bytes of block ``path``, including alignment."""
         return self._blocks[path].nbytes
 
-    def fill(self) -> list[tuple[str, int]]:
-        """Makes the backing store, and begins to read all blocks into it: paths and bytes. A backing store on disk gets its bounce buffer alone; what
-        was handed in is there already."""
-        if self.held or self._writer is None:
+    def prepare_reads(self) -> list[tuple[str, int]]:
+        """Allocates the backing store and prepares the read of every block into it: (path, bytes) in order.
+
+        Empty for a disk backing store, which only gets its bounce buffer, and for a backing store that is there already.
+        """
+        if self.backed or self._writer is None:
             return []
-        self.backing_store.hold()
+        self.backing_store.allocate()
         if isinstance(self.backing_store, Disk):
             return []
-        self.backing_store.lock()
+        self.backing_store.pin()
         for path, block in self._blocks.items():
             for entry, view in block.views_in(self.backing_store.block(path)):
                 entry.host = view
             self.unbind(path)
-        return self.backing_store.fill(self._writer)
+        return self.backing_store.prepare_reads(self._writer)
 
-    def free(self) -> None:
-        """Drops the backing store. The module's tensors are on meta, but for those on the device. Behind a barrier."""
+    def drop(self) -> None:
+        """Drops the backing store. The module's tensors are on meta then, except those on the device. Call after a barrier."""
         for path, block in self._blocks.items():
             for entry in block.entries:
-                entry.host = entry.absent
+                entry.host = entry.template
             if block.buffer is None:
                 self.unbind(path)
         self.backing_store.drop()
 
     def allocate(self, path: str, device: Device) -> None:
-        """Block ``path`` gets a buffer of its own on the device, still empty."""
+        """Allocates the device buffer of block ``path``. Its contents are undefined."""
         self._blocks[path].buffer = device.allocate(self.nbytes(path))
 
     def load(self, path: str, device: Device) -> tuple[Mark, Mark]:
-        """Queues the copy of block ``path`` into its buffer and places its tensors there: marks before and after the copy.
+        """Queues the copy of block ``path`` into its buffer and binds its tensors to it. Returns marks before and after the copy.
 
-        Who computes with the block before the next barrier calls `await_arrival` first.
+        Call `wait_copy` before computing with the block, unless a barrier came in between.
         """
         block = self._blocks[path]
         assert block.buffer is not None, f"{self.name} {path!r} was not allocated"
-        marks = self.stage(path, block.buffer, device)
+        marks = self.copy(path, block.buffer)
         self._arrivals[path] = marks[1]
         self.bind(path, block.buffer)
         return marks
 
-    def await_arrival(self, path: str, device: Device) -> None:
-        """Compute waits for the copy of block ``path``, if one is under way."""
+    def wait_copy(self, path: str, device: Device) -> None:
+        """Makes the compute stream wait for the copy of block ``path``, if one is under way."""
         if path in self._arrivals:
             device.wait("compute", self._arrivals.pop(path))
 
-    def await_backing_store(self) -> None:
-        """The host waits until its backing store is filled, and compute for when that was: the component computes there."""
+    def wait_read(self) -> None:
+        """Waits until the backing store is read, on the host and on the compute stream: the component computes on the CPU."""
         assert isinstance(self.backing_store, Arena)
         for path in self._blocks:
-            if (marks := self.backing_store.filled(path)) is not None:
+            if (marks := self.backing_store.wait_read(path)) is not None:
                 self.device.wait("compute", marks[1])
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
-        """The tensors of block ``path`` are those that lie in ``buffer``."""
+        """Makes the tensors of block ``path`` views of ``buffer``."""
         for entry, view in self._blocks[path].views_in(buffer) if self.joined else ():
             entry.put(view)
 
     def unbind(self, path: str) -> None:
-        """The tensors of block ``path`` are the host's again, or on meta where no backing store holds them."""
+        """Makes the tensors of block ``path`` those of the backing store again, or meta tensors where there is none in RAM."""
         block = self._blocks[path]
         for entry in block.entries if self.joined else ():
             entry.put(entry.host)
         for state in block.states:
-            state.idx = None  # the columns of the last call's outliers, on the device
+            state.idx = None  # outlier columns of the last call, on the device
 
     def leave(self) -> None:
-        """The module gets tensors of another form from now on: its own are the host's; blocks on the device wait to be evicted."""
+        """Call before the module gets the tensors of another dtype variant. Loaded blocks stay on the device until evicted."""
         for path in self._blocks:
             self.unbind(path)
         self.joined = False
 
     def join(self) -> None:
-        """The module has the host's tensors of these blocks again: it gets those that are on the device from there."""
+        """Call after the module has the host tensors of these blocks again. Binds loaded blocks to their device buffers."""
         self.joined = True
         for path, block in self._blocks.items():
             if block.buffer is not None:
                 self.bind(path, block.buffer)
 
-    def stage(self, path: str, buffer: torch.Tensor, device: Device) -> tuple[Mark, Mark]:
-        """Queues the copy of block ``path`` into ``buffer`` without placing its tensors: marks before and after the copy."""
+    def copy(self, path: str, buffer: torch.Tensor) -> tuple[Mark, Mark]:
+        """Queues the copy of block ``path`` into ``buffer`` without binding its tensors.
+
+        Returns marks before and after the copy.
+        """
         return self.backing_store.copy(path, buffer)
 
     def present(self) -> list[str]:
@@ -235,29 +249,29 @@ class Residency:
         return [path for path, block in self._blocks.items() if block.buffer is not None]
 
     def evict(self, path: str) -> None:
-        """The device copy of block ``path`` is dropped; it moves no bytes, since weights are read-only. Only behind a barrier."""
+        """Releases the device copy of block ``path``. No bytes are copied, since weights are read-only. Call after a barrier."""
         self.unbind(path)
         self._arrivals.pop(path, None)
         self._blocks[path].buffer = None
 
     def release(self) -> None:
-        """Every tensor is the host's again and every buffer is dropped, whatever was under way."""
+        """Evicts every block, also after a failure."""
         for path in self._blocks:
             self.evict(path)
 
-    def _move(self, backing_store: Arena, layouts: dict[str, BlockLayout]) -> None:
-        backing_store.hold()
+    def _move_into_arena(self, backing_store: Arena, layouts: dict[str, BlockLayout]) -> None:
+        backing_store.allocate()
         for path, block in self._blocks.items():
             layouts.pop(path)
             for entry, view in block.views_in(backing_store.block(path)):
                 view.copy_(entry.host.detach())
-                entry.host = entry.absent = view
+                entry.host = entry.template = view
                 entry.put(view)
-        backing_store.lock()
+        backing_store.pin()
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those of ``tensor`` where they leave no gap, as in channels_last; else the usual ones of its shape."""
+    """Strides of ``tensor`` if it is dense (such as channels_last); else the contiguous ones of its shape."""
     usual = torch.empty(tensor.shape, device="meta").stride()
     dense = tensor.stride() != usual and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.stride() if dense else usual
@@ -265,29 +279,29 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _block(layout: BlockLayout) -> _Block:
     entries = tuple(_Entry(e.offset, e.nbytes, e.tensor, e.tensor, e.locations, _strides(e.tensor)) for e in layout.entries)
-    states = tuple(place.owner for entry in entries for place in entry.locations if place.key == "SCB")
+    states = tuple(location.owner for entry in entries for location in entry.locations if location.key == "SCB")
     return _Block(layout.nbytes, entries, states)
 
 
-def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayout], *, given: bool) -> None:
+def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayout], *, on_cpu: bool) -> None:
     for k, block_bytes in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True):
         for path in k.blocks:
             layout = layouts.get(path)
             found = round_up(layout.nbytes, ALLOCATION_BYTES) if layout else 0
             if found > block_bytes:
                 raise InputError(
-                    f"{numbers.name}: block {path or 'remainder'!r} has {found} bytes, and the problem says {block_bytes}: "
-                    "the module is not the one that was planned for"
+                    f"{numbers.name}: block {path or 'remainder'!r} has {found} bytes, but the problem says {block_bytes}: "
+                    "this is not the module that the plan was made for"
                 )
             for entry in layout.entries if layout else ():
-                if given and entry.tensor.device.type != "cpu":
+                if on_cpu and entry.tensor.device.type != "cpu":
                     raise InputError(
-                        f"{numbers.name}: block {path or 'remainder'!r} is on {entry.tensor.device}; hand it in on the CPU"
+                        f"{numbers.name}: block {path or 'remainder'!r} is on {entry.tensor.device}; pass it in on the CPU"
                     )
 
 
 def blocks_of(numbers: ComponentNumbers, chosen: Iterable[tuple[str, tuple[int, ...]]] | None) -> list[str]:
-    """Paths of the blocks that an action names (all of them for None), in call order."""
+    """Paths of the blocks in ``chosen``, pairs of group and indices as in an action (None: all), in call order."""
     if chosen is None:
         return [path for k in numbers.groups for path in k.blocks]
     picked = {name: set(indices) for name, indices in chosen}

@@ -1,30 +1,25 @@
-"""One run of a plan's slots: entries move a cursor over them, and each is opened, served and closed in turn. Decides nothing.
+"""Executes the slots of a plan: calls into components advance a cursor over them, and each slot is opened, served and closed.
 
-entry of a component --> Turns: which slots now? --> OpenSlot: close | open --> the component's own code
+    Run          intercepts every call into a component and executes the slots; one object per run
+    SlotCursor   which slots does this call open?
+    OpenSlot     performs the actions of one slot
+    PacedReads   reads backing stores from disk during a slot, in step with reads for copies
+    Recorder     collects the events of the trace
 
-Whose turn it is: which slots of a plan an entry into a component opens.
+The slots that calls into the components a and b open:
 
-    plan     a load | a first | a rest x3 | b load | b first | end
-    entry    a                  a a a       b                  finish
-    opens    0 1                2 . .       3 4                5
+    plan     a load | a first | a steady x3 | b load | b first | end
+    call     a                  a a a         b                  end of run
+    opens    0 1                2 . .         3 4                5
 
-Knows names and counts, and neither device nor bytes.
+One slot:
 
-The disk in one slot: backing stores that it fills, beside blocks that are read for copies. Decides nothing: it keeps the plan's pace.
+    open     drop | evict | spill | reset peak | restore | read | allocate loads and rings | issue copies | run -->
+    serve    a call waits for what its component needs; a block waits for its own copy; prefetch is paced by streamed blocks
+    close    issue the remaining prefetch | barrier | release rings and hooks | measurements
 
-    disk   |r1|r2|fill a|r3|fill b|      a fill goes in where a bounce buffer is full, in step with the bytes read
-
-What a copy waits for is filled at once, up to there; what is left comes last. Where nothing is read, all fills begin at once.
-The simulator does the same (`graphrun.verify.simulate`).
-
-One open slot: its actions are performed at its start, its calls are served while it lasts, and a barrier ends it.
-
-    open     free | evict | spill | peak restarts | restore | fill | allocate loads and rings | issue copies | run -->
-    serve    an entry waits for what its component needs; blocks wait for their own copies; prefetch is paced behind streamed blocks
-    close    issue what prefetch is left | barrier | rings and hooks go | what was measured
-
-Decides nothing: every byte that moves is in the plan's text. Loads that the phase computes with come before prefetch; where a
-component streams, prefetch is issued in step with its blocks, when its ring is full, so that it fills the copy stream's idle time.
+Every copy is in the plan. Loads that the phase computes with come before prefetch. Where a component streams, prefetch is issued in
+step with its blocks, when its ring is full, so that it uses the idle time of the copy stream.
 """
 
 from __future__ import annotations
@@ -61,9 +56,289 @@ from graphrun.units import show_size
 
 AGAIN = "plan again with the inputs of this run"
 
+Progress = Callable[[int, int, int], None]
+"""Called at each call: index of the slot, number of the call in it (0: the slot opens), planned calls of the slot."""
+
+Proceed = Callable[..., Any]
+Work = Callable[[], dict[str, Any]]
+"""Code that calls the components and returns the outputs of the run, on the host."""
+
+HandedOut = Callable[[Mapping[str, Any]], int]
+"""Returns the bytes of those outputs that the caller receives on the device."""
+
+
+class Replan(Protocol):
+    """Supplies a new plan when an attached pipeline makes a call that the current plan does not have."""
+
+    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the current plan expects this call."""
+
+    def around(
+        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
+    ) -> tuple[Problem, Plan]:
+        """A plan that starts with this call. The device holds no weights, and ``live_bytes`` of other tensors."""
+
+
+class Run:
+    """One run of ``plan`` on ``problem``, which has its choices applied. ``slowdowns``: of the components that compute on the CPU;
+    ``peaks``: planned peak bytes of each slot.
+
+    Holds no tensor itself, so that frames of an error that refer to it keep no device memory.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        device: Device,
+        host: Host,
+        slowdowns: Mapping[str, float],
+        peaks: Sequence[int],
+        progress: Progress | None,
+    ) -> None:
+        self._problem, self._plan = problem, plan
+        self._device, self._host, self._slowdowns, self._progress = device, host, slowdowns, progress
+        self._peaks = peaks
+        self._cursor = SlotCursor(problem, plan)
+        self._values = Values(None)
+        self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
+        self._measured: set[str] = set()  # quantized components whose size was measured
+        self._slots: list[SlotTrace] = []
+        self._open: OpenSlot | None = None
+        self._recorder: Recorder | None = None
+        self._interceptor: CallInterceptor | None = None
+        self.replan: Replan | None = None
+        self.handed_out: HandedOut | None = None
+        self._baseline_bytes = device.allocated_bytes - self._loaded_bytes()
+        self._before = self._tiers()
+        self._at_failure = (0, 0)  # peak bytes of the open slot, and bytes that this process could allocate in total
+
+    @property
+    def where(self) -> str:
+        """Text for an error: the open slot."""
+        return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
+
+    def execute(self, work: Work | Stages, *, keep: bool) -> Trace:
+        """The whole run. Always removes its hooks from modules; evicts all weights, unless ``keep``.
+
+        Raises BrokenPlan when the run deviates from the plan or leaves bytes behind.
+        """
+        device, done = self._device, False
+        foreign_bytes = min(self._problem.reserve_bytes, self._baseline_bytes)  # tensors of other code, within the reserve
+        with device.session(self._problem.effective_bytes + foreign_bytes), torch.no_grad():
+            try:
+                device.barrier()
+                self._recorder = Recorder(device, device.mark("compute"))
+                dtypes = {name: own for name, (own, _) in self._host.casts.items()}
+                more: dict[str, Any] = {"reads": self._read_weight, "dtypes": dtypes, "casts": self._host.dtype_variants}
+                self._interceptor = CallInterceptor(self._host.modules, device.torch_device, around=self._around, **more)
+                with self._interceptor:
+                    outputs = self._work(work)
+                self._finish()
+                done = True
+            finally:
+                self._interceptor = None  # breaks a reference cycle that would keep the caller's objects alive
+                self._note_failure(done)
+                self._release(evict=not (keep and done))
+            if not keep:
+                self._host.finish()
+            device.release_cached()
+        output_bytes = self.handed_out(outputs) if self.handed_out is not None else 0
+        after = self._tiers_after(output_bytes)
+        if any(after[name] > before_bytes for name, before_bytes in self._before.items()):
+            gc.collect()  # reference cycles of the ops' code; only if needed, since it takes 0.1 s or more
+            device.release_cached()
+            after = self._tiers_after(output_bytes)
+        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
+        self._refuse_leftovers(tiers, keep)
+        return Trace(
+            plan_digest=self._plan.digest,
+            device=device.name,
+            slots=tuple(self._slots),
+            events=tuple(self._recorder.events),
+            baseline_bytes=self._baseline_bytes,
+            left_bytes=0,
+            outputs=outputs,
+            tiers=tiers,
+        )
+
+    def _work(self, work: Work | Stages) -> dict[str, Any]:
+        if not isinstance(work, Stages):
+            return work()
+        self._values = Values(work)
+        work.before_stage = self._before_stage
+        try:
+            return work.run()
+        finally:
+            work.before_stage = None
+
+    def _before_stage(self, stage: str) -> None:
+        """Called before each stage: checks that the rest of the plan still fits in memory, and restores values that the stage
+        reads.
+
+        Raises OutOfMemory when the device has less memory than the remaining slots need.
+        """
+        after = self._open.index + 1 if self._open is not None else 0
+        available, needed = self._device.available_bytes, max(self._peaks[after:], default=0)
+        if available < needed:
+            raise OutOfMemory(
+                f"before {stage}, {show_size(available)} are available of the {show_size(needed)} that the plan needs"
+            )
+        for index in self._cursor.begin(stage):
+            self._advance_to(index)
+
+    def _around(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for index in self._slots_to_open(component, entry, args, kwargs):
+            self._advance_to(index)
+        assert self._open is not None
+        assert self._recorder is not None
+        begun: Mark = self._open.enter(component)
+        self._report_progress(self._open.calls)
+        if component in self._host.casts:
+            proceed = _cast(proceed, *self._host.casts[component])
+        on_host = component in self._slowdowns
+        result = self._on_host(component, proceed, args, kwargs) if on_host else proceed(*args, **kwargs)
+        ended = self._device.mark("compute")
+        self._recorder.note("run", component, entry, 0, (begun, ended))
+        if self._variants[component].precision in QUANTIZED and component not in self._measured:
+            self._measured.add(component)  # 8-bit layers may grow in their first call
+            size = self._host.residencies[component].measured_bytes()
+            self._recorder.note("size", component, "after its first call", size, (ended, ended))
+        return result
+
+    def _slots_to_open(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Indices of the slots that this call opens; of a new plan's, if the current one does not have this call."""
+        if self.replan is None:
+            return self._cursor.enter(component)
+        if self.replan.holds(component, entry, args, kwargs):
+            with contextlib.suppress(BrokenPlan):
+                return self._cursor.enter(component)
+        self._close()
+        for residency in self._host.residencies.values():
+            residency.release()
+        self._device.release_cached()
+        problem, self._plan = self.replan.around(component, entry, args, kwargs, self._device.allocated_bytes)
+        self._problem = apply_choices(problem, self._plan)
+        self._variants = {numbers.name: numbers.variants[0] for numbers in self._problem.components}
+        self._cursor = SlotCursor(self._problem, self._plan)
+        return self._cursor.enter(component)
+
+    def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, for code outside of the component that reads a weight directly."""
+        return tensor.to(self._device.torch_device, copy=True)
+
+    def _finish(self) -> None:
+        """Opens and closes the slots after the last call."""
+        try:
+            for index in self._cursor.finish():
+                self._advance_to(index)
+        except BrokenPlan:
+            if self.replan is None:
+                raise
+        self._close()
+
+    def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the component on the CPU: copies its inputs there and its outputs to the device."""
+        assert self._open is not None
+        assert self._interceptor is not None
+        self._open.wait_read(component)
+        device, cpu = self._device.torch_device, torch.device("cpu")
+        args, kwargs = computing_on(cpu, *walk((args, kwargs), lambda tensor: tensor.to(cpu)))
+        self._interceptor.device = cpu
+        try:
+            with self._device.on_host(self._slowdowns[component]):
+                result = proceed(*args, **kwargs)
+        finally:
+            self._interceptor.device = device
+        return walk(result, lambda tensor: tensor.to(device))
+
+    def annotate(self, error: OutOfMemory) -> None:
+        """Sets the fields of ``error``: the slot in which it happened, its planned bytes and its measured bytes."""
+        error.peak_bytes, error.available_bytes = self._at_failure
+        if self._open is not None:
+            error.phase, error.part = self._open.slot.phase, self._open.slot.part
+            error.planned_bytes = self._peaks[self._open.index]
+
+    def finished(self, todo: Sequence[str]) -> Trace:
+        """Trace of the stages that are not in ``todo``."""
+        stages = {phase.name: phase.stage for phase in self._problem.phases}
+        slots = tuple(slot for slot in self._slots if stages.get(slot.phase) not in (None, *todo))
+        events = tuple(e for e in self._recorder.events if e.slot < len(slots)) if self._recorder is not None else ()
+        return Trace(self._plan.digest, self._device.name, slots, events, self._baseline_bytes, 0)
+
+    def _advance_to(self, index: int) -> None:
+        """Closes the open slot and opens slot number ``index``."""
+        self._close()
+        assert self._recorder is not None
+        slot, residencies = self._plan.slots[index], self._host.residencies
+        if self._open is not None and slot.phase != self._open.slot.phase:
+            self._clear_memos()
+        self._open = OpenSlot(index, slot, self._problem, residencies, self._device, self._recorder, self._values)
+        self._report_progress(0)
+        self._open.open()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._slots.append(self._open.close())
+
+    def _report_progress(self, call: int) -> None:
+        if self._progress is not None and self._open is not None:
+            self._progress(self._open.index, call, self._open.slot.calls)
+
+    def _note_failure(self, done: bool) -> None:
+        if not done:
+            self._at_failure = self._device.peak_bytes, self._device.available_bytes
+
+    def _release(self, *, evict: bool) -> None:
+        """Releases what the run, or its failure, has left: copies under way, hooks, ring views; loaded blocks if ``evict``."""
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a device in an error state cannot be synchronized; the original error is being raised
+            self._device.barrier()
+        if self._open is not None:
+            self._open.release()
+        self._values.release_originals()
+        self._clear_memos()
+        for residency in self._host.residencies.values() if evict else ():
+            residency.release()
+
+    def _clear_memos(self) -> None:
+        for memo in self._host.memos:
+            memo.cache_clear()
+
+    def _tiers_after(self, output_bytes: int) -> dict[str, int]:
+        found = self._tiers()
+        return {**found, "device": found["device"] - output_bytes}
+
+    def _tiers(self) -> dict[str, int]:
+        """Bytes by tier; on the device without loaded blocks, which a session keeps as planned."""
+        arenas = {name: self._device.arenas.nbytes(name) for name in ("arenas", "pinned")}
+        return {"device": self._device.allocated_bytes - self._loaded_bytes(), **arenas}
+
+    def _loaded_bytes(self) -> int:
+        return sum(residency.loaded_bytes for residency in self._host.residencies.values())
+
+    def _refuse_leftovers(self, tiers: tuple[Tier, ...], keep: bool) -> None:
+        """Raises BrokenPlan when a tier holds more than before the run. With ``keep``, backing stores may stay."""
+        for tier in tiers:
+            if tier.left_bytes and not (keep and tier.name != "device"):
+                found = leftovers(self._device, self._host.modules)
+                holders = f"on the device after the run: {found}" if tier.name == "device" else f"in {tier.name} on the host"
+                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {holders}")
+
+
+def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Proceed:
+    """``proceed`` with tensors of dtype ``outside`` cast to ``inside`` in its arguments, and back in its results."""
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = (walk(tree, lambda t: t.to(inside) if t.dtype == outside else t) for tree in (args, kwargs))
+        return walk(proceed(*args, **kwargs), lambda t: t.to(outside) if t.dtype == inside else t)
+
+    return cast
+
 
 class SlotCursor:
-    """A cursor over the slots of ``plan``, moved by entries."""
+    """Maps calls into components to the slots of ``plan``. Pure: knows names and counts of calls, no device and no bytes."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._phases = {phase.name: phase for phase in problem.phases}
@@ -72,10 +347,11 @@ class SlotCursor:
         self._entered: Counter[str] = Counter()
 
     def enter(self, component: str) -> list[int]:
-        """The slots to open now, in order; none when the entry belongs to the slot that is open.
+        """Indices of the slots that a call into ``component`` opens, in order; empty when it belongs to the open slot.
 
-        ``first`` lasts until every component of the phase was entered. An entry stays in its phase unless the next phase uses the
-        same component and this one has had its planned calls of it. Raises BrokenPlan when the plan has no place for the entry.
+        ``first`` lasts until every component of the phase was called. A call belongs to the current phase unless the next phase
+        uses the same component and the current one has had its planned calls. Raises BrokenPlan when the plan does not have this
+        call.
         """
         phase = self._current()
         if phase is not None and self._slots[self._slot].part == "load":
@@ -85,7 +361,7 @@ class SlotCursor:
         elif self._slots[self._slot].part == "first" and all(self._entered[use.component] for use in phase.uses):
             opened = [self._slot + 1]
             if self._slots[opened[0]].part != "steady":
-                raise BrokenPlan(f"{component} was entered again in {phase.name}, for which the plan has one call; {AGAIN}")
+                raise BrokenPlan(f"{component} was called again in {phase.name}, for which the plan has one call; {AGAIN}")
         else:
             opened = []
         if opened:
@@ -94,7 +370,7 @@ class SlotCursor:
         return opened
 
     def begin(self, stage: str) -> list[int]:
-        """The slots to open when ``stage`` begins, before its op sees a value: its load slot, where this restores one."""
+        """Indices of the slots to open when ``stage`` starts, before its op reads values: its load slot, if that restores one."""
         after = self._slot + 1
         if after >= len(self._slots) or not any(isinstance(action, Restore) for action in self._slots[after].actions):
             return []
@@ -106,7 +382,7 @@ class SlotCursor:
         return [after]
 
     def finish(self) -> list[int]:
-        """The slots to open when all stages are done. Raises BrokenPlan when the plan expects more entries."""
+        """Indices of the slots to open when all stages are done. Raises BrokenPlan when the plan expects more calls."""
         left = list(range(self._slot + 1, len(self._slots)))
         if any(self._slots[i].part == "steady" or self._uses(self._slots[i].phase) for i in left):
             raise BrokenPlan(f"the run ended {self._where()}, before the plan did; {AGAIN}")
@@ -114,21 +390,19 @@ class SlotCursor:
         return left
 
     def _first_of(self, phase: PhaseNumbers, component: str) -> list[int]:
-        """Behind a load slot that was opened when its stage began."""
+        """The first slot, after a load slot that `begin` opened."""
         if component not in self._uses(phase.name):
-            names = " or ".join(self._uses(phase.name))
-            raise BrokenPlan(f"{component} was entered out of turn {self._where()}: the plan expects {names} next; {AGAIN}")
+            raise self._out_of_order(component, self._uses(phase.name))
         return [self._slot + 1]
 
     def _next_phase(self, component: str) -> list[int]:
         following = self._following()
         if component not in (expected := self._uses(following)):
-            names = " or ".join(expected) or "nothing more"
-            raise BrokenPlan(f"{component} was entered out of turn {self._where()}: the plan expects {names} next; {AGAIN}")
+            raise self._out_of_order(component, expected)
         last = next(i for i, slot in enumerate(self._slots) if slot.phase == following and slot.part == "first")
         opened = list(range(self._slot + 1, last + 1))
         if any(self._slots[i].part == "steady" for i in opened):
-            raise BrokenPlan(f"{component} was entered {self._where()}, before that phase had its planned calls; {AGAIN}")
+            raise BrokenPlan(f"{component} was called {self._where()}, before that phase had its planned calls; {AGAIN}")
         self._entered.clear()
         return opened
 
@@ -150,86 +424,16 @@ class SlotCursor:
     def _uses(self, phase: str) -> list[str]:
         return [use.component for use in self._phases[phase].uses] if phase in self._phases else []
 
+    def _out_of_order(self, component: str, expected: list[str]) -> BrokenPlan:
+        names = " or ".join(expected) or "nothing more"
+        return BrokenPlan(f"{component} was called out of order {self._where()}: the plan expects {names} next; {AGAIN}")
+
     def _where(self) -> str:
         return f"in {slot_text(self._slots[self._slot])}" if self._slot >= 0 else "at the start"
 
 
-class Fills:
-    """``filling``: residencies whose backing stores the slot fills, in order. ``reading``: those on disk, ``read_bytes`` of them."""
-
-    def __init__(self, filling: Iterable[Residency], reading: Iterable[Residency], read_bytes: int) -> None:
-        self._waiting: deque[tuple[Arena, str, int]] = deque()
-        self._read_bytes = read_bytes
-        self._read_so_far = self._filled_so_far = 0
-        for residency in filling:
-            blocks = residency.fill()
-            if isinstance(residency.backing_store, Arena):
-                backing_store = residency.backing_store
-                self._waiting += [(backing_store, path, nbytes) for path, nbytes in blocks]
-                backing_store.wanted = self._until(backing_store)
-        self._fill_bytes = sum(nbytes for _, _, nbytes in self._waiting)
-        for residency in reading:
-            if isinstance(residency.backing_store, Disk):
-                residency.backing_store.before_read = self._beside
-        if not read_bytes:
-            self.finish()
-
-    def finish(self) -> None:
-        """Begins what is left."""
-        while self._waiting:
-            self._begin()
-
-    def _begin(self) -> None:
-        backing_store, path, nbytes = self._waiting.popleft()
-        self._filled_so_far += nbytes
-        backing_store.begin(path)
-
-    def _beside(self, nbytes: int, full: bool) -> None:
-        while full and self._waiting and self._filled_so_far * self._read_bytes <= self._read_so_far * self._fill_bytes:
-            self._begin()
-        self._read_so_far += nbytes
-
-    def _until(self, backing_store: Arena) -> Callable[[str], None]:
-        def until(path: str) -> None:
-            while self._waiting:
-                done = self._waiting[0][0] is backing_store and self._waiting[0][1] == path
-                self._begin()
-                if done:
-                    break
-
-        return until
-
-
-@dataclass(slots=True)
-class Recorder:
-    """What was done, with marks that become seconds at a barrier."""
-
-    device: Device
-    origin: Mark
-    slot: int = -1
-    moved_bytes: int = 0
-    events: list[Event] = field(default_factory=list)
-    _open: list[tuple[str, str, int, str, int, Mark, Mark]] = field(default_factory=list)
-
-    def note(self, kind: str, component: str, detail: str, nbytes: int, marks: tuple[Mark, Mark]) -> None:
-        """Something that took from the first mark to the second. ``load`` and ``stream`` count as moved bytes."""
-        if kind in ("load", "stream"):
-            self.moved_bytes += nbytes
-        self._open.append((kind, component, self.slot, detail, nbytes, *marks))
-
-    def seconds(self, mark: Mark) -> float:
-        """Seconds from the run's start. Behind a barrier."""
-        return self.device.seconds_at(mark) - self.device.seconds_at(self.origin)
-
-    def settle(self) -> None:
-        """Turns marks into seconds. Behind a barrier."""
-        for kind, component, slot, detail, nbytes, start, end in self._open:
-            self.events.append(Event(kind, component, slot, detail, nbytes, self.seconds(start), self.seconds(end)))
-        self._open.clear()
-
-
 class OpenSlot:
-    """Slot number ``index`` of a plan, being executed."""
+    """Executes slot number ``index`` of a plan."""
 
     def __init__(
         self,
@@ -250,19 +454,19 @@ class OpenSlot:
         self._streamers: dict[str, Streamer] = {}
         self._hooks: list[RemovableHandle] = []
         self._prefetch: deque[tuple[Residency, str]] = deque()
-        self._prefetch_bytes = self._prefetched_bytes = 0  # in all, and issued
-        self._stream_bytes = self._streamed_bytes = 0
+        self._prefetch_bytes = self._prefetched_bytes = 0  # total, and issued so far
+        self._stream_bytes = self._streamed_bytes = 0  # total, and issued so far
         self._start: Mark = None
-        self._fills: Fills | None = None
+        self._reads: PacedReads | None = None
 
     def open(self) -> None:
-        """Performs the slot's actions up to ``run``. Behind a barrier."""
+        """Performs the slot's actions up to ``run``. Call after a barrier."""
         recorder, device = self._recorder, self._device
         recorder.slot, recorder.moved_bytes = self.index, 0
         self._start = device.mark("compute")
         for action in self.slot.actions:
             if isinstance(action, Drop):
-                self._free(action)
+                self._drop(action)
             elif isinstance(action, Evict):
                 self._evict(action)
         if self.slot.part == "load":
@@ -272,7 +476,7 @@ class OpenSlot:
         for action in self.slot.actions:
             if isinstance(action, (Spill, Restore)):
                 self._move_value(action)
-        self._fills = self._begin_fills()
+        self._reads = self._begin_reads()
         loads: dict[str, list[str]] = {}
         for action in self.slot.actions:
             if isinstance(action, Load):
@@ -281,8 +485,8 @@ class OpenSlot:
             if isinstance(action, Stream):
                 self._stream(action, loads.get(action.component, []))
         device.wait("copy", device.mark("compute"))
-        filled = {action.component for action in self.slot.actions if isinstance(action, Read)}
-        later = sorted((name for name in loads if name not in self._uses), key=lambda name: name in filled)
+        read = {action.component for action in self.slot.actions if isinstance(action, Read)}
+        later = sorted((name for name in loads if name not in self._uses), key=lambda name: name in read)
         for streamer in self._streamers.values():
             streamer.open()
         for name in loads:
@@ -292,17 +496,17 @@ class OpenSlot:
         self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in self._prefetch)
         self._pace()
 
-    def begin(self, component: str) -> None:
-        """The component is entered, and computes on the host: its backing store must be filled."""
-        self._residencies[component].await_backing_store()
+    def wait_read(self, component: str) -> None:
+        """Waits until the backing store of ``component``, which computes on the CPU, is read."""
+        self._residencies[component].wait_read()
 
     @property
     def calls(self) -> int:
-        """Rounds so far: the most entries into one component."""
+        """The most calls into one component so far."""
         return max(self._entries.values(), default=0)
 
     def enter(self, component: str) -> Mark:
-        """A call into ``component`` may begin when this returns: a mark at its start."""
+        """Call before each call into ``component``. Returns a mark at its start."""
         self._entries[component] += 1
         if component in self._streamers:
             self._streamers[component].begin_call()
@@ -311,21 +515,21 @@ class OpenSlot:
         return self._device.mark("compute")
 
     def close(self) -> SlotTrace:
-        """What was measured from the slot's opening to now, with both streams empty."""
+        """Issues what is left, waits for both streams, and returns the measurements of the slot."""
         for streamer in self._streamers.values():
             streamer.finish()
         while self._prefetch:
             self._issue_prefetch()
-        if self._fills is not None:
-            self._fills.finish()
+        if self._reads is not None:
+            self._reads.finish()
         self._note_reads()
         for stream in ("copy", "disk"):
             self._device.wait("compute", self._device.mark(stream))
         end = self._device.mark("compute")
         self._device.barrier()
         self.release()
-        self._values.settle()
-        self._recorder.settle()
+        self._values.release_originals()
+        self._recorder.resolve_marks()
         return SlotTrace(
             phase=self.slot.phase,
             part=self.slot.part,
@@ -339,7 +543,7 @@ class OpenSlot:
         )
 
     def release(self) -> None:
-        """Hooks, staged views and rings are gone. Loaded blocks stay."""
+        """Removes hooks and releases rings. Loaded blocks stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -347,24 +551,25 @@ class OpenSlot:
             streamer.release()
         self._streamers.clear()
 
-    def _begin_fills(self) -> Fills:
-        """Fills, paced by what the slot reads of backing stores on disk: its loads, and streamed blocks in every call."""
-        filling, reading, read_bytes = [], [], 0
+    def _begin_reads(self) -> PacedReads:
+        """Reads of backing stores, paced by what the slot fetches from disk backing stores: loads, and streamed blocks of every
+        call."""
+        reading, fetching, fetch_bytes = [], [], 0
         for action in self.slot.actions:
             if isinstance(action, Read):
-                filling.append(self._residencies[action.component])
+                reading.append(self._residencies[action.component])
             elif isinstance(action, (Load, Stream)) and action.component in self._residencies:
                 residency = self._residencies[action.component]
                 if isinstance(residency.backing_store, Disk):
-                    reading.append(residency)
+                    fetching.append(residency)
                     blocks = self._streamed(action) if isinstance(action, Stream) else [(p, 1) for p in self._paths(action)]
-                    read_bytes += sum(n * residency.nbytes(path) for path, n in blocks)
-        return Fills(filling, reading, read_bytes)
+                    fetch_bytes += sum(n * residency.nbytes(path) for path, n in blocks)
+        return PacedReads(reading, fetching, fetch_bytes)
 
-    def _free(self, action: Drop) -> None:
+    def _drop(self, action: Drop) -> None:
         residency = self._residencies[action.component]
-        nbytes = residency.backing_store.nbytes if residency.held else 0
-        residency.free()
+        nbytes = residency.backing_store.nbytes if residency.backed else 0
+        residency.drop()
         self._recorder.note("drop", action.component, "backing_store", nbytes, (self._start, self._start))
 
     def _move_value(self, action: Spill | Restore) -> None:
@@ -374,10 +579,10 @@ class OpenSlot:
         self._recorder.note(kind, "", action.value, nbytes, (start, self._device.mark("copy")))
 
     def _note_reads(self) -> None:
-        """Waits for what is being read from disk, and notes it."""
+        """Waits for all reads from disk, and records them."""
         for name, residency in self._residencies.items():
             kind = "read" if isinstance(residency.backing_store, Arena) else "fetch"
-            for path, nbytes, marks in residency.backing_store.settle():
+            for path, nbytes, marks in residency.backing_store.finish_reads():
                 self._recorder.note(kind, name, path, nbytes, marks)
 
     def _evict(self, action: Evict) -> None:
@@ -396,7 +601,7 @@ class OpenSlot:
         return blocks_of(self._problem.component(action.component), action.blocks)
 
     def _streamed(self, action: Stream) -> list[tuple[str, int]]:
-        """The blocks that pass through the ring, and in how many calls."""
+        """Streamed blocks with the number of calls in which each runs."""
         numbers = self._problem.component(action.component)
         calls = self._uses[action.component].group_calls_in(self.slot.part)
         kept = set(blocks_of(numbers, action.keep))
@@ -404,7 +609,10 @@ class OpenSlot:
         return [(path, n) for path, n in order if n and path not in kept]
 
     def _order(self, component: str) -> list[tuple[int, int]]:
-        """The blocks in the order in which a call comes to them, as (class, block in it); a layer may be there several times."""
+        """The blocks in the order in which a call runs them, as (index of group, index in group).
+
+        A layer may occur several times.
+        """
         numbers = self._problem.component(component)
         if numbers.granularity == "layers":
             return [(k, i) for k, i, _ in self._uses[component].order if numbers.groups[k].streamable]
@@ -427,7 +635,7 @@ class OpenSlot:
         self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streamed)
 
     def _rooms(self, component: str) -> dict[str, int]:
-        """What of the slot's activation is not there while a block runs."""
+        """Block -> bytes of the slot's activation that are free while the block runs (its room)."""
         phase = next(phase for phase in self._problem.phases if phase.name == self.slot.phase)
         nbytes, use = phase.first_bytes if self.slot.part == "first" else phase.steady_bytes, self._uses[component]
         groups = self._problem.component(component).groups if use.beside_bytes else ()
@@ -438,15 +646,17 @@ class OpenSlot:
         self._recorder.note(kind, component, path, nbytes, marks)
 
     def _pace(self) -> None:
-        """Issues prefetch in step with streaming, as far as it is in RAM: the share of it that was issued stays at most one block
-        ahead of the other's. Of a backing store on disk the next block is read meanwhile."""
+        """Issues prefetch in step with streaming: its issued share stays at most one block ahead of the streamed share.
+
+        Only blocks that are in RAM are issued. The next block of a disk backing store is read in the meantime.
+        """
         while self._prefetch:
             residency, path = self._prefetch[0]
             if isinstance(residency.backing_store, Disk):
                 residency.backing_store.begin(path)
             due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
             if not due or not residency.backing_store.ready(path):
-                break  # streamed blocks do not wait behind it
+                break  # streamed blocks must not queue behind a copy that waits for its read
             self._issue_prefetch()
 
     def _issue_prefetch(self) -> None:
@@ -459,13 +669,14 @@ class OpenSlot:
         self._recorder.note("load", residency.name, path, residency.nbytes(path), marks)
 
     def _load_for_use(self, component: str, paths: list[str]) -> None:
-        """Issues loads of a component that this slot computes with, as a call comes to them. Its blocks wait for their own copies
-        when compute comes to them; what cannot be streamed was there before the slot.
+        """Issues the loads of a component that this slot computes with, in the order in which a call runs the blocks.
+
+        Each streamable block waits for its own copy when compute reaches it. The others were loaded before the slot.
         """
         residency = self._residencies[component]
         numbers = self._problem.component(component)
-        turns = {numbers.groups[k].blocks[i]: -n for n, (k, i) in enumerate(reversed(self._order(component)))}
-        paths = sorted(paths, key=lambda path: turns.get(path, 1))
+        position = {numbers.groups[k].blocks[i]: -n for n, (k, i) in enumerate(reversed(self._order(component)))}
+        paths = sorted(paths, key=lambda path: position.get(path, 1))
         streamable = {path for k in numbers.groups if k.streamable for path in k.blocks}
         if component not in self._streamers:
             for path in paths:
@@ -473,285 +684,100 @@ class OpenSlot:
         for path in paths:
             if path in streamable:
                 block = residency.module.get_submodule(path)
-                self._hooks.append(block.register_forward_pre_hook(self._arrival_of(component, path)))
+                self._hooks.append(block.register_forward_pre_hook(self._wait_hook(component, path)))
 
-    def _arrival_of(self, component: str, path: str) -> Callable[[nn.Module, object], None]:
-        def arrive(_: nn.Module, __: object) -> None:
-            self._arrive(component, path)
+    def _wait_hook(self, component: str, path: str) -> Callable[[nn.Module, object], None]:
+        def wait(_: nn.Module, __: object) -> None:
+            self._wait_copy(component, path)
 
-        return arrive
+        return wait
 
-    def _arrive(self, component: str, path: str) -> None:
+    def _wait_copy(self, component: str, path: str) -> None:
         if component in self._streamers:
             self._streamers[component].load_now(path)
-        self._residencies[component].await_arrival(path, self._device)
+        self._residencies[component].wait_copy(path, self._device)
 
 
-Progress = Callable[[int, int, int], None]
-"""Told of each call: index of the slot, number of the call in it (0 when the slot opens), planned calls of the slot."""
+class PacedReads:
+    """Reads backing stores from disk during a slot, in step with the fetches of blocks for their copies.
 
-Proceed = Callable[..., Any]
-Work = Callable[[], dict[str, Any]]
-"""What computes: the stages of a graph, or anything that calls the components. Returns the run's outputs, on the host."""
+        disk   |f1|f2|read a|f3|read b|      a read is inserted when a bounce buffer is full, in proportion to the fetched bytes
 
+    A block that a copy waits for is read at once, with all before it. Without fetches, all reads start at once. The simulator
+    (`graphrun.verify.simulate`) follows the same rules.
 
-HandedOut = Callable[[Mapping[str, Any]], int]
-"""Bytes on the device of the outputs that the caller gets there."""
-
-
-class Replan(Protocol):
-    """Who makes a plan for an entry that the plan in force does not have: whatever a pipeline does that graphrun is attached to."""
-
-    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this entry is as the plan in force expects it."""
-
-    def around(
-        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
-    ) -> tuple[Problem, Plan]:
-        """A plan that begins with this entry. No weights are on the device, and ``live_bytes`` of other tensors."""
-
-
-class Running:
-    """One execution of ``plan``'s slots on the settled ``problem``; ``slowdowns``: of the components that compute on the host;
-    ``peaks``: planned bytes of each slot.
-
-    Holds no tensor itself, so that an error's frames in it may live.
+    ``reading``: residencies whose backing stores the slot reads, in order. ``fetching``: those with a disk backing store from which
+    the slot copies ``fetch_bytes`` in total.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        plan: Plan,
-        device: Device,
-        host: Host,
-        slowdowns: Mapping[str, float],
-        peaks: Sequence[int],
-        progress: Progress | None,
-    ) -> None:
-        self._problem, self._plan = problem, plan
-        self._device, self._host, self._slowdowns, self._progress = device, host, slowdowns, progress
-        self._peaks = peaks
-        self._cursor = SlotCursor(problem, plan)
-        self._values = Values(None)
-        self._variants = {numbers.name: numbers.variants[0] for numbers in problem.components}
-        self._measured: set[str] = set()
-        self._slots: list[SlotTrace] = []
-        self._open: OpenSlot | None = None
-        self._recorder: Recorder | None = None
-        self._interceptor: CallInterceptor | None = None
-        self.replan: Replan | None = None
-        self.handed_out: HandedOut | None = None
-        self._baseline_bytes = device.allocated_bytes - self._loaded_bytes()
-        self._before = self._tiers()
-        self._seen = (0, 0)  # when it failed: peak bytes in the slot that was open, bytes that the device had for this process
+    def __init__(self, reading: Iterable[Residency], fetching: Iterable[Residency], fetch_bytes: int) -> None:
+        self._pending: deque[tuple[Arena, str, int]] = deque()
+        self._fetch_bytes = fetch_bytes
+        self._fetched_bytes = self._begun_bytes = 0
+        for residency in reading:
+            blocks = residency.prepare_reads()
+            if isinstance(residency.backing_store, Arena):
+                backing_store = residency.backing_store
+                self._pending += [(backing_store, path, nbytes) for path, nbytes in blocks]
+                backing_store.begin_through = self._begin_through(backing_store)
+        self._read_bytes = sum(nbytes for _, _, nbytes in self._pending)
+        for residency in fetching:
+            if isinstance(residency.backing_store, Disk):
+                residency.backing_store.before_read = self._before_fetch
+        if not fetch_bytes:
+            self.finish()
 
-    @property
-    def where(self) -> str:
-        """The slot that is open, for an error's text."""
-        return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
+    def finish(self) -> None:
+        """Starts all pending reads."""
+        while self._pending:
+            self._begin()
 
-    def perform(self, work: Work | Stages, *, kept: bool) -> Trace:
-        """The whole run. Leaves no hook on a module, by an exception neither; and no weights on the device, unless ``kept``."""
-        device, done = self._device, False
-        beside_bytes = min(self._problem.reserve_bytes, self._baseline_bytes)  # the reserve is where others' tensors are
-        with device.session(self._problem.effective_bytes + beside_bytes), torch.no_grad():
-            try:
-                device.barrier()
-                self._recorder = Recorder(device, device.mark("compute"))
-                outside = {name: own for name, (own, _) in self._host.casts.items()}
-                told: dict[str, Any] = {"reads": self._read, "dtypes": outside, "casts": self._host.dtype_variants}
-                self._interceptor = CallInterceptor(self._host.modules, device.torch_device, around=self._around, **told)
-                with self._interceptor:
-                    outputs = self._work(work)
-                self._finish()
-                done = True
-            finally:
-                self._interceptor = None  # it holds this run, and this run what the caller handed in
-                self._note_failure(done)
-                self._release(evict=not (kept and done))
-            if not kept:
-                self._host.finish()
-            device.release_cached()
-        glue_bytes = self.handed_out(outputs) if self.handed_out is not None else 0
-        after = self._after(glue_bytes)
-        if any(after[name] > before_bytes for name, before_bytes in self._before.items()):
-            gc.collect()  # cycles of the ops' code, which reference counts do not free; it takes a tenth of a second and more
-            device.release_cached()
-            after = self._after(glue_bytes)
-        tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
-        self._refuse_leftovers(tiers, kept)
-        return Trace(
-            plan_digest=self._plan.digest,
-            device=device.name,
-            slots=tuple(self._slots),
-            events=tuple(self._recorder.events),
-            baseline_bytes=self._baseline_bytes,
-            left_bytes=0,
-            outputs=outputs,
-            tiers=tiers,
-        )
+    def _begin(self) -> None:
+        backing_store, path, nbytes = self._pending.popleft()
+        self._begun_bytes += nbytes
+        backing_store.begin(path)
 
-    def _work(self, work: Work | Stages) -> dict[str, Any]:
-        if not isinstance(work, Stages):
-            return work()
-        self._values = Values(work)
-        work.before_stage = self._begin
-        try:
-            return work.run()
-        finally:
-            work.before_stage = None
+    def _before_fetch(self, nbytes: int, full: bool) -> None:
+        while full and self._pending and self._begun_bytes * self._fetch_bytes <= self._fetched_bytes * self._read_bytes:
+            self._begin()
+        self._fetched_bytes += nbytes
 
-    def _begin(self, stage: str) -> None:
-        """A stage begins: what is left of the plan must still fit, and values that it takes come back before its op sees them."""
-        after = self._open.index + 1 if self._open is not None else 0
-        available, needed = self._device.available_bytes, max(self._peaks[after:], default=0)
-        if available < needed:
-            raise OutOfMemory(f"before {stage}, {show_size(available)} are left of the {show_size(needed)} that the plan needs")
-        for index in self._cursor.begin(stage):
-            self._turn_to(index)
+    def _begin_through(self, backing_store: Arena) -> Callable[[str], None]:
+        """A function that starts the pending reads up to a block of ``backing_store``."""
 
-    def _around(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for index in self._cursor_of(component, entry, args, kwargs):
-            self._turn_to(index)
-        assert self._open is not None
-        assert self._recorder is not None
-        begun: Mark = self._open.enter(component)
-        self._tell(self._open.calls)
-        if component in self._host.casts:
-            proceed = _cast(proceed, *self._host.casts[component])
-        on_host = component in self._slowdowns
-        result = self._on_host(component, proceed, args, kwargs) if on_host else proceed(*args, **kwargs)
-        ended = self._device.mark("compute")
-        self._recorder.note("run", component, entry, 0, (begun, ended))
-        if self._variants[component].precision in QUANTIZED and component not in self._measured:
-            self._measured.add(component)  # 8-bit layers have been seen to grow in their first call
-            size = self._host.residencies[component].held_bytes()
-            self._recorder.note("size", component, "after its first call", size, (ended, ended))
-        return result
+        def begin_through(path: str) -> None:
+            while self._pending:
+                last = self._pending[0][0] is backing_store and self._pending[0][1] == path
+                self._begin()
+                if last:
+                    break
 
-    def _cursor_of(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        if self.replan is None:
-            return self._cursor.enter(component)
-        if self.replan.holds(component, entry, args, kwargs):
-            with contextlib.suppress(BrokenPlan):
-                return self._cursor.enter(component)
-        self._close()
-        for residency in self._host.residencies.values():
-            residency.release()
-        self._device.release_cached()
-        problem, self._plan = self.replan.around(component, entry, args, kwargs, self._device.allocated_bytes)
-        self._problem = apply_choices(problem, self._plan)
-        self._variants = {numbers.name: numbers.variants[0] for numbers in self._problem.components}
-        self._cursor = SlotCursor(self._problem, self._plan)
-        return self._cursor.enter(component)
-
-    def _read(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight that code outside of its component looks at, where that code computes."""
-        return tensor.to(self._device.torch_device, copy=True)
-
-    def _finish(self) -> None:
-        """The slots that no entry opens any more."""
-        try:
-            for index in self._cursor.finish():
-                self._turn_to(index)
-        except BrokenPlan:
-            if self.replan is None:
-                raise
-        self._close()
-
-    def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The component's own code on the CPU: its inputs are copied there, its outputs to the device."""
-        assert self._open is not None
-        assert self._interceptor is not None
-        self._open.begin(component)
-        here, there = self._device.torch_device, torch.device("cpu")
-        args, kwargs = computing_on(there, *walk((args, kwargs), lambda tensor: tensor.to(there)))
-        self._interceptor.device = there
-        try:
-            with self._device.on_host(self._slowdowns[component]):
-                result = proceed(*args, **kwargs)
-        finally:
-            self._interceptor.device = here
-        return walk(result, lambda tensor: tensor.to(here))
-
-    def note_in(self, error: OutOfMemory) -> None:
-        """``error`` says where it happened, and what was planned and seen there."""
-        error.peak_bytes, error.available_bytes = self._seen
-        if self._open is not None:
-            error.phase, error.part = self._open.slot.phase, self._open.slot.part
-            error.planned_bytes = self._peaks[self._open.index]
-
-    def finished(self, todo: Sequence[str]) -> Trace:
-        """What was measured of the stages that are not ``todo``."""
-        stages = {phase.name: phase.stage for phase in self._problem.phases}
-        kept = tuple(slot for slot in self._slots if stages.get(slot.phase) not in (None, *todo))
-        events = tuple(e for e in self._recorder.events if e.slot < len(kept)) if self._recorder is not None else ()
-        return Trace(self._plan.digest, self._device.name, kept, events, self._baseline_bytes, 0)
-
-    def _turn_to(self, index: int) -> None:
-        """Closes the slot that is open and opens slot number ``index``."""
-        self._close()
-        assert self._recorder is not None
-        slot, residencies = self._plan.slots[index], self._host.residencies
-        if self._open is not None and slot.phase != self._open.slot.phase:
-            self._forget()
-        self._open = OpenSlot(index, slot, self._problem, residencies, self._device, self._recorder, self._values)
-        self._tell(0)
-        self._open.open()
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._slots.append(self._open.close())
-
-    def _tell(self, call: int) -> None:
-        if self._progress is not None and self._open is not None:
-            self._progress(self._open.index, call, self._open.slot.calls)
-
-    def _note_failure(self, done: bool) -> None:
-        if not done:
-            self._seen = self._device.peak_bytes, self._device.available_bytes
-
-    def _release(self, *, evict: bool) -> None:
-        """Everything that a failure may have left: a copy under way, hooks, staged views, loaded blocks."""
-        with contextlib.suppress(RuntimeError):  # a device in error cannot be waited for; the error that matters is on its way
-            self._device.barrier()
-        if self._open is not None:
-            self._open.release()
-        self._values.settle()
-        self._forget()
-        for residency in self._host.residencies.values() if evict else ():
-            residency.release()
-
-    def _forget(self) -> None:
-        for memo in self._host.memos:
-            memo.cache_clear()
-
-    def _after(self, glue_bytes: int) -> dict[str, int]:
-        found = self._tiers()
-        return {**found, "device": found["device"] - glue_bytes}
-
-    def _tiers(self) -> dict[str, int]:
-        """Bytes by tier; on the device those of loaded blocks apart, which a session keeps by plan."""
-        arenas = {name: self._device.arenas.nbytes(name) for name in ("arenas", "pinned")}
-        return {"device": self._device.allocated_bytes - self._loaded_bytes(), **arenas}
-
-    def _loaded_bytes(self) -> int:
-        return sum(residency.loaded_bytes for residency in self._host.residencies.values())
-
-    def _refuse_leftovers(self, tiers: tuple[Tier, ...], kept: bool) -> None:
-        """Raises BrokenPlan when a tier holds more than before the run; a session's backing stores stay."""
-        for tier in tiers:
-            if tier.left_bytes and not (kept and tier.name != "device"):
-                found = leftovers(self._device, self._host.modules)
-                holders = f"on the device after the run: {found}" if tier.name == "device" else f"in {tier.name} on the host"
-                raise BrokenPlan(f"{show_size(tier.left_bytes)} stayed {holders}")
+        return begin_through
 
 
-def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Proceed:
-    """``proceed`` of a component that computes in dtype ``inside`` where its pipeline hands it, and wants, ``outside``."""
+@dataclass(slots=True)
+class Recorder:
+    """Collects events with marks of the device, which become seconds at a barrier."""
 
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = (walk(given, lambda t: t.to(inside) if t.dtype == outside else t) for given in (args, kwargs))
-        return walk(proceed(*args, **kwargs), lambda t: t.to(outside) if t.dtype == inside else t)
+    device: Device
+    origin: Mark
+    slot: int = -1
+    moved_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
+    _open: list[tuple[str, str, int, str, int, Mark, Mark]] = field(default_factory=list)
 
-    return cast
+    def note(self, kind: str, component: str, detail: str, nbytes: int, marks: tuple[Mark, Mark]) -> None:
+        """Records an event between two marks. ``load`` and ``stream`` count as moved bytes."""
+        if kind in ("load", "stream"):
+            self.moved_bytes += nbytes
+        self._open.append((kind, component, self.slot, detail, nbytes, *marks))
+
+    def seconds(self, mark: Mark) -> float:
+        """Seconds from the start of the run to ``mark``. Call after a barrier."""
+        return self.device.seconds_at(mark) - self.device.seconds_at(self.origin)
+
+    def resolve_marks(self) -> None:
+        """Turns the marks of new events into seconds. Call after a barrier."""
+        for kind, component, slot, detail, nbytes, start, end in self._open:
+            self.events.append(Event(kind, component, slot, detail, nbytes, self.seconds(start), self.seconds(end)))
+        self._open.clear()

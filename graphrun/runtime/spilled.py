@@ -1,6 +1,6 @@
-"""Values between stages, copied out to the host and back when the plan says so. Decides nothing about when.
+"""Spills values between stages to the host and restores them, as the plan says.
 
-stages' values    encode.embeds -> tensors on the device     spill: tensors on the host     restore: tensors on the device again
+encode.embeds   tensors on the device --spill--> tensors on the host --restore--> tensors on the device
 """
 
 from __future__ import annotations
@@ -15,57 +15,59 @@ from graphrun.modules.trees import walk
 from graphrun.runtime.devices.device import Device
 
 
-class Held(Protocol):
-    """Whoever keeps the values of stages while they wait for their consumers."""
+class NamedValues(Protocol):
+    """Holder of the values of stages (`graphrun.ops.Stages`)."""
 
     @property
     def named(self) -> MutableMapping[str, Any]:
-        """Values by name, as in ``encode.embeds``; what is put here is what consumers get."""
+        """Name (``encode.embeds``) -> value. Stages read their inputs from it."""
 
 
 class Values:
-    """The values that ``held`` keeps (None: a run that has none). What leaves the device is dropped when its slot ends."""
+    """Moves the values in ``stages`` (None: a run without values). The originals are released at the end of the slot."""
 
-    def __init__(self, held: Held | None) -> None:
-        self._held = held
-        self._leaving: list[torch.Tensor] = []
+    def __init__(self, stages: NamedValues | None) -> None:
+        self._stages = stages
+        self._originals: list[torch.Tensor] = []
 
     def spill(self, name: str, device: Device) -> int:
-        """Queues copies of the tensors of ``name`` to the host, which consumers would now get: bytes."""
+        """Replaces the tensors of value ``name`` by copies on the host, and queues these copies. Returns their bytes."""
         device.wait("copy", device.mark("compute"))
 
         def out(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu":
                 return tensor
-            there = torch.empty_like(tensor, device="cpu")
-            device.arenas.count("arenas", there)
-            device.copy_out(there, tensor)
-            self._leaving.append(tensor)
-            return there
+            copied = torch.empty_like(tensor, device="cpu")
+            device.arenas.count("arenas", copied)
+            device.copy_out(copied, tensor)
+            self._originals.append(tensor)
+            return copied
 
         return self._replace(name, out)
 
     def restore(self, name: str, device: Device) -> int:
-        """Queues copies of what was spilled back; compute waits for them: bytes."""
+        """Replaces the tensors of value ``name`` by copies on the device; compute waits for these copies. Returns their bytes."""
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
-            there = torch.empty_like(tensor, device=device.torch_device)
+            copied = torch.empty_like(tensor, device=device.torch_device)
             device.wait("copy", device.mark("compute"))
-            device.copy_in(there, tensor, pageable=True)
-            self._leaving.append(tensor)
-            return there
+            device.copy_in(copied, tensor, pageable=True)
+            self._originals.append(tensor)
+            return copied
 
         nbytes = self._replace(name, back)
         device.wait("compute", device.mark("copy"))
         return nbytes
 
-    def settle(self) -> None:
-        """Drops what was copied away. Behind a barrier."""
-        self._leaving.clear()
+    def release_originals(self) -> None:
+        """Releases tensors that were copied. Call after a barrier."""
+        self._originals.clear()
 
     def _replace(self, name: str, change: Any) -> int:
-        if self._held is None or name not in self._held.named:
-            raise BrokenPlan(f"the plan moves the value {name}, which no stage has made: plan again with the inputs of this run")
+        if self._stages is None or name not in self._stages.named:
+            raise BrokenPlan(
+                f"the plan moves the value {name}, which no stage has produced: plan again with the inputs of this run"
+            )
         moved: dict[int, torch.Tensor] = {}
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,5 +75,5 @@ class Values:
                 moved[id(tensor)] = change(tensor)
             return moved[id(tensor)]
 
-        self._held.named[name] = walk(self._held.named[name], once)
+        self._stages.named[name] = walk(self._stages.named[name], once)
         return sum(tensor.nbytes for tensor in moved.values())

@@ -1,7 +1,7 @@
-"""Weights that a plan keeps on disk and that no file holds as they are (random, quantized, with a LoRA): written once, then read.
+"""Temporary files for weights with a disk backing store that no file contains in the needed form (random, quantized, with a LoRA).
 
-Decides where they lie and when they go. Must not know plans. One folder for each process, named after it and locked by it; what a
-killed process left is removed by the next one that begins.
+They are written once and then read like any other file. Each process has one folder, named after its id and locked by it. Folders
+of killed processes are removed when the next process starts a run.
 
     TMP/graphrun-spool-1234-abcd/    lock    text_encoder_2.safetensors
 """
@@ -28,11 +28,11 @@ from graphrun.modules.sources import FileSource, Writer
 from graphrun.units import show_size
 
 PREFIX = "graphrun-spool-"
-MARGIN_BYTES = 16 << 20  # of the disk, left free
+MARGIN_BYTES = 16 << 20  # left free on the disk
 
 
 class Spool:
-    """A folder in ``root`` (the system's for temporary files) for as long as this object lives; made when it is needed."""
+    """A folder in ``root`` (default: the system's temporary folder), created on first use and deleted by `close`."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
@@ -40,22 +40,23 @@ class Spool:
         self._lock = -1
         self._process = os.getpid()
 
-    def stored(self, module: nn.Module, numbers: ComponentNumbers, writer: Any) -> Any:
-        """A writer that reads ``module``'s blocks as they lie in a file; ``writer`` itself where its source does that already.
+    def writer_for(self, module: nn.Module, numbers: ComponentNumbers, writer: Any) -> Any:
+        """Writes ``module``'s blocks from ``writer`` to a file and returns a writer that reads them from there.
 
-        Raises InputError where the disk has no room, or refuses.
+        Returns ``writer`` itself if its files contain the weights in the needed form. Raises InputError when the disk has too
+        little free space or writing fails.
         """
         if getattr(writer, "plain", False):
             return writer
-        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], by_layer=numbers.granularity == "layers")
-        file = self._made() / f"{numbers.name}.safetensors"
+        layouts = lay_out(module, [path for k in numbers.groups for path in k.blocks], split_layers=numbers.granularity == "layers")
+        file = self._create_folder() / f"{numbers.name}.safetensors"
         total = sum(layout.nbytes for layout in layouts.values())
         try:
             free = shutil.disk_usage(file.parent).free
             if total + MARGIN_BYTES > free:
                 raise InputError(
-                    f"{numbers.name}: {show_size(total)} are to be kept in {file.parent}, which has {show_size(free)} free: "
-                    "make room, or plan with less disk"
+                    f"{numbers.name}: {show_size(total)} of weights have to be written to {file.parent}, "
+                    f"which has {show_size(free)} free: make room, or plan with less disk"
                 )
             begin = _write(file, layouts, writer)
         except OSError as error:
@@ -70,22 +71,22 @@ class Spool:
         }
         for path, layout in layouts.items():
             for entry in layout.entries:
-                key, where = _key(entry), begin[path] + entry.offset
-                stored[key] = Stored(key, "uint8", (entry.nbytes,), entry.nbytes, str(file), where)
-        return _Blocks(FileSource(stored), layouts)
+                key, offset = _key(entry), begin[path] + entry.offset
+                stored[key] = Stored(key, "uint8", (entry.nbytes,), entry.nbytes, str(file), offset)
+        return _SpooledBlocks(FileSource(stored), layouts)
 
     def remove_stale(self) -> None:
-        """What killed processes left in the root is gone."""
+        """Removes the folders of killed processes."""
         remove_stale(self._root or Path(tempfile.gettempdir()))
 
     def close(self) -> None:
-        """The folder is gone."""
+        """Deletes the folder. Does nothing in a forked child."""
         if self._folder is not None and os.getpid() == self._process:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
             self._folder = None
 
-    def _made(self) -> Path:
+    def _create_folder(self) -> Path:
         if self._folder is None:
             self.remove_stale()
             self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._root))
@@ -97,8 +98,8 @@ class Spool:
         self.close()
 
 
-class _Blocks:
-    """Blocks as they lie in a file, one read each; those of another layout tensor by tensor."""
+class _SpooledBlocks:
+    """Writer of spooled blocks: one read for each block with the layout of the file, else one read for each tensor."""
 
     plain = True
 
@@ -109,19 +110,19 @@ class _Blocks:
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Any = None) -> int:
         if self._keys.get(layout.path) == [(_key(entry), entry.offset) for entry in layout.entries]:
             return self._source.into(layout.path, buffer[: layout.nbytes])
-        return sum(self._source.into(_key(of), buffer[of.offset : of.offset + of.nbytes]) for of in layout.entries)
+        return sum(self._source.into(_key(e), buffer[e.offset : e.offset + e.nbytes]) for e in layout.entries)
 
     def close(self) -> None:
         self._source.close()
 
 
 def _key(entry: TensorEntry) -> str:
-    """What one tensor of a block is called; no block is called so."""
+    """Key of one tensor in the file. It contains a space, so it never equals the path of a block."""
     return f"{entry.names[0]} {entry.field}"
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Removes what processes that no longer live left in ``root``: the folders. A folder whose lock somebody holds stays."""
+    """Removes the spool folders in ``root`` of processes that no longer run, and returns them. Locked folders stay."""
     removed = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
         try:
@@ -133,7 +134,7 @@ def remove_stale(root: Path) -> list[Path]:
         try:
             if handle >= 0:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            elif _lives(folder.name):
+            elif _is_running(folder.name):
                 continue
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
@@ -145,8 +146,8 @@ def remove_stale(root: Path) -> list[Path]:
     return removed
 
 
-def _lives(name: str) -> bool:
-    """Whether the process that made the folder called ``name`` may still be about to lock it."""
+def _is_running(name: str) -> bool:
+    """Whether the process that created the folder ``name`` still runs, so that it may be about to lock the folder."""
     number = name.removeprefix(PREFIX).split("-")[0]
     try:
         os.kill(int(number), 0)
@@ -158,7 +159,7 @@ def _lives(name: str) -> bool:
 
 
 def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:
-    """Writes a safetensors file with one tensor of bytes for each block: where each begins. One block is in memory at a time."""
+    """Writes a safetensors file with one uint8 tensor per block, one block in memory at a time. Returns block -> file offset."""
     header, begin = dict[str, Any](), 0
     for path, layout in layouts.items():
         header[path or "remainder"] = {"dtype": "U8", "shape": [layout.nbytes], "data_offsets": [begin, begin + layout.nbytes]}

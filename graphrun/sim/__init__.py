@@ -3,7 +3,7 @@
     with Machine(capacity_bytes=8 * GIB) as machine:
         x = torch.zeros(1024, device="sim")
 
-Numbers are the CPU's, bit for bit; only memory, time and faults are made up.
+Results are bitwise equal to the CPU's; memory, time and faults are simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HostFlops", "Machine", "SimulatedCopyError", "SimulatedOutOfMemory",
 
 
 def __getattr__(name: str) -> torch.device:
-    """``device``: ``torch.device("sim:0")``, which exists only once the backend is registered."""
+    """``device``: ``torch.device("sim:0")``, which exists only after the backend is registered."""
     if name != "device":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()

@@ -1,4 +1,4 @@
-"""Which simulated machine new tensors belong to: the one whose context is entered, and what operators need of it."""
+"""The active simulated machine, to which new tensors belong, and its interface for tensors and operators."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class ActiveMachine(Protocol):
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Bytes physically there, None for no limit."""
+        """Physical memory in bytes, None for no limit."""
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all storages that live now."""
+        """Bytes of all live storages."""
 
     def charge(self, flops: int) -> None:
-        """Counts work done on the compute timeline."""
+        """Charges ``flops`` to the current timeline."""
 
     def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
-        """Counts a copy of ``nbytes`` to the device: whether the host waits for it."""
+        """Counts and charges a copy of ``nbytes`` to the device. Returns whether the host waits for it."""
 
     def copy_out(self, nbytes: int, non_blocking: bool = False) -> bool:
-        """Counts a copy of ``nbytes`` to the host: whether the host waits for it."""
+        """Counts and charges a copy of ``nbytes`` to the host. Returns whether the host waits for it."""
 
     def record(self, stream: Stream) -> float:
-        """When what was issued to ``stream`` will be done."""
+        """Time at which the work issued to ``stream`` is finished."""
 
     def wait(self, stream: Stream, mark: float) -> None:
-        """``stream`` goes on no earlier than ``mark``."""
+        """``stream`` continues no earlier than ``mark``."""
 
     def synchronize(self) -> None:
-        """Joins the timelines."""
+        """Waits for all timelines."""
 
     def join(self, stream: Stream) -> None:
         """The host waits for ``stream``."""

@@ -1,11 +1,11 @@
-"""Decides what time it is on a simulated machine: a host, its disk and two device timelines, moved by work alone.
+"""Virtual clock of a simulated machine: a host timeline, a disk timeline and two device timelines, advanced by work only.
 
-It must not know tensors or memory; it is handed seconds.
+Pure: works on seconds, knows no tensors and no memory.
 
-    host     |--issue--issue-----------(waits)|--            moves only when it must wait for the device
+    host     |--issue--issue-----------(waits)|--            advances only when it waits for the device
     compute  |=====A=====|=====B=====|====C===|
-    copy     |==a==|==b==|      |==c==|                      starts no earlier than its issue, or than what it waits for
-    disk     |==r==|==s==|                                   reads, as by a thread that the host does not wait for
+    copy     |==a==|==b==|      |==c==|                      starts when it is issued and what it waits for is done
+    disk     |==r==|==s==|                                   reads, as on a background thread of the host
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Clock:
         self.current: Stream = "compute"
 
     def seconds(self, stream: Stream = "compute") -> float:
-        """When the work issued to ``stream`` so far is finished."""
+        """Time at which the work issued to ``stream`` so far is finished."""
         return self._times[stream]
 
     def work(self, seconds: float) -> None:
@@ -39,10 +39,10 @@ class Clock:
         self._times[self.current] = max(self._times[self.current], self._host) + seconds
 
     def copy(self, seconds: float, non_blocking: bool = False) -> bool:
-        """Charges a copy between host and device: in the copy stream asynchronous, otherwise the host waits for its end. Whether
-        it waited.
+        """Charges a copy between host and device. It is asynchronous on the copy stream; otherwise the host waits for its end.
+        Returns whether the host waits.
 
-        Where the stream was entered as ``synchronous``, only ``non_blocking`` copies are asynchronous, as on CUDA.
+        If the stream was entered with ``synchronous``, only ``non_blocking`` copies are asynchronous, as on CUDA.
         """
         self.work(seconds)
         waits = self.current == "compute" or (self._synchronous and not non_blocking)
@@ -52,7 +52,7 @@ class Clock:
 
     @contextmanager
     def on(self, stream: Stream, synchronous: bool = False) -> Iterator[None]:
-        """Work inside goes to ``stream``; the host waits for copies that are not asked to be non-blocking if ``synchronous``."""
+        """Work inside goes to ``stream``. With ``synchronous``, the host waits for copies that are not ``non_blocking``."""
         before = self.current, self._synchronous
         self.current, self._synchronous = stream, synchronous
         try:
@@ -61,15 +61,15 @@ class Clock:
             self.current, self._synchronous = before
 
     def join(self, stream: Stream) -> None:
-        """The host waits for what was issued to ``stream`` so far."""
+        """The host waits for the work issued to ``stream`` so far."""
         self._host = max(self._host, self._times[stream])
 
     def record(self, stream: Stream) -> float:
-        """An event: when everything issued to ``stream`` so far will be finished."""
+        """An event: the time at which all work issued to ``stream`` so far is finished."""
         return max(self._times[stream], self._host)
 
     def wait(self, stream: Stream, event: float) -> None:
-        """What is issued to ``stream`` from now on starts after ``event``; the host does not wait."""
+        """Work issued to ``stream`` from now on starts after ``event``. The host does not wait."""
         self._times[stream] = max(self._times[stream], event)
 
     def synchronize(self) -> None:

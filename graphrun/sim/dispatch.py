@@ -1,10 +1,10 @@
-"""Decides what an operator on simulated tensors does: check devices, compute on the CPU, account for what came out.
+"""Executes an operator on simulated tensors: checks devices, computes on the CPU, counts the memory of the results.
 
     sim tensors --unwrap--> CPU tensors --same operator--> CPU results --count new storages--> wrap --> sim tensors
 
-A result is counted after it was computed, and only when all results of the operator fit: a refusal changes no count. Results that
-share a storage with something counted are views and cost nothing. It must not know which machine is active (operators
-count on the machine of their inputs), and it must not know single operators: those that are special are in ``special.py``.
+Results are counted after they were computed, and only if all results of the operator fit: a refusal changes no counter. Results
+that share a counted storage are views and cost nothing. Operators count on the machine of their inputs, not on the active one.
+Operators with special rules are in ``special.py``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from graphrun.sim.active import active_machine
 from graphrun.sim.flops import FORMULAS, Formula
 from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, Handler
-from graphrun.sim.wrap import settle, wrap, wrap_all
+from graphrun.sim.wrap import sync_storage, wrap, wrap_all
 
 
 class Traits(NamedTuple):
-    """What must be known of an operator, read once from its schema."""
+    """Properties of an operator, read once from its schema."""
 
     name: str
     handler: Handler | None
     composite: bool
-    """It is made of other operators; it arrives whole only in inference mode and is taken apart here."""
+    """Whether it decomposes into other operators. It arrives undecomposed only in inference mode, and is decomposed here."""
     written: tuple[tuple[int, str], ...]
-    """(position, name) of the arguments that it writes into and returns, in order of the results; empty: results are new."""
+    """(position, name) of the arguments that it writes and returns, in order of the results; empty: results are new tensors."""
     views: bool
-    """Its results are views of what it is given, and no bytes are computed."""
+    """Whether its results are views of its arguments."""
     reshapes: bool
-    """It may change the shape or the storage of what it writes into."""
+    """Whether it may change the shape or the storage of the arguments that it writes."""
     indexing: bool
     flops: Formula | None
 
@@ -90,12 +90,12 @@ def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: 
         on_host = _options(cls, kwargs, options, tensors)
     machine = _machine(cls, traits, args, tensors)
     hollow = machine.hollow_bytes is not None and any(r.nbytes > machine.hollow_bytes for r in raws if isinstance(r, torch.Tensor))
-    out = untouched(func, raws, options) if hollow and not traits.views else func(*raws, **options)
+    out = uninitialized(func, raws, options) if hollow and not traits.views else func(*raws, **options)
     if traits.written:
         results = [args[i] if i < len(args) else (kwargs or {})[name] for i, name in traits.written]
         if traits.reshapes:
             for result in results:
-                settle(cls, result)
+                sync_storage(cls, result)
         out = results[0] if len(results) == 1 else tuple(results)
     elif isinstance(out, torch.Tensor):
         out = out if on_host else wrap(cls, out, machine)
@@ -116,25 +116,25 @@ def _report(cls: Any, machine: Any, traits: Traits, tensors: Sequence[Any], out:
     machine.ordering.operator(traits.name, machine.clock.current, read, [each.raw for each in results])
 
 
-def untouched(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Results of ``func`` on CPU tensors in memory that nobody has written: of the right sizes, and free until it is touched."""
+def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Results of ``func`` on CPU tensors with the right shapes and undefined contents. Unwritten pages take no host memory."""
 
-    def there(value: Any) -> Any:
+    def to_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return [there(item) for item in value] if isinstance(value, list) else value
+        return [to_meta(item) for item in value] if isinstance(value, list) else value
 
-    def back(value: Any) -> Any:
+    def to_cpu(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-        return type(value)(back(item) for item in value) if isinstance(value, (list, tuple)) else value
+        return type(value)(to_cpu(item) for item in value) if isinstance(value, (list, tuple)) else value
 
-    on_meta = {key: torch.device("meta") if key == "device" else there(value) for key, value in options.items()}
-    return back(func(*map(there, raws), **on_meta))
+    on_meta = {key: torch.device("meta") if key == "device" else to_meta(value) for key, value in options.items()}
+    return to_cpu(func(*map(to_meta, raws), **on_meta))
 
 
 def _unwrap(cls: Any, value: Any, tensors: list[Any]) -> Any:
-    """``value`` with raw tensors in place of simulated ones; every tensor met is added to ``tensors``."""
+    """``value`` with raw tensors in place of simulated ones; every tensor found is appended to ``tensors``."""
     if type(value) is cls:
         tensors.append(value)
         return value.raw
@@ -146,7 +146,7 @@ def _unwrap(cls: Any, value: Any, tensors: list[Any]) -> Any:
 
 
 def _options(cls: Any, kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[Any]) -> bool:
-    """Whether results are asked for on the host; fills ``options`` with what the CPU operator gets."""
+    """Whether the results are to be on the host. Adds to ``options`` the keyword arguments of the CPU operator."""
     on_host = False
     for key, value in kwargs.items():
         if key == "device":
@@ -160,9 +160,9 @@ def _options(cls: Any, kwargs: Mapping[str, Any], options: dict[str, Any], tenso
 
 
 def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) -> Any:
-    """The machine that all of ``tensors`` are on; raises RuntimeError as CUDA does when some are elsewhere.
+    """The machine that all of ``tensors`` are on; raises RuntimeError, as CUDA does, if tensors are on different devices.
 
-    Allowed on the CPU, as on CUDA: tensors without dimensions that are not written to, and index tensors.
+    Allowed on the CPU, as on CUDA: 0-dim tensors that are not written, and index tensors.
     """
     machine = None
     stray = None
@@ -172,7 +172,7 @@ def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) 
             if machine is None:
                 machine = found
             elif machine is not found:
-                raise RuntimeError(f"sim tensors of two machines met in {traits.name}")
+                raise RuntimeError(f"expected sim tensors of one machine, found two machines (op {traits.name})")
         elif (traits.written and tensor is args[0]) or (tensor.dim() and not _is_index(traits, args, tensor)):
             stray = tensor
     if machine is None:

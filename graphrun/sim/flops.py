@@ -1,8 +1,7 @@
-"""Decides how many FLOPs an operator costs on a simulated machine: matrix products, convolutions, attention; all else is 0.
+"""FLOPs of an operator on a simulated machine: matrix products, convolutions and attention; all other operators cost 0.
 
-The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry), written on shapes without its
-tree maps, because they run at every operator; quantized layers of bitsandbytes count as the products they are. It must not know
-machines.
+The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry), computed from shapes without
+its tree maps, because they run for every operator. bitsandbytes' quantized layers count as the matrix products that they compute.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _four_bit(args: list[Any], out: Any) -> int:
 
 
 def _eight_bit(args: list[Any], out: Any) -> int:
-    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the product in int8; outliers are few."""
+    """bitsandbytes' int8_mixed_scaled_mm(A, CA, CB, ...): the int8 product; the few outlier columns are not counted."""
     return int(2 * prod(args[1].shape) * args[2].shape[0])
 
 

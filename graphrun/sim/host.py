@@ -1,4 +1,4 @@
-"""Counts the FLOPs that the host computes, by the formulas of the simulated machine. It must not know machines."""
+"""Counts the FLOPs of operators on the CPU, with the formulas of the simulated machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from graphrun.sim.flops import FORMULAS
 
 
 class HostFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active: ``flops`` of the operators on tensors of the CPU."""
+    """While active, counts the FLOPs of all operators in ``flops``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """The operator as it is, counted."""
+        """Runs the operator and adds its FLOPs."""
         out = func(*args, **(kwargs or {}))
         if (formula := FORMULAS.get(func._schema.name)) is not None:
             self.flops += formula(list(args), out)

@@ -1,6 +1,6 @@
-"""Decides what memory a simulated machine has: every storage counted, a hard capacity, faults on request.
+"""Memory counters of a simulated machine: every storage is counted, capacity is a hard limit, faults can be injected.
 
-It knows sizes only; it must not know tensors, operators or time.
+Pure: knows sizes, no tensors, operators or time.
 
     allocated_bytes  |      ____            capacity  - - - - - - - - - -
                      |  ___|    |___                       (never crossed: an allocation
@@ -27,17 +27,17 @@ class SimulatedOutOfMemory(torch.OutOfMemoryError):
 
 
 class Listener(Protocol):
-    """Whoever wants every allocation and free, in order. ``key`` is unique within a machine; sizes are rounded to 512."""
+    """Receives every allocation and free, in order. ``key`` is unique within a machine; sizes are rounded up to 512."""
 
     def allocated(self, key: int, nbytes: int) -> None:
         """Storage ``key`` of ``nbytes`` was allocated."""
 
     def freed(self, key: int) -> None:
-        """Storage ``key`` is gone."""
+        """Storage ``key`` was freed."""
 
 
 class Allocation:
-    """One counted storage. It lives as an attribute of that storage, so that it ends with the last view. 0 bytes: not counted."""
+    """One counted storage, held as an attribute of it, so it is released with the last view. 0 bytes: not counted."""
 
     __slots__ = ("key", "machine", "nbytes")
 
@@ -59,7 +59,7 @@ def release(machine: Any, key: int, nbytes: int) -> None:
 
 
 class Ledger:
-    """Bytes in use, most used, and refusals. All sizes in bytes, each storage rounded up to ``BLOCK_BYTES``."""
+    """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -71,7 +71,7 @@ class Ledger:
         self.live: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
     def admit(self, sizes: Sequence[int]) -> None:
-        """Nothing, if storages of ``sizes`` (rounded) may all be allocated now; else SimulatedOutOfMemory, and no count changes."""
+        """Raises SimulatedOutOfMemory unless storages of ``sizes`` (rounded) can all be allocated now. Changes no counter."""
         wanted = sum(sizes)
         if self.fail_in is not None:
             counted = sum(1 for size in sizes if size)
@@ -87,7 +87,7 @@ class Ledger:
             )
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The key of a newly counted storage of ``size`` bytes (rounded), which ``admit`` has let through. 0 bytes: 0."""
+        """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns its key; 0 for 0 bytes."""
         if not size:
             return 0
         if self.fail_in is not None:
@@ -102,7 +102,7 @@ class Ledger:
         return key
 
     def release(self, key: int, size: int) -> None:
-        """Storage ``key`` of ``size`` bytes is counted no longer."""
+        """Stops counting storage ``key`` of ``size`` bytes."""
         if self.live.pop(key, None) is None:
             return
         self.allocated_bytes -= size
@@ -111,11 +111,11 @@ class Ledger:
 
 
 def rounded(nbytes: int) -> int:
-    """``nbytes`` as the ledger counts it."""
+    """``nbytes`` rounded up as the ledger counts it."""
     return round_up(nbytes, BLOCK_BYTES)
 
 
 def positive(name: str, value: float) -> None:
-    """Raises InputError unless ``value`` is above zero; ``name`` is what the caller calls it."""
+    """Raises InputError unless ``value`` is above zero; ``name`` is used in the message."""
     if not value > 0:
         raise InputError(f"simulated machine: {name} is {value}; give a number above 0")

@@ -1,6 +1,6 @@
-"""Decides what one simulated accelerator is: a ledger of memory, a clock, counters of copies, and which machine is active.
+"""A simulated accelerator: memory ledger, virtual clock, copy counters, and the context that makes it active.
 
-It must not know operators: tensors ask it for bytes and hand it FLOPs and copies.
+Tensors and operators report allocations, FLOPs and copies to it; it knows no operators.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class SimulatedCopyError(RuntimeError):
 
 
 class Machine:
-    """A simulated accelerator. Inside ``with machine:`` tensors made on device ``sim`` are its own.
+    """A simulated accelerator. Inside ``with machine:`` tensors created on device ``sim`` belong to it.
 
-    ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy engine; ``flops_per_second``
-    of matrix products, convolutions and attention (all else costs no time). Copies inside `on_copy_stream` may be from pageable
-    memory, at a rate of their own (None: the same); `read` charges the disk. ``fail_allocation`` and ``fail_copy``: the n-th from
-    now (1 is the next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
+    ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy engine; ``flops_per_second`` of
+    matrix products, convolutions and attention (other operators take no time). Copies inside `on_copy_stream` may be from pageable
+    memory, which has a rate of its own (None: ``h2d_bytes_per_second``); `read` charges the disk. ``fail_allocation`` and
+    ``fail_copy``: the n-th from now (1 is the next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
 
-    ``hollow_bytes``: operators on larger tensors take their memory and compute nothing, for a dry run of which nobody reads the
-    values; None (the default) computes everything.
+    ``hollow_bytes``: operators on larger tensors allocate their results and compute nothing, for dry runs, whose values are not
+    used; None (the default) computes everything.
 
-    Operators count on the machine that holds their inputs, also after the context was left; only making new tensors needs the
-    context. Raises InputError on a size or rate that is not positive, GraphrunError where the backend cannot be registered.
+    Operators count on the machine that holds their inputs, also after the context was left; only new tensors need the
+    context. Raises InputError for a size or rate that is not positive, GraphrunError if the backend cannot be registered.
 
-    ``check_ordering``: whether races between the host, the disk reader and the streams are looked for; None: as the class says.
+    ``check_ordering``: whether data races are looked for (`ordering`); None takes the class attribute.
     """
 
     check_ordering: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class Machine:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Bytes physically there, None for no limit. May be set at any time, also below what is allocated."""
+        """Physical memory in bytes, None for no limit. May be set at any time, also below the allocated bytes."""
         return self.ledger.capacity_bytes
 
     @capacity_bytes.setter
@@ -100,26 +100,26 @@ class Machine:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all storages that live now, each rounded up to 512."""
+        """Bytes of all live storages, each rounded up to 512."""
         return self.ledger.allocated_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated since the start or the last ``reset_peak``."""
+        """Peak allocated bytes since the start or the last ``reset_peak``."""
         return self.ledger.peak_bytes
 
     def reset_peak(self) -> None:
-        """Lets the peak start again from what is allocated now."""
+        """Restarts the peak at the bytes allocated now."""
         self.ledger.peak_bytes = self.ledger.allocated_bytes
 
     @property
     def allocations(self) -> int:
-        """How many storages were allocated so far."""
+        """Number of storages allocated so far."""
         return self.ledger.allocations
 
     @property
     def listener(self) -> Listener | None:
-        """Who is told of each allocation and free, in order; None for nobody."""
+        """Called for each allocation and free, in order; None for no listener."""
         return self.ledger.listener
 
     @listener.setter
@@ -127,15 +127,15 @@ class Machine:
         self.ledger.listener = listener
 
     def live(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-        """(nbytes, shape, dtype) of every storage that lives, largest first: what a leak report shows.
+        """(nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
 
-        Shape and dtype are those of the tensor that brought the storage into being.
+        Shape and dtype are those of the tensor that allocated the storage.
         """
         return sorted(self.ledger.live.values(), key=lambda entry: -entry[0])
 
     @property
     def fail_allocation(self) -> int | None:
-        """The n-th allocation from now fails (None: none will). Setting it counts from now; the fault happens once."""
+        """n: the n-th allocation from now fails, once. None: none fails."""
         return self.ledger.fail_in
 
     @fail_allocation.setter
@@ -148,7 +148,7 @@ class Machine:
 
     @property
     def fail_copy(self) -> int | None:
-        """The n-th copy from now, in either direction, fails (None: none will). The fault happens once."""
+        """n: the n-th copy from now, in either direction, fails, once. None: none fails."""
         return self._fail_copy_in
 
     @fail_copy.setter
@@ -158,8 +158,8 @@ class Machine:
         self._fail_copy_in = count
 
     def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
-        """Counts and charges a copy of ``nbytes`` to the device that is about to happen, and whether the host waits for it. Raises
-        SimulatedCopyError on a fault."""
+        """Counts and charges a copy of ``nbytes`` to the device. Returns whether the host waits for it. Raises SimulatedCopyError
+        for an injected fault."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
@@ -167,13 +167,13 @@ class Machine:
         return self.clock.copy(nbytes / rate, non_blocking)
 
     def read(self, nbytes: int) -> None:
-        """Counts and charges ``nbytes`` that are read from disk."""
+        """Counts and charges a read of ``nbytes`` from disk."""
         self.bytes_read += nbytes
         with self.clock.on("disk"):
             self.clock.work(nbytes / self.disk_bytes_per_second)
 
     def copy_out(self, nbytes: int, non_blocking: bool = False) -> bool:
-        """The same for a copy of ``nbytes`` from the device."""
+        """As `copy_in`, for a copy of ``nbytes`` from the device."""
         self._maybe_fail(nbytes, "from")
         self.copies_out += 1
         self.bytes_out += nbytes
@@ -188,19 +188,19 @@ class Machine:
             raise SimulatedCopyError(f"sim: injected fault in a copy of {show_size(nbytes)} ({nbytes} bytes) {direction} sim:0")
 
     def charge(self, flops: int) -> None:
-        """Charges ``flops`` of device work to the current stream."""
+        """Counts ``flops`` and charges them to the current stream."""
         self.charge_flops += flops
         self.clock.work(flops / self.flops_per_second)
 
     # -- time
 
     def seconds(self, stream: Stream = "compute") -> float:
-        """Virtual seconds at which the work issued to ``stream`` so far is finished."""
+        """Virtual time in seconds at which the work issued to ``stream`` so far is finished."""
         return self.clock.seconds(stream)
 
     @contextmanager
     def on_copy_stream(self, pageable: bool = False) -> Iterator[None]:
-        """Copies inside are charged to the copy timeline, asynchronous to compute and to the host."""
+        """Charges copies inside to the copy timeline, asynchronously to compute and to the host."""
         self._pageable = pageable
         try:
             with self.clock.on("copy"):
@@ -209,18 +209,18 @@ class Machine:
             self._pageable = False
 
     def record(self, stream: Stream = "compute") -> float:
-        """An event: when everything issued to ``stream`` so far will be finished."""
+        """An event: the time at which all work issued to ``stream`` so far is finished."""
         seconds = self.clock.record(stream)
         return seconds if self.ordering is None else self.ordering.mark(stream, seconds)
 
     def wait(self, stream: Stream, event: float) -> None:
-        """What is issued to ``stream`` from now on starts after ``event``."""
+        """Work issued to ``stream`` from now on starts after ``event``."""
         self.clock.wait(stream, event)
         if self.ordering is not None:
             self.ordering.wait(stream, event)
 
     def synchronize(self) -> None:
-        """The host waits for all timelines; they continue from the latest of them."""
+        """The host waits for all timelines; they all continue from the latest time."""
         self.clock.synchronize()
         if self.ordering is not None:
             self.ordering.barrier()

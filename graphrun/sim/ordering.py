@@ -83,7 +83,7 @@ class Race(NamedTuple):
 class Ordering:
     """Vector clocks of the agents of one simulated device, and the accesses that later ones may still race with.
 
-    ``where`` is set by the executor to the slot that it is in, for messages. ``races`` holds what was found; `raise_races` raises it.
+    ``where``: the slot that the executor is in, for messages. ``races``: found since `raise_races` was last called.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Ordering:
             self._touch(tensor, stream, True, name)
 
     def copied(self, stream: str, target: torch.Tensor, source: torch.Tensor, blocking: bool) -> None:
-        """A copy on ``stream`` between raw tensors, one of the device and one of the host; the host waits for a ``blocking`` one."""
+        """A copy on ``stream`` between raw tensors of the host and the device. The host waits for it if ``blocking``."""
         self.issue(stream)
         for tensor in (target, source):
             if _device_key(tensor) is None:
@@ -266,20 +266,17 @@ class _HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        schema = func._schema.arguments
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
-        for position, value in enumerate(args):
+        for argument, value in zip(func._schema.arguments, args, strict=False):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if (
-                    type(tensor) in (torch.Tensor, torch.nn.Parameter)
-                    and tensor.device.type == "cpu"
-                    and _device_key(tensor) is None
-                ):
-                    alias = schema[position].alias_info if position < len(schema) else None
-                    (written if alias is not None and alias.is_write else read).append(tensor)
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                if tensor.device.type != "cpu" or _device_key(tensor) is not None:
+                    return out  # an operator of the device, or one that computes it on the CPU
+                (written if argument.alias_info is not None and argument.alias_info.is_write else read).append(tensor)
         views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-        if (read or written) and not views:
+        if not views:
             self._ordering.host_operator(func._schema.name, read, written)
         return out
 

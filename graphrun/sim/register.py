@@ -1,10 +1,10 @@
-"""Decides how PyTorch learns of the device ``sim``: the one PrivateUse1 slot, a device module, kernels that C++ can reach.
+"""Registers the device ``sim`` with PyTorch: in the one PrivateUse1 slot, with a device module and kernels for C++ callers.
 
-Registration is process-wide, happens once, and cannot be undone. It must not know machines beyond the active one.
+Registration is process-wide, happens once, and cannot be undone.
 
-Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit kernels are needed where that path
-does not exist: new tensors, which have no simulated argument; C++ code that excludes Python dispatch (``torch.tensor``, lists as
-indices); and composite operators that must arrive whole (``special.LEAVES``).
+Operators on simulated tensors arrive through the subclass (``__torch_dispatch__``). Explicit kernels are needed where that
+path does not exist: factory functions, which have no simulated argument; C++ code that excludes Python dispatch (``torch.tensor``,
+lists as indices); and composite operators that must not be decomposed (``special.LEAVES``).
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ NAME = "sim"
 
 
 class SimStream:
-    """A timeline of the active machine, as ``torch.sim.Stream()``: each that is made is the copy timeline, whose copies are
-    asynchronous where they are asked to be non-blocking; outside of any the current one is compute."""
+    """``torch.sim.Stream``: a timeline of the active machine. A new stream is the copy timeline, on which ``non_blocking`` copies
+    are asynchronous. The default stream is compute."""
 
     def __init__(self, device: Any = None, *, timeline: Timeline = "copy") -> None:
         self.timeline = timeline
 
     def synchronize(self) -> None:
-        """The host waits for what was issued to it so far."""
+        """The host waits for the work issued to this stream so far."""
         active_machine().join(self.timeline)
 
     def wait_stream(self, other: SimStream) -> None:
-        """What is issued from now on starts after what was issued to ``other`` so far."""
+        """Work issued from now on starts after the work issued to ``other`` so far."""
         machine = active_machine()
         machine.wait(self.timeline, machine.record(other.timeline))
 
 
 class DeviceModule:
-    """What ``torch.sim`` is: the questions that PyTorch and pipeline code ask of a device's module. Sizes in bytes."""
+    """The module ``torch.sim``: the functions of a device module that PyTorch and pipelines call. Sizes in bytes."""
 
     def __init__(self, library: Any) -> None:
-        self._library = library  # the kernels go when it does
+        self._library = library  # kernels are unregistered when it is freed
 
     def is_initialized(self) -> bool:
-        """True: there is nothing to start."""
+        """True: there is nothing to initialize."""
         return True
 
     def is_available(self) -> bool:
@@ -74,22 +74,22 @@ class DeviceModule:
         return 0
 
     def manual_seed_all(self, seed: int) -> None:
-        """Nothing: random numbers on ``sim`` come from the CPU's generator."""
+        """Does nothing: random numbers on ``sim`` come from the CPU's generator."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """The CPU generator's: ``torch.random.fork_rng`` keeps the state of every device."""
+        """State of the CPU generator: ``torch.random.fork_rng`` saves the state of every device."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Sets the CPU generator's."""
+        """Sets the state of the CPU generator."""
         torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Asked by ``torch.autocast("sim", enabled=False)``, which language models' position embeddings use."""
+        """Called by ``torch.autocast("sim", enabled=False)``, which language models' position embeddings use."""
         return [torch.bfloat16, torch.float16]
 
     def synchronize(self, device: Any = None) -> None:
-        """Waits for both timelines of the active machine, if there is one."""
+        """Waits for all timelines of the active machine, if there is one."""
         machine = active.get()
         if machine is not None:
             machine.synchronize()
@@ -97,15 +97,15 @@ class DeviceModule:
     Stream = SimStream
 
     def current_stream(self, device: Any = None) -> SimStream:
-        """The stream that work goes to now."""
+        """The stream of current work."""
         return SimStream(timeline=active_machine().clock.current)
 
     def stream(self, stream: SimStream) -> AbstractContextManager[None]:
-        """A context whose work goes to ``stream``."""
+        """A context that issues work to ``stream``."""
         return active_machine().clock.on(stream.timeline, synchronous=True)
 
     def empty_cache(self) -> None:
-        """Nothing: freed memory is free at once."""
+        """Does nothing: freed memory is available at once."""
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """(free, capacity) of the active machine; without a limit both are 2**62."""
@@ -115,13 +115,13 @@ class DeviceModule:
 
 
 def available() -> bool:
-    """Whether this PyTorch can have a device ``sim``: it supports backends in Python, and no other backend took the one slot."""
+    """Whether this PyTorch can have a device ``sim``: it supports backends in Python, and no other backend uses the one slot."""
     return _setup is not None and torch._C._get_privateuse1_backend_name() in ("privateuseone", NAME)
 
 
 @cache
 def register() -> None:
-    """Makes ``torch.device("sim")`` exist. Raises GraphrunError where that cannot be (see ``available``)."""
+    """Registers ``torch.device("sim")``. Raises GraphrunError if that is impossible (see ``available``)."""
     if not available():
         taken = torch._C._get_privateuse1_backend_name()
         why = "it cannot host a backend written in Python" if _setup is None else f"its one backend slot is taken by {taken!r}"

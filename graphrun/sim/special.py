@@ -1,6 +1,6 @@
-"""Decides what the operators do that are not "compute on the CPU and wrap": new tensors, copies, sizes changed in place.
+"""Handlers of the operators that do more than "compute on the CPU and wrap": factory functions, copies, resizing in place.
 
-A handler gets the tensor subclass, the operator and its arguments. It must not know other operators.
+A handler gets the tensor subclass, the operator and its arguments.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 
 from graphrun.sim.active import active_machine
 from graphrun.sim.ledger import rounded
-from graphrun.sim.wrap import replace, settle, wrap
+from graphrun.sim.wrap import replace, sync_storage, wrap
 
 Handler = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], Any]
 
 LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear"})
-"""Composite operators run whole: attention because anything but the CUDA, CPU and XPU devices would get the math form, which
-holds scores of S x S and rounds differently; ``linear`` because its parts differ by device and it is the most frequent."""
+"""Composite operators that are not decomposed: attention, because devices other than CUDA, CPU and XPU get the math form, which
+materializes the S x S scores and rounds differently; ``linear``, because its decomposition differs by device and it is the most
+frequent operator."""
 
 INDEXING = frozenset(
     f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
@@ -44,7 +45,7 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_to_copy(source, dtype=, device=, ...)``. A conversion happens on the source's side, as in CUDA's copies."""
+    """``_to_copy(source, dtype=, device=, ...)``. The dtype is converted on the source device, as in CUDA's copies."""
     source = args[0]
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
     from_sim = type(source) is cls
@@ -73,12 +74,12 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _copy_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``copy_(destination, source, non_blocking)``, the bytes counted being the destination's."""
+    """``copy_(destination, source, non_blocking)``, counted with the bytes of the destination."""
     return _copy(cls, args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
 def _copy_from(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``_copy_from(source, destination, non_blocking)``: what ``copy_`` becomes where C++ excludes Python."""
+    """``_copy_from(source, destination, non_blocking)``: replaces ``copy_`` where C++ excludes Python dispatch."""
     return _copy(cls, args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
@@ -87,7 +88,7 @@ def _copy_from_and_resize(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapp
     source, destination = args
     if type(destination) is cls:
         destination.raw.resize_(source.shape)
-        settle(cls, destination)
+        sync_storage(cls, destination)
     else:
         destination.resize_(source.shape)
     return _copy(cls, destination, source)
@@ -113,7 +114,7 @@ def _copy(cls: Any, destination: Any, source: Any, non_blocking: bool = False) -
 
 
 def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``item()``: a copy to the host of one element."""
+    """``item()``: a copy of one element to the host."""
     raw = args[0].raw
     machine = args[0].allocation.machine
     machine.copy_out(raw.dtype.itemsize)
@@ -131,24 +132,24 @@ def _resize_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if size_bytes > tensor.allocation.nbytes:
         tensor.allocation.machine.ledger.admit((size_bytes,))
     func(raw, *args[1:], **kwargs)
-    settle(cls, tensor)
+    sync_storage(cls, tensor)
     return tensor
 
 
 def _set_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``set_()`` and ``set_(other)``: the tensor stands for another storage from now on."""
+    """``set_()`` and ``set_(other)``: the tensor gets another storage."""
     tensor = args[0]
     if len(args) == 1:
         replace(cls, tensor, wrap(cls, torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine))
     elif type(args[1]) is cls and len(args) == 2:
         replace(cls, tensor, wrap(cls, args[1].raw.detach(), args[1].allocation.machine))
     else:
-        raise NotImplementedError("sim: set_ takes a sim tensor; its storage object stands for no memory")
+        raise NotImplementedError("sim: set_ takes a sim tensor, not a storage: storages of sim tensors have no memory")
     return tensor
 
 
 def _compatible(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Asked by ``tensor.data = other``: both must be simulated."""
+    """Called for ``tensor.data = other``: both must be sim tensors."""
     return type(args[0]) is cls and type(args[1]) is cls
 
 

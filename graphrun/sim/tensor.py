@@ -1,7 +1,4 @@
-"""Decides what a tensor on the simulated device is to Python: a subclass that holds a CPU tensor and says it is on ``sim:0``.
-
-It must not know operators; ``dispatch.py`` does.
-"""
+"""Tensor subclass of the simulated device: holds a CPU tensor and reports device ``sim:0``. Operators: ``dispatch.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from graphrun.sim.wrap import replace
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on ``sim:0``. ``raw`` is the CPU tensor that holds its numbers, ``allocation`` what its storage is counted as."""
+    """A tensor on ``sim:0``. ``raw`` is the CPU tensor with its data, ``allocation`` the counted allocation of its storage."""
 
     raw: torch.Tensor
     allocation: Allocation
@@ -24,11 +21,11 @@ class SimTensor(torch.Tensor):
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """A Parameter of ``data``, for code that makes a parameter of another's type (accelerate); others call ``wrap``."""
+        """A Parameter of ``data``, for code that constructs a parameter by ``type(param)`` (accelerate). Use ``wrap`` otherwise."""
         return torch.nn.Parameter(data, requires_grad)
 
     def tolist(self) -> Any:
-        """The numbers as Python lists: a copy to the host (PyTorch's own refuses subclasses)."""
+        """The elements as nested lists, after a copy to the host (PyTorch's own method refuses subclasses)."""
         machine = self.allocation.machine
         machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
         if machine.ordering is not None:
@@ -37,7 +34,7 @@ class SimTensor(torch.Tensor):
         return self.raw.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """With ``force`` a copy on the host as an array; otherwise TypeError, as on CUDA."""
+        """With ``force``, a copy on the host as an array; otherwise raises TypeError, as on CUDA."""
         if not force:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. "
@@ -47,7 +44,7 @@ class SimTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its history; assigning makes this tensor stand for another sim tensor's storage."""
+        """The tensor detached from autograd. Assigning a sim tensor makes this one share its storage."""
         return self.detach()
 
     @data.setter

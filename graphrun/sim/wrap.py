@@ -1,7 +1,7 @@
-"""Decides how a CPU tensor becomes a simulated one: its storage is counted, once, and a tensor of the subclass stands for it.
+"""Wraps CPU tensors as simulated ones and counts each storage once.
 
-A storage carries its ``Allocation`` as an attribute, so views find it, and it ends exactly when the storage does.
-It must not know operators. ``cls`` is always the tensor subclass (``tensor.SimTensor``).
+A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when the storage is freed. ``cls`` is
+always the tensor subclass (``tensor.SimTensor``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from graphrun.sim.active import ActiveMachine
 from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, release, rounded
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_data: Any = torch._C.TensorBase.data  # PyTorch's own, whatever torch.Tensor has by now
+_data: Any = torch._C.TensorBase.data  # the original property, also if torch.Tensor.data was replaced
 
 
 def wrap(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:
-    """The simulated tensor that stands for ``raw``; its storage is counted on ``machine`` unless something else shares it.
+    """The simulated tensor of ``raw``. Counts its storage on ``machine``, unless it is counted already.
 
-    Raises SimulatedOutOfMemory, counting nothing, if it does not fit.
+    Raises SimulatedOutOfMemory, without counting, if it does not fit.
     """
     storage: Any = raw.untyped_storage()
     allocation = getattr(storage, "graphrun_allocation", None)
@@ -36,7 +36,7 @@ def wrap(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:
 
 
 def wrap_all(cls: Any, raws: Sequence[Any], machine: ActiveMachine) -> list[Any]:
-    """``wrap`` of each tensor in ``raws`` (other things pass through), refused together if they do not fit together."""
+    """``wrap`` of each tensor in ``raws``; other items are returned unchanged. All are refused if they do not fit together."""
     fresh: dict[int, int] = {}
     for raw in raws:
         if isinstance(raw, torch.Tensor):
@@ -48,11 +48,11 @@ def wrap_all(cls: Any, raws: Sequence[Any], machine: ActiveMachine) -> list[Any]
     return [wrap(cls, raw, machine) if isinstance(raw, torch.Tensor) else raw for raw in raws]
 
 
-def settle(cls: Any, tensor: Any) -> None:
-    """Brings the books and ``tensor``'s shape up to date after an operator may have resized or replaced its raw tensor's storage.
+def sync_storage(cls: Any, tensor: Any) -> None:
+    """Updates the ledger and ``tensor``'s shape after an operator that may have resized or replaced the storage of its raw tensor.
 
-    A grown storage is counted like a new one beside the old, as a device would hold both for a moment. If that does not fit,
-    the raw tensor is put back as it was and SimulatedOutOfMemory is raised.
+    A grown storage is counted as a new one while the old one still exists, as on a device. If that does not fit, the raw tensor is
+    restored and SimulatedOutOfMemory is raised.
     """
     raw = tensor.raw
     storage: Any = raw.untyped_storage()
@@ -79,7 +79,7 @@ def settle(cls: Any, tensor: Any) -> None:
 
 
 def replace(cls: Any, tensor: Any, other: Any) -> None:
-    """Makes ``tensor`` stand for what ``other`` stands for: ``tensor.data = other``."""
+    """Makes ``tensor`` share the storage and shape of ``other``, as ``tensor.data = other``."""
     _data.__set__(tensor, _shell(cls, other.raw, other.allocation.machine))
     tensor.raw, tensor.allocation = other.raw, other.allocation
 
@@ -92,5 +92,5 @@ def _enter(machine: ActiveMachine, size: int, raw: torch.Tensor) -> int:
 
 
 def _shell(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:
-    # positional, because parsing keywords costs a fifth of the whole
+    # positional arguments, because parsing keywords takes a fifth of the time of a call
     return _make_wrapper(cls, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.device)

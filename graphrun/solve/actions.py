@@ -1,6 +1,6 @@
-"""A plan from integers: which blocks, in which order of actions. Chooses nothing but names.
+"""Translates the integers of a solution into a plan: names of blocks, and the order of actions in a slot.
 
-free, evict | spill, restore | fill | stream | load, nearest use first | run          the actions of a slot, in this order
+drop, evict | spill, restore | read | stream | load, nearest use first | run
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ def plan_of(
     options: Sequence[tuple[str, str]] = (),
     order: Sequence[str] = (),
 ) -> Plan:
-    """The plan that ``choice`` means: kept blocks are the first of their class's `keep_order`. ``program`` takes one way of each
-    component; ``of`` is the problem that it was arranged from, by ``options`` and in ``order``."""
+    """The plan for ``choice``. Of each block group, the resident blocks are the first of its `keep_order`.
+
+    ``program`` has one variant per component. ``of``: the original problem, before stage ``options`` and stage ``order`` were
+    applied to it.
+    """
     of = of or program.problem
     held = [0] * len(program.groups)
-    first, held = _run(program, choice, 0, program.turn, held)
-    again, _ = _run(program, choice, program.turn, len(program.intervals), held) if program.session else ((), held)
+    first, held = _run(program, choice, 0, program.run_length, held)
+    again, _ = _run(program, choice, program.run_length, len(program.intervals), held) if program.session else ((), held)
     named = {component.name for component in of.components if len(component.variants) > 1}
     names = [component.name for component in program.problem.components]
     variants = tuple(
-        (names[variant_choice.component], variant_choice.of.name)
+        (names[variant_choice.component], variant_choice.variant.name)
         for variant_choice in program.variant_choices
         if names[variant_choice.component] in named
     )
@@ -37,7 +40,8 @@ def plan_of(
 
 
 def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]) -> tuple[tuple[Slot, ...], list[int]]:
-    """The slots of intervals ``begin`` to ``end`` and the end slot; what is held behind it. ``held``: blocks per cell before."""
+    """The slots of intervals ``begin`` to ``end`` and the end slot, and the blocks per group present after it. ``held``: blocks per
+    group present before."""
     slots, orders = list[Slot](), tuple(keep_order(group.count) for group in program.groups)
     for t in range(begin, end):
         interval, present, loaded = program.intervals[t], choice.present[t], choice.loaded[t]
@@ -55,21 +59,21 @@ def _run(program: Program, choice: Choice, begin: int, end: int, held: list[int]
             if program.streams(choice, t, component):
                 actions.append(Stream(use.component, keeps.get(use.component, ()), program.ring_bytes(choice, t, component)))
         backing_stores = {
-            program.problem.components[variant_choice.component].name: variant_choice.of.backing_store
+            program.problem.components[variant_choice.component].name: variant_choice.variant.backing_store
             for variant_choice in program.variant_choices
         }
         actions += [Load(n, loads[n], backing_stores[n]) for n in _by_next_use(program.problem, interval.phase) if n in loads]
         actions += [Run()] if interval.rounds else []
         slots.append(Slot(phase.name, interval.part, interval.rounds, tuple(actions)))
         held = after
-    stay = list(choice.present[program.turn]) if program.session else [0] * len(program.groups)
-    rest = _blocks(program, [order[k:h] for order, k, h in zip(orders, stay, held, strict=True)])
-    slots.append(Slot("", "end", 0, tuple(Evict(name, blocks) for name, blocks in rest.items())))
+    stay = list(choice.present[program.run_length]) if program.session else [0] * len(program.groups)
+    evicted = _blocks(program, [order[k:h] for order, k, h in zip(orders, stay, held, strict=True)])
+    slots.append(Slot("", "end", 0, tuple(Evict(name, blocks) for name, blocks in evicted.items())))
     return tuple(slots), stay
 
 
 def _at(program: Program, intervals: Sequence[int], t: int) -> list[str]:
-    """Components of which ``intervals`` names ``t``."""
+    """Components whose entry in ``intervals`` is ``t``."""
     named = zip(program.variant_choices, intervals, strict=False)
     return [
         program.problem.components[variant_choice.component].name for variant_choice, at in named if at == t and variant_choice.used
@@ -84,13 +88,14 @@ def _spills(program: Program, choice: Choice, t: int) -> list[Action]:
 
 
 def _by_next_use(problem: Problem, phase: int) -> tuple[str, ...]:
-    """Components in the order in which they are entered from ``phase`` on; then the others."""
+    """Names of components in the order of their next use from ``phase`` on; unused ones last."""
     following = (use.component for later in problem.phases[phase:] for use in later.uses)
     return tuple(dict.fromkeys((*following, *(component.name for component in problem.components))))
 
 
 def _blocks(program: Program, chosen: Sequence[tuple[int, ...]]) -> dict[str, Blocks]:
-    """Components of which blocks are chosen (one tuple per cell), as plans name them; all of a component is None."""
+    """Blocks by component, as plans name them; None: all blocks of the component. ``chosen``: one tuple of block indices per
+    group."""
     found: dict[str, Blocks] = {}
     for number, component in enumerate(program.problem.components):
         groups = [(group, indices) for group, indices in zip(program.groups, chosen, strict=True) if group.component == number]

@@ -1,7 +1,6 @@
-"""What if a component were placed otherwise: the same problem solved again with one directive on that component instead of its own,
-or with one of its other variants.
+"""Alternatives to a plan: the same problem solved again with another directive on one component, or with another of its variants.
 
-Explains a plan by what it was chosen over; changes nothing about the plan.
+They explain why the plan was chosen; they do not change it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ PLACEMENTS: tuple[Placement, ...] = ("whole", "exclude", "drop", "keep")
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One placement of the component, or one ``variant`` of it (its name). Both are "" for the plan itself.
+    """A directive on the component (``placement``), or the name of another ``variant``. Both are "" for the plan itself.
 
-    ``permission``: what would have to be allowed for it, "" where nothing. ``refusal``: why it cannot be tried at all. ``binding``:
-    the budget that it exceeds, "" where it fits; ``needs``: the phases that do not fit, with ``smallest_budget_bytes``, the least
-    budget for it. Otherwise seconds and bytes of all runs as `simulate` says; ``same``: its plan is the plan.
+    ``permission``: what ``allow`` would have to contain, "" if nothing. ``refusal``: why the directive cannot be tried, "" if it
+    can. Where it does not fit: ``binding``, the budget that is too small; ``needs``, the phases that do not fit, and
+    ``smallest_budget_bytes``, the smallest VRAM budget for it. Where it fits: seconds and bytes of all runs from `simulate`;
+    ``same``: its plan equals the given one.
     """
 
     placement: Placement | str
@@ -50,30 +50,30 @@ class Alternative:
 
 
 def alternatives(solution: Solution, component: str) -> tuple[Alternative, ...]:
-    """The plan first, then every placement of ``component``, then every other variant of it, each re-solved and simulated; other
-    components keep their directives, and may take other variants.
+    """The plan itself, then each of `PLACEMENTS` for ``component``, then each of its other variants, all solved and simulated.
 
-    Raises InputError for a component that the plan's problem does not have.
+    Other components keep their directives; the solver may choose other variants for them. Raises InputError for an unknown
+    component.
     """
     problem, names = solution.problem, [numbers.name for numbers in solution.problem.components]
     if component not in names:
         raise InputError(f"the plan has no component {component!r}; it has {', '.join(names)}")
     others = [directive for directive in problem.directives if directive.component != component]
     as_planned = _simulated(Alternative(""), problem, solution.plan, solution.plan)
-    placed = (_placed(solution, others, Directive(placement, component)) for placement in PLACEMENTS)
-    return as_planned, *placed, *_varied(solution, problem.component(component))
+    placed = (_with_placement(solution, others, Directive(placement, component)) for placement in PLACEMENTS)
+    return as_planned, *placed, *_with_other_variants(solution, problem.component(component))
 
 
-def _placed(solution: Solution, others: list[Directive], directive: Directive) -> Alternative:
+def _with_placement(solution: Solution, others: list[Directive], directive: Directive) -> Alternative:
     try:
         problem = directed(solution.problem, [*others, directive])
     except InputError as error:
         return Alternative(directive.placement, refusal=str(error))
-    return _tried(Alternative(directive.placement), problem, solution.plan)
+    return _solved_alternative(Alternative(directive.placement), problem, solution.plan)
 
 
-def _varied(solution: Solution, component: ComponentNumbers) -> Iterator[Alternative]:
-    """Every variant but the plan's, as if it were the only one; one that is not allowed is tried as if it alone were."""
+def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Iterator[Alternative]:
+    """Every variant except the plan's, each as the only variant. A variant that is not allowed is tried as if it were."""
     problem = solution.problem
     planned = dict(solution.plan.variants).get(component.name, component.variants[0].name)
     for variant in component.variants:
@@ -81,10 +81,12 @@ def _varied(solution: Solution, component: ComponentNumbers) -> Iterator[Alterna
             permission = variant.needs if variant.needs not in problem.allow else ""
             only = component.held_as(variant.name)
             components = tuple(only if other.name == component.name else other for other in problem.components)
-            yield _tried(Alternative("", variant.name, permission), replace(problem, components=components), solution.plan)
+            yield _solved_alternative(
+                Alternative("", variant.name, permission), replace(problem, components=components), solution.plan
+            )
 
 
-def _tried(of: Alternative, problem: Problem, planned: Plan) -> Alternative:
+def _solved_alternative(of: Alternative, problem: Problem, planned: Plan) -> Alternative:
     if (solution := solved(problem)) is not None:
         return _simulated(of, solution.problem, solution.plan, planned)
     why = refusal(problem, repairs=False)

@@ -1,16 +1,17 @@
-"""A device map as integers: so many blocks of each component stay for good, the others pass. Knows no solver.
+"""Fixed strategies for running a pipeline, as integers of the program: bounds that a plan must not be slower than. Uses no solver.
 
-kept     # # # # # # # #      from the first slot to the last
-others     ~ ~       ~ ~      through the ring, in every call; loaded for a phase where they cannot be streamed
+    resident     every component is loaded before its first phase and stays to the end
+    one by one   before each phase, components that it does not use are evicted and those it uses are loaded whole
+    streamed     no streamable block stays: all of them pass through the ring in every call
+    single K     one by one, but K blocks of each group of the largest component stay and the others are streamed; components that
+                 do not fit are streamed
 
-Plain ways to run a pipeline, as integers: what other programs do, and what a plan must never be slower than. Knows no solver.
+A ring holds two of the largest streamed block, or one where otherwise nothing fits.
 
-resident     every component is loaded before its first phase and stays to the end
-one by one   before each phase what it does not use is evicted, what it uses is loaded whole
-streamed     nothing that can be streamed stays: all of it passes through the ring in every call
-single K     one by one, but of the largest component K blocks stay in every class, the others pass; what does not fit is streamed
+A device map is a further strategy: given numbers of blocks stay for the whole run, the others are streamed.
 
-A ring has room for two of the largest block that passes through it; for one alone where otherwise nothing fits.
+    kept     # # # # # # # #      from the first slot to the last
+    others     ~ ~       ~ ~      through the ring in every call; loaded for a phase where they cannot be streamed
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from graphrun.solve.matrix import freed
+from graphrun.solve.milp import with_drops
 from graphrun.solve.program import Choice, Program
-from graphrun.solve.variants import over
+from graphrun.solve.variants import budget_excess
 
 Baseline = Literal["resident", "one by one", "streamed", "single K"]
 BASELINES: tuple[Baseline, ...] = ("resident", "one by one", "streamed", "single K")
 
 
 def fitting(program: Program, baseline: Baseline, most: int | None = None) -> Iterator[Choice]:
-    """The choices of ``baseline`` that fit; of a single K the largest ``most``, best first as a rule. ``program``: one way each."""
+    """The choices of ``baseline`` that fit the budgets. ``single K`` yields one choice per K, from the largest K down, at most
+    ``most``; larger K are usually faster. ``program`` has one variant per component."""
     sizes = [sum(c.count * c.block_bytes for c in program.groups if c.component == n) for n in range(len(program.variant_choices))]
     largest = max(range(len(sizes)), key=lambda n: sizes[n], default=0)
     blocks = max((group.count for group in program.groups if group.component == largest), default=0)
     found = 0
     for kept in range(blocks, -1, -1) if baseline == "single K" else (0,):
-        deep = _choice(program, baseline, largest, kept)
-        alone = replace(deep, depths=((1,) * len(program.groups),) * len(program.intervals))
-        for choice in (freed(program, deep), freed(program, alone)):
-            if found != most and not over(program, choice):
+        double = _choice(program, baseline, largest, kept)
+        single = replace(double, depths=((1,) * len(program.groups),) * len(program.intervals))
+        for choice in (with_drops(program, double), with_drops(program, single)):
+            if found != most and not budget_excess(program, choice):
                 found += 1
                 yield choice
                 break
 
 
 def _short_bytes(program: Program, component: int) -> int:
-    """What is missing to hold ``component`` whole in the tightest of its slots."""
+    """Bytes missing to hold all of ``component`` in the tightest slot that uses it; 0 or less: it fits."""
     weights = sum(group.count * group.held_bytes for group in program.groups if group.component == component)
     slots = [t for t, interval in enumerate(program.intervals) if component in interval.used]
     fixed = max((program.intervals[t].fixed_bytes + program.activation_bytes(t) for t in slots), default=0)
@@ -63,11 +65,11 @@ def _choice(program: Program, baseline: Baseline, largest: int, kept: int) -> Ch
         for group in program.groups:
             use = uses.get(program.problem.components[group.component].name)
             needed = use is not None and use.group_calls[group.index] > 0
-            passes = group.streamable and (
+            streamed = group.streamable and (
                 baseline == "streamed" or (baseline == "single K" and group.component in (largest, *too_large))
             )
             stays = min(kept, group.count) if group.component == largest else 0
-            goal.append(0 if not needed else stays if passes else group.count)
+            goal.append(0 if not needed else stays if streamed else group.count)
         stay = held if baseline == "resident" else [min(h, g) for h, g in zip(held, goal, strict=True)]
         more = [max(0, g - h) if interval.part == "load" else 0 for g, h in zip(goal, stay, strict=True)]
         present.append(tuple(stay))
@@ -79,21 +81,21 @@ def _choice(program: Program, baseline: Baseline, largest: int, kept: int) -> Ch
                 variant_choice.read_seconds is not None
                 and reads[variant_choice.component] < 0
                 and name in uses
-                and t < program.turn
+                and t < program.run_length
             ):
                 reads[variant_choice.component] = t
     if program.session and baseline == "resident":
-        turn = program.turn
-        present[turn:] = [tuple(held) for _ in present[turn:]]
-        loaded[turn:] = [tuple(0 for _ in held) for _ in loaded[turn:]]
+        further = program.run_length
+        present[further:] = [tuple(held) for _ in present[further:]]
+        loaded[further:] = [tuple(0 for _ in held) for _ in loaded[further:]]
     return Choice(
         tuple(present), tuple(loaded), tuple(reads), (-1,) * len(program.variant_choices), (False,) * len(program.spill_gaps)
     )
 
 
 def mapped(program: Program, kept: Mapping[str, Sequence[int]]) -> Choice:
-    """The choice that keeps ``kept`` (component -> blocks of each class); what is not in it is loaded for its phases. ``program``:
-    one way each."""
+    """The choice that keeps ``kept`` (component -> number of blocks per group) on the device for the whole run. Other components
+    are loaded for their phases. ``program`` has one variant per component."""
     components = [component.name for component in program.problem.components]
     stay = [kept[name][c.index] if (name := components[c.component]) in kept else 0 for c in program.groups]
     present, loaded = list[tuple[int, ...]](), list[tuple[int, ...]]()
@@ -104,8 +106,8 @@ def mapped(program: Program, kept: Mapping[str, Sequence[int]]) -> Choice:
         for number, group in enumerate(program.groups):
             name = components[group.component]
             needed = name in uses and uses[name].group_calls[group.index] > 0
-            passes = group.streamable and name in kept
-            goal.append(max(stay[number], group.count if needed and not passes else 0))
+            streamed = group.streamable and name in kept
+            goal.append(max(stay[number], group.count if needed and not streamed else 0))
         stays = [min(h, g) for h, g in zip(held, goal, strict=True)]
         more = [g - s if interval.part == "load" else 0 for g, s in zip(goal, stays, strict=True)]
         present.append(tuple(stays))
@@ -115,9 +117,14 @@ def mapped(program: Program, kept: Mapping[str, Sequence[int]]) -> Choice:
             begins = components[variant_choice.component] in uses or any(
                 more[n] for n, group in enumerate(program.groups) if group.component == variant_choice.component
             )
-            if variant_choice.read_seconds is not None and reads[variant_choice.component] < 0 and begins and t < program.turn:
+            if (
+                variant_choice.read_seconds is not None
+                and reads[variant_choice.component] < 0
+                and begins
+                and t < program.run_length
+            ):
                 reads[variant_choice.component] = t
-    return freed(
+    return with_drops(
         program,
         Choice(
             tuple(present), tuple(loaded), tuple(reads), (-1,) * len(program.variant_choices), (False,) * len(program.spill_gaps)

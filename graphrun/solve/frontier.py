@@ -1,8 +1,8 @@
-"""Time against budget: one problem solved for several budgets, all other numbers equal. Knows neither graph nor dry run.
+"""Time against budget: one problem solved for several VRAM budgets, everything else unchanged. No graph, no dry run.
 
 seconds
-  |x           a plan for a smaller budget is one for a larger too,
-  |  x         so the curve falls, and ends where all transfer hides
+  |x           a plan for a smaller budget is also one for a larger budget,
+  |  x         so the curve falls until all transfers overlap compute
   |     x   x
   '-----------> budget
 """
@@ -20,16 +20,17 @@ from graphrun.solve.solve import solved
 from graphrun.units import MIB, parse_size
 from graphrun.verify.simulate import simulate
 
-# From `sizes_between`, and from a sweep: each point is a solve, each swept value a dry run of seconds. Far more than a table shows.
+# Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
+# shows far fewer.
 MOST_POINTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The answer for one budget. ``solution`` is None where nothing fits; seconds and bytes are `simulate`'s, of all runs
+    """The result for one budget. ``solution`` is None where nothing fits; seconds and bytes are from `simulate`, of all runs
     together, 0 without a plan.
 
-    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least for which a plan exists, to the byte.
+    ``smallest_budget_bytes``, ``smallest_ram_bytes``: the least VRAM and RAM for which a plan exists, exact to the byte.
     """
 
     budget_bytes: int
@@ -48,16 +49,16 @@ class Point:
 
 
 def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> tuple[Point, ...]:
-    """``problem`` planned for every one of ``budgets`` (bytes of VRAM), in their order. Infeasible ones are points too.
+    """One point per budget of ``budgets`` (bytes of VRAM), in their order, infeasible ones included.
 
-    ``solve``: the plan, or None where nothing fits.
+    ``solve``: returns a solution, or None where nothing fits.
     """
     return tuple(_point(replace(problem, budget_bytes=budget), solve) for budget in budgets)
 
 
 def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
-    """``count`` budgets from the smallest that works to what holds every component at once, evenly spread; ``problem``'s own among
-    them."""
+    """``count`` evenly spaced budgets in bytes, from the smallest that works to one that holds all components at once, and
+    ``problem``'s own budget."""
     least = smallest_budget(problem)
     weights = sum(max(component.weight_bytes(n) for n in problem.usable(component)) for component in problem.components)
     slots = max((max(p.first_bytes, p.steady_bytes) + p.live_in_bytes for p in problem.phases), default=0)
@@ -76,10 +77,10 @@ def _point(problem: Problem, solve: Callable[[Problem], Solution | None]) -> Poi
 
 
 def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vram") -> tuple[int, ...]:
-    """The budgets that ``text`` means: ``8G`` one, ``4G:48G:4G`` from, to (inclusive) and step.
+    """Budgets in bytes from ``text``: ``8G`` is one budget, ``4G:48G:4G`` is FROM:TO:STEP, both ends included.
 
-    ``4G:48G`` means both ends and, between them, the sizes that cards have: powers of two and one and a half times these, from
-    a MiB on (4, 6, 8, 12, 16, 24, 32, 48 GiB). Raises InputError.
+    ``4G:48G`` means both ends and the usual card sizes between them: powers of two and 1.5 times these, from 1 MiB up (4, 6, 8,
+    12, 16, 24, 32, 48 GiB). ``whole_bytes``: what 100% means; ``name``: the option, for error messages. Raises InputError.
     """
     ends = [parse_size(part, whole_bytes=whole_bytes, name=name) for part in text.split(":")]
     if len(ends) == 1:
@@ -94,7 +95,8 @@ def sizes_between(text: str, *, whole_bytes: int | None = None, name: str = "vra
 
 
 def values_between(text: str) -> tuple[str, tuple[int, ...]]:
-    """The input and its values that ``text`` means: ``height=512:2048:256`` from, to (inclusive) and step. Raises InputError."""
+    """An input's name and values from ``text``: ``height=512:2048:256`` is NAME=FROM:TO:STEP, both ends included. Raises
+    InputError."""
     name, equals, range_ = text.partition("=")
     try:
         low, high, step = (int(part) for part in range_.split(":"))

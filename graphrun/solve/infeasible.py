@@ -1,4 +1,4 @@
-"""Why nothing fits: the phases that cannot, with their terms, the binding resource, the least budgets, and repairs that work."""
+"""Explains why no plan exists: the phases that do not fit, the binding budget, the smallest budgets, and verified repairs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from graphrun.model.least_memory import PhaseMinimum, least_memory, used_compone
 from graphrun.model.problem import Problem
 from graphrun.solve.granularity import finer
 from graphrun.solve.least import (
-    chosen_from,
-    held_ram,
+    backing_store_bytes,
+    has_usable_variants,
     least_memory_of,
-    only,
     smallest_budget,
     smallest_disk,
     smallest_pinned,
     smallest_ram,
+    with_only_variants,
 )
 from graphrun.solve.repairs import Repair, repairs_of
-from graphrun.solve.variants import simple
+from graphrun.solve.variants import only_blocks_to_choose
 from graphrun.units import show_size
 
 __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]
@@ -27,7 +27,7 @@ __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smalles
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A budget: its name, what there is, and the least that works (equal where it is enough)."""
+    """A budget: its name, its size, and the least size for which a plan exists; bytes."""
 
     name: str
     have_bytes: int
@@ -35,15 +35,16 @@ class Tier:
 
     @property
     def short(self) -> bool:
-        """Whether it is not enough."""
+        """Whether the budget is too small."""
         return self.least_bytes > self.have_bytes
 
 
 class Infeasible(GraphrunError):
-    """No plan exists. ``needs``: the phases that cannot fit (empty where VRAM is not short); ``binding``: the resource that is.
+    """No plan exists. ``needs``: the phases that do not fit in VRAM, empty where VRAM suffices; ``binding``: the budget that is
+    short.
 
-    The smallest budgets are exact: with one of them, the others as they are, a plan exists, and with a byte less none does; where
-    several are short, each is the least with the others ample. ``repairs`` each suffice alone, best first.
+    The smallest budgets are exact: with one of them, and the others unchanged, a plan exists; with one byte less none does. Where
+    several budgets are short, each is the least while the others are unlimited. Each of ``repairs`` suffices alone, best first.
     """
 
     exit_code = 3
@@ -85,7 +86,7 @@ class Infeasible(GraphrunError):
 
 
 def _binding(problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tier, ...]) -> str:
-    if not chosen_from(problem):
+    if not has_usable_variants(problem):
         return "what is allowed"
     if needs:
         return "VRAM"
@@ -94,18 +95,18 @@ def _binding(problem: Problem, needs: tuple[PhaseMinimum, ...], tiers: tuple[Tie
 
 
 def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
-    """The explanation for ``problem``, which has no plan; ``repairs``: with what would help, which takes some solves.
+    """The explanation for ``problem``, which has no plan; ``repairs``: whether to look for repairs, each of which is a solve.
 
-    Its figures are those of components that are cut into layers where that takes less in the phases that do not fit.
+    Its figures are for components split into layers where the phases that do not fit then need less.
     """
     needs = _short(problem)
     while (more := finer(problem, needs)) is not None:
         if (left := _short(more)) and not needs:
-            break  # what spares the host takes more of the device than there is
+            break  # layers need less host memory but more device memory than there is
         problem, needs = more, left
-    whole = problem.hardware.capacity_bytes
+    capacity = problem.hardware.capacity_bytes
     tiers = [
-        Tier("VRAM", min(problem.budget_bytes, whole), smallest_budget(problem)),
+        Tier("VRAM", min(problem.budget_bytes, capacity), smallest_budget(problem)),
         Tier("RAM", problem.ram_bytes, smallest_ram(problem)),
     ]
     if problem.pinned_bytes is not None:
@@ -117,15 +118,15 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
-    """The phases that cannot fit."""
+    """The phases that do not fit in VRAM."""
     return tuple(need for need in least_memory_of(problem) if need.short_bytes > 0)
 
 
 def surely_infeasible(problem: Problem) -> bool:
-    """Whether it can be said without solving that no plan exists."""
-    if not chosen_from(problem):
+    """Whether closed forms already show that no plan exists. False says nothing."""
+    if not has_usable_variants(problem):
         return True
-    if not simple(problem):
+    if not only_blocks_to_choose(problem):
         return False
-    short = any(need.short_bytes > 0 for need in least_memory(only(problem)))
-    return short or (problem.runs == 1 and held_ram(problem) > problem.ram_bytes)
+    short = any(need.short_bytes > 0 for need in least_memory(with_only_variants(problem)))
+    return short or (problem.runs == 1 and backing_store_bytes(problem) > problem.ram_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.problem import Problem
@@ -36,20 +36,24 @@ def stage_choices(problem: Problem) -> tuple[tuple[StageChoice, ...], bool]:
 
 
 def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
-    """The orders of stages that the precedence allows, those nearest the problem's own first; its own alone where it has none."""
-    stages = stages_of(problem)
-    if problem.precedence is None:
-        yield stages
+    """The orders of stages that the precedence allows, at most `MOST_STAGE_CHOICES` + 1 of them.
+
+    The problem's own comes first, the others sorted by the places that stages have in it. A chain has its own order alone; for
+    others networkx is imported.
+    """
+    stages, pairs = stages_of(problem), problem.precedence
+    yield stages
+    if pairs is None or all(pair in pairs for pair in pairwise(stages)):
         return
-    yield from _orders((), stages, problem.precedence)
+    import networkx
 
-
-def _orders(before: tuple[str, ...], left: tuple[str, ...], precedence: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, ...]]:
-    if not left:
-        yield before
-    for stage in left:
-        if not any(later == stage and earlier in left for earlier, later in precedence):
-            yield from _orders((*before, stage), tuple(other for other in left if other != stage), precedence)
+    places = {stage: place for place, stage in enumerate(stages)}
+    order = networkx.DiGraph()
+    order.add_nodes_from(reversed(stages))  # it begins with the last that is ready
+    order.add_edges_from(pairs)
+    found = islice(map(tuple, networkx.all_topological_sorts(order)), MOST_STAGE_CHOICES + 1)
+    others = sorted((each for each in found if each != stages), key=lambda each: [places[stage] for stage in each])
+    yield from others[:MOST_STAGE_CHOICES]
 
 
 def _allowed(problem: Problem, needs: str) -> bool:

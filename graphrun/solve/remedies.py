@@ -1,6 +1,6 @@
-"""What would help a graph that fits nowhere, where it takes another dry run to know: another way to run a stage, a smaller picture.
+"""Repairs that need another dry run to verify: another option of a stage, or a smaller image.
 
-Each is estimated and solved for before it is named. What the problem itself can say is in `planner.repairs`.
+Each is estimated and solved before it is offered. Repairs that the problem itself can verify are in `graphrun.solve.repairs`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from graphrun.model.problem import Problem
 from graphrun.solve.repairs import Repair, predicted_seconds
 
 SIZES = ("height", "width", "num_frames", "frames")
-EIGHTHS = (7, 6, 5, 4, 3, 2)  # of the size, largest first; each step is a dry run of seconds
+EIGHTHS = (7, 6, 5, 4, 3, 2)  # of the original size, largest first; each is a dry run of some seconds
 
 Estimate = Callable[[Mapping[str, Any], tuple[str, ...]], Problem]
 
 
 def remedies(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], estimate: Estimate) -> tuple[Repair, ...]:
-    """Changes that work alone: options that the graph lists and that were not allowed, and the largest of some smaller sizes.
+    """Changes that suffice alone: options that the graph lists and that were not allowed, and the largest size of `EIGHTHS` that
+    fits.
 
-    ``estimate(inputs, allow)`` gives the problem with these. A dry run that fails is no remedy.
+    ``estimate(inputs, allow)`` returns the problem for these. A change whose dry run fails is left out.
     """
     return (*_options(graph, inputs, allow, estimate), *_sizes(graph, inputs, allow, estimate))
 
@@ -35,7 +36,7 @@ def _options(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], es
             if (needs := OPERATIONS[stage.op].options[name]) and needs not in allow:
                 wanted.setdefault(needs, []).append(stage.name)
     for needs, stages in wanted.items():
-        seconds = _tried(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
+        seconds = _seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
         if seconds is not None:
             yield Repair(f"allow {needs} (of {', '.join(stages)})", (("--allow", needs),), seconds, True)
 
@@ -45,7 +46,7 @@ def _sizes(graph: Graph, inputs: Mapping[str, Any], allow: tuple[str, ...], esti
     sizes = {name: values[name] for name in SIZES if name in graph.inputs and isinstance(values[name], int)}
     for eighths in EIGHTHS if sizes else ():
         smaller = {name: _scaled(value, eighths, graph.inputs[name].multiple_of or 1) for name, value in sizes.items()}
-        seconds = _tried(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
+        seconds = _seconds_or_none(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
         if seconds is not None:
             text = " ".join(f"{name}={value}" for name, value in smaller.items())
             yield Repair(f"make it smaller: {text}", tuple(("--set", f"{k}={v}") for k, v in smaller.items()), seconds, True)
@@ -56,7 +57,7 @@ def _scaled(value: int, eighths: int, step: int) -> int:
     return max(step, value * eighths // 8 // step * step)
 
 
-def _tried(problem: Callable[[], Problem]) -> float | None:
+def _seconds_or_none(problem: Callable[[], Problem]) -> float | None:
     try:
         return predicted_seconds(problem())
     except GraphrunError:

@@ -1,8 +1,6 @@
-"""What would help where nothing fits: changes of the problem, each verified by a solve.
+"""Changes of a problem after which a plan exists, each verified by a solve.
 
-Ranked: what leaves the output as it is comes first; of equals, what is predicted to be fastest.
-
-What a problem would take, shortly: one answer in seconds, by the program alone, for the sake of comparison.
+Changes that leave the output unchanged come first, then those with the least predicted time.
 """
 
 from __future__ import annotations
@@ -14,29 +12,29 @@ from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.solve.granularity import until_it_fits
-from graphrun.solve.least import chosen_from, least_memory_of
+from graphrun.solve.least import has_usable_variants, least_memory_of
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import program_of
 from graphrun.solve.search import SECONDS, choose
-from graphrun.solve.variants import worthwhile
+from graphrun.solve.variants import undominated_variants
 from graphrun.units import show_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
-    """Seconds of the fastest plan for ``problem``; None where nothing fits."""
-    return until_it_fits(problem, _seconds, least_memory_of) if chosen_from(problem) else None
+    """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None where nothing fits."""
+    return until_it_fits(problem, _seconds, least_memory_of) if has_usable_variants(problem) else None
 
 
 def _seconds(problem: Problem) -> float | None:
     found, _ = stage_choices(problem)
-    answer = choose([program_of(of.problem, worthwhile(of.problem)) for of in found], goals=SECONDS)
+    answer = choose([program_of(of.problem, undominated_variants(of.problem)) for of in found], goals=SECONDS)
     return None if answer is None else answer.program.seconds(answer.choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A change after which a plan exists. ``change``: what to set, as pairs of an option of the command line and its value ("":
-    it takes none); ``seconds``: predicted with it, of all runs it makes; ``changes_output``: whether pictures differ by it."""
+    """A change after which a plan exists. ``change``: pairs of a command line option and its value, "" for an option without one;
+    ``seconds``: predicted total of all runs; ``changes_output``: whether generated images differ."""
 
     text: str
     change: tuple[tuple[str, str], ...]
@@ -48,59 +46,59 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
-    """A repair before it is verified: every one of ``problems`` must have a plan."""
+class _Proposal:
+    """A repair to be verified: every one of ``problems`` must have a plan. ``fallback``: proposed instead where one has none."""
 
     text: str
     change: tuple[tuple[str, str], ...]
     problems: tuple[Problem, ...]
     changes_output: bool = False
-    otherwise: _Tried | None = None  # what to try where this does not work
+    fallback: _Proposal | None = None
 
 
 def repairs_of(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> tuple[Repair, ...]:
-    """Every change that works alone, best first. ``needs``: the phases that are short of VRAM; ``least``: the smallest budget by
-    tier, of those that have one."""
-    found = (_verified(tried) for tried in _all(problem, needs, least))
+    """Every change that suffices alone, best first. ``needs``: the phases that do not fit in VRAM; ``least``: the smallest budget
+    by the name of its tier."""
+    found = (_verified(proposal) for proposal in _proposals(problem, needs, least))
     return tuple(sorted((of for of in found if of is not None), key=lambda repair: (repair.changes_output, repair.seconds)))
 
 
-def _verified(tried: _Tried) -> Repair | None:
-    seconds = [predicted_seconds(each) for each in tried.problems]
+def _verified(proposal: _Proposal) -> Repair | None:
+    seconds = [predicted_seconds(each) for each in proposal.problems]
     if None in seconds:
-        return _verified(tried.otherwise) if tried.otherwise is not None else None
-    return Repair(tried.text, tried.change, sum(s for s in seconds if s is not None), tried.changes_output)
+        return _verified(proposal.fallback) if proposal.fallback is not None else None
+    return Repair(proposal.text, proposal.change, sum(s for s in seconds if s is not None), proposal.changes_output)
 
 
-def _all(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> Iterator[_Tried]:
+def _proposals(problem: Problem, needs: Sequence[PhaseMinimum], least: Mapping[str, int]) -> Iterator[_Proposal]:
     yield from _budgets(problem, least)
     yield from _permissions(problem)
     yield from _directives(problem, needs)
-    yield from _apart(problem)
-    yield from _smaller(problem, needs)
+    yield from _separate_runs(problem)
+    yield from _smaller_activation(problem, needs)
 
 
-def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[_Tried]:
-    """Each budget raised alone; VRAM and RAM together where neither helps alone."""
+def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[_Proposal]:
+    """Each budget that is too small raised alone, and VRAM and RAM together where both are."""
     device, ram = least["VRAM"], least["RAM"]
     capacity = problem.hardware.capacity_bytes
     raised = replace(problem, budget_bytes=device)
     if device > capacity:
         raised = replace(raised, hardware=replace(problem.hardware, capacity_bytes=device))
-    vram = _Tried(_device_text(problem, device), (("--vram", str(device)),), (raised,))
+    vram = _Proposal(_device_text(problem, device), (("--vram", str(device)),), (raised,))
     if device > min(problem.budget_bytes, capacity):
         yield vram
     if ram > problem.ram_bytes:
         text = _raise("RAM", problem.ram_bytes, ram)
-        yield _Tried(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
+        yield _Proposal(text, (("--ram", str(ram)),), (replace(problem, ram_bytes=ram),))
         if device > min(problem.budget_bytes, capacity):
             both = (replace(raised, ram_bytes=ram),)
-            yield _Tried(f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), both)
+            yield _Proposal(f"{vram.text} and {text}", (*vram.change, ("--ram", str(ram))), both)
     if problem.pinned_bytes is not None and (pinned := least["pinned RAM"]) > problem.pinned_bytes:
         text = _raise("page-locked RAM", problem.pinned_bytes, pinned)
-        yield _Tried(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
+        yield _Proposal(text, (("--pinned", str(pinned)),), (replace(problem, pinned_bytes=pinned),))
     if problem.disk_bytes is not None and (disk := least["disk"]) > problem.disk_bytes:
-        yield _Tried(_raise("disk", problem.disk_bytes, disk), (("--disk", str(disk)),), (replace(problem, disk_bytes=disk),))
+        yield _Proposal(_raise("disk", problem.disk_bytes, disk), (("--disk", str(disk)),), (replace(problem, disk_bytes=disk),))
 
 
 def _device_text(problem: Problem, device: int) -> str:
@@ -114,55 +112,55 @@ def _raise(tier: str, have: int, want: int) -> str:
     return f"raise the {tier} budget from {show_size(have)} to {want} bytes ({show_size(want)})"
 
 
-def _permissions(problem: Problem) -> Iterator[_Tried]:
-    """What variants and options need and is not allowed: each alone, then all together."""
+def _permissions(problem: Problem) -> Iterator[_Proposal]:
+    """Permissions that variants and options need and do not have: each alone, then all together."""
     variants = {variant.needs: (component.name, variant) for component in problem.components for variant in component.variants}
     options = {option.needs: option for option in problem.options}
     wanted = [name for name in sorted({*variants, *options}) if name and name not in problem.allow]
     for name in wanted:
         users = [c.name for c in problem.components if any(v.needs == name for v in c.variants)]
         users += [f"{option.name} of {option.stage}" for option in problem.options if option.needs == name]
-        yield _Tried(
+        yield _Proposal(
             f"allow {name} (for {', '.join(users)})", (("--allow", name),), (replace(problem, allow=(*problem.allow, name)),), True
         )
     if len(wanted) > 1:
         changed = replace(problem, allow=(*problem.allow, *wanted))
-        yield _Tried(f"allow {', '.join(wanted)}", tuple(("--allow", name) for name in wanted), (changed,), True)
+        yield _Proposal(f"allow {', '.join(wanted)}", tuple(("--allow", name) for name in wanted), (changed,), True)
 
 
-def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Tried]:
+def _directives(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Proposal]:
     short = max((need.short_bytes for need in needs), default=0)
     if problem.reserve_bytes and 0 < short <= problem.reserve_bytes:
-        rest = problem.reserve_bytes - short
-        text = f"lower the reserve from {show_size(problem.reserve_bytes)} to {rest} bytes ({show_size(rest)})"
-        yield _Tried(text, (("--reserve", str(rest)),), (replace(problem, reserve_bytes=rest),))
+        lowered = problem.reserve_bytes - short
+        text = f"lower the reserve from {show_size(problem.reserve_bytes)} to {lowered} bytes ({show_size(lowered)})"
+        yield _Proposal(text, (("--reserve", str(lowered)),), (replace(problem, reserve_bytes=lowered),))
     for directive in problem.directives:
         others = tuple(other for other in problem.directives if other != directive)
         name = f"{directive.placement} {directive.component}"
-        yield _Tried(
+        yield _Proposal(
             f"do without the directive {name}", ((f"--{directive.placement}", ""),), (replace(problem, directives=others),)
         )
 
 
-def _apart(problem: Problem) -> Iterator[_Tried]:
-    """Leading stages in a run of their own; the others begin with what these gave. Where they do not fit here even so, they may
-    elsewhere, or with a larger budget for a moment: embeddings can be kept."""
+def _separate_runs(problem: Problem) -> Iterator[_Proposal]:
+    """The leading stages in a run of their own, and the others with their saved outputs. Where the leading stages do not fit even
+    so, they may run on another machine or with a larger budget, because embeddings can be saved."""
     stages = stages_of(problem)
     for count in range(1, len(stages)):
         before, last = stages[:count], stages[count - 1]
         if problem.runs > 1 or any(earlier not in before for earlier, later in problem.precedence or () if later in before):
             continue
-        rest, change = _part(problem, stages[count:]), (("--until", last),)
-        text = f"run {', '.join(before)} apart: first with --until {last}, then the others, given what it returned"
-        elsewhere = f"run {', '.join(before)} where there is room, with --until {last}, and give the others what it returned"
-        yield _Tried(text, change, (_part(problem, before), rest), otherwise=_Tried(elsewhere, change, (rest,)))
+        others, change = _subproblem(problem, stages[count:]), (("--until", last),)
+        text = f"run {', '.join(before)} separately: first with --until {last}, then the other stages with its outputs"
+        elsewhere = f"run {', '.join(before)} on a larger machine with --until {last}, then the other stages here with its outputs"
+        yield _Proposal(text, change, (_subproblem(problem, before), others), fallback=_Proposal(elsewhere, change, (others,)))
 
 
-def _part(problem: Problem, stages: tuple[str, ...]) -> Problem:
-    """``problem`` with these stages alone. Values that come from the others live from its beginning."""
+def _subproblem(problem: Problem, stages: tuple[str, ...]) -> Problem:
+    """``problem`` with these stages alone. Values from earlier stages are on the device from its first phase on."""
     kept = [number for number, phase in enumerate(problem.phases) if phase.stage in stages]
     phases = tuple(problem.phases[number] for number in kept)
-    values = tuple(_moved(value, kept[0], kept[-1]) for value in problem.values if kept and _lives(value, kept))
+    values = tuple(_shifted(value, kept[0], kept[-1]) for value in problem.values if kept and _overlaps(value, kept))
     used = {use.component for phase in phases for use in phase.uses}
     used |= {use.component for option in problem.options if option.stage in stages for phase in option.phases for use in phase.uses}
     pairs = problem.precedence
@@ -177,26 +175,26 @@ def _part(problem: Problem, stages: tuple[str, ...]) -> Problem:
     )
 
 
-def _lives(value: ValueNumbers, kept: Sequence[int]) -> bool:
+def _overlaps(value: ValueNumbers, kept: Sequence[int]) -> bool:
     return value.first_phase <= kept[-1] and value.last_phase >= kept[0]
 
 
-def _moved(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
+def _shifted(value: ValueNumbers, begin: int, end: int) -> ValueNumbers:
     return replace(value, first_phase=max(value.first_phase, begin) - begin, last_phase=min(value.last_phase, end) - begin)
 
 
-def _smaller(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Tried]:
-    """The activation of the phases that are short of VRAM, as small as they need it."""
+def _smaller_activation(problem: Problem, needs: Sequence[PhaseMinimum]) -> Iterator[_Proposal]:
+    """The activation of the phases that do not fit in VRAM, reduced until they do."""
     limits = {need.phase: need.available_bytes - need.total_bytes + need.activation_bytes for need in needs}
     if not limits or any(limit <= 0 for limit in limits.values()):
         return
     parts = [f"{need.phase} from {show_size(need.activation_bytes)} to {show_size(limits[need.phase])}" for need in needs]
-    phases = tuple(_limit(phase, limits.get(phase.name)) for phase in problem.phases)
+    phases = tuple(_limit_activation(phase, limits.get(phase.name)) for phase in problem.phases)
     text = f"shrink the activation of {', '.join(parts)}: a smaller image, fewer images at once, tiling"
-    yield _Tried(text, (), (replace(problem, phases=phases),), True)
+    yield _Proposal(text, (), (replace(problem, phases=phases),), True)
 
 
-def _limit(phase: PhaseNumbers, activation: int | None) -> PhaseNumbers:
+def _limit_activation(phase: PhaseNumbers, activation: int | None) -> PhaseNumbers:
     if activation is None:
         return phase
     return replace(phase, first_bytes=min(phase.first_bytes, activation), steady_bytes=min(phase.steady_bytes, activation))

@@ -1,7 +1,7 @@
-"""The best integers of one or several programs of the same problem: seconds, then bytes moved, then memory. Makes no plan.
+"""The best integers of one or several programs of the same problem: least seconds, then bytes moved, then memory. Makes no plan.
 
-for each goal:  relaxations of all programs -> in order of bound, the exact program, while the bound is no worse than the best found
-                -> those that are as good as the best go on to the next goal
+for each goal:  relaxations of all programs -> exact programs in order of their bounds, while the bound is no worse than the
+                best value found -> programs that reach the best value go on to the next goal
 """
 
 from __future__ import annotations
@@ -11,53 +11,56 @@ from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.least_memory import DEPTH
-from graphrun.solve.matrix import GAP, ROUGH, Found, Matrix, Spare, Sum, plus
+from graphrun.solve.milp import GAP, ROUGH_GAP, Formulation, Linear, Margins, MilpResult, linear_sum
 from graphrun.solve.program import Choice, Program
-from graphrun.solve.variants import over
+from graphrun.solve.variants import budget_excess
 
 ROUNDS = 3
-FURTHER = 256  # times as much is kept free when keeping a slot's excess did not help: HiGHS takes 8 bytes too many for 8 GiB
-# Columns of one program, and of all that are equally fast: above, variants, order and options are those of the first fastest plan
-# found, whatever others tie with it. In a large one seconds, bytes moved and memory may be so far from the least, relatively.
+MARGIN_GROWTH = 256  # per round, where keeping the excess free was not enough: HiGHS exceeds 8 GiB by up to 8 bytes
+# Columns of one program, and of all programs that are equally fast. Above either, variants, order and options are those of the
+# first fastest solution found, even if others are as fast. LARGE_GAPS: relative gaps of seconds, bytes moved and memory in a large
+# program.
 LARGE, MOST_LARGE = 850, 4000
 LARGE_GAPS = (1e-4, 1e-3, 1e-3)
-HUGE, HUGE_GAP = 8000, 1e-3  # of seconds, from so many columns on: no reference graph has them
-WHOLE_GAPS = (2e-4, 3e-3)  # of layers made whole, and in programs of more than MOST_LARGE columns
-LIGHT = 0.01  # what a second of copying weighs beside a second, where both are in one goal
-SLACK = 1e-6  # by how much a goal may be missed (relatively) for the sake of the next one; HiGHS warns on stdout about tighter rows
+HUGE, HUGE_GAP = 8000, 1e-3  # gap of seconds above this many columns, which no reference graph has
+ROUNDING_GAPS = (2e-4, 3e-3)  # gap when counts of layers are rounded; the second above MOST_LARGE columns
+COPY_WEIGHT = 0.01  # weight of a second of copying relative to a second of the plan, where both are in one goal
+SLACK = 1e-6  # relative loss of a goal allowed for the next one; HiGHS warns on stdout about tighter rows
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is made least: terms, and what a unit of them is; how far from the least an answer may be, relatively."""
+    """What to minimise: a linear expression and the value of its unit; ``gap``: relative optimality gap."""
 
-    of: Callable[[Matrix], tuple[Sum, float]]
+    of: Callable[[Formulation], tuple[Linear, float]]
     gap: float = GAP
 
 
 GOALS = (
-    Goal(lambda matrix: (matrix.seconds, matrix.seconds_unit)),
-    Goal(lambda matrix: (matrix.moved, matrix.bytes_unit)),
-    Goal(lambda matrix: (matrix.memory, matrix.bytes_unit), 1e-3),
+    Goal(lambda formulation: (formulation.seconds, formulation.seconds_unit)),
+    Goal(lambda formulation: (formulation.moved, formulation.bytes_unit)),
+    Goal(lambda formulation: (formulation.memory, formulation.bytes_unit), 1e-3),
 )
 SECONDS = GOALS[:1]
 
 
-def _light(matrix: Matrix) -> tuple[Sum, float]:
-    """Seconds, a hundredth of what copies take, and as good as nothing for memory."""
-    return plus((1.0, matrix.seconds), (LIGHT, matrix.copying), (1e-6, matrix.memory)), matrix.seconds_unit
+def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
+    """Seconds, plus a hundredth of the copy time, plus a tie-breaker for memory."""
+    return linear_sum(
+        (1.0, formulation.seconds), (COPY_WEIGHT, formulation.copying), (1e-6, formulation.memory)
+    ), formulation.seconds_unit
 
 
-# What is solved once more, since the simulator, which judges it again, found it slower than promised: bytes moved decide among
-# plans that are nearly as fast, and memory among those.
-AGAIN = (Goal(_light, 1e-4),)
-BY_LAYER = (*SECONDS, *AGAIN)  # of parts of layers, that are made whole afterwards
+# Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
+# fast, bytes moved decide, then memory. The simulator judges the result again.
+REFINE_GOALS = (Goal(_refine_goal, 1e-4),)
+LAYER_GOALS = (*SECONDS, *REFINE_GOALS)  # for layers: their counts are fractions, rounded afterwards
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best found: of which of the programs, with one way to a component; the bound on seconds over all of them. ``large``: it
-    took a large program, which is not solved often."""
+    """The best choice found. ``number``: index of its program among those given; ``program``: that program with one variant per
+    component; ``bound``: lower bound on seconds over all programs; ``large``: solving it is slow, so avoid doing it again."""
 
     number: int
     program: Program
@@ -70,143 +73,152 @@ class Answer:
 def choose(
     programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: Sequence[Goal] = GOALS, depth: int = DEPTH
 ) -> Answer | None:
-    """The best integers, with the bound in seconds; copy times of interval t are multiplied by ``factors[t]``. None: nothing fits.
+    """The best choice over ``programs``, with the bound in seconds; None: nothing fits. Copy times of interval t are multiplied by
+    ``factors[t]``. ``goals``: in order of priority; ``depth``: blocks that rings hold at once.
 
-    ``goals``: what counts, one after another; ``depth``: of rings.
-    Sums are checked in integers: where rounding let a slot exceed a budget, that much is kept free, and the programs solved again.
+    Budgets are checked in integers. Where rounding let a slot exceed one, that much is kept free and the programs are solved again.
+    Raises BrokenPlan if that does not help.
     """
     programs = [programs] if isinstance(programs, Program) else programs
-    spares = [Spare() for _ in programs]
+    margins = [Margins() for _ in programs]
     for trial in range(ROUNDS):
-        matrices = [
-            Matrix(program, factors or (1.0,) * len(program.intervals), spare, depth=depth)
-            for program, spare in zip(programs, spares, strict=True)
+        formulations = [
+            Formulation(program, factors or (1.0,) * len(program.intervals), margin, depth=depth)
+            for program, margin in zip(programs, margins, strict=True)
         ]
-        layered = goals is GOALS and any(matrix.layers for matrix in matrices)
-        found = _least(matrices, BY_LAYER if layered else goals)
+        layered = goals is GOALS and any(formulation.layer_columns for formulation in formulations)
+        found = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
         if found is None:
             return None
         number, answer, bound, proven = found
-        if layers := matrices[number].layers:
-            model, (light, _) = matrices[number].model, _light(matrices[number])
-            answer = model.nearest(answer, layers, light, WHOLE_GAPS[model.size > MOST_LARGE]) or answer
-        variants, choice = matrices[number].choice(answer.values)
-        program = matrices[number].program.taking(variants)
-        excess = over(program, choice)
+        if layers := formulations[number].layer_columns:
+            model, (light, _) = formulations[number].model, _refine_goal(formulations[number])
+            answer = model.rounded(answer, layers, light, ROUNDING_GAPS[model.size > MOST_LARGE]) or answer
+        variants, choice = formulations[number].choice(answer.values)
+        program = formulations[number].program.with_variants(variants)
+        excess = budget_excess(program, choice)
         if not excess:
-            return Answer(number, program, choice, bound, proven, matrices[number].model.size > LARGE)
-        spares[number] = _more(spares[number], excess, FURTHER**trial)
-    raise BrokenPlan("the solver found no plan where one exists, which is a bug; the problem's JSON form shows it")
+            return Answer(number, program, choice, bound, proven, formulations[number].model.size > LARGE)
+        margins[number] = _larger_margins(margins[number], excess, MARGIN_GROWTH**trial)
+    raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
-def undercuts(program: Program, seconds: float) -> bool:
-    """Whether some answer of ``program`` takes no more than ``seconds``, as far as is quick to see: with fractions for integers
-    first, and not where there are many columns."""
-    matrix = Matrix(program, (1.0,) * len(program.intervals))
-    of, unit = GOALS[0].of(matrix)
+def can_reach(program: Program, seconds: float) -> bool:
+    """Whether ``program`` has a solution within ``seconds``, as far as that is quick to find out: the relaxation is tried first,
+    and programs with many columns count as False."""
+    formulation = Formulation(program, (1.0,) * len(program.intervals))
+    of, unit = GOALS[0].of(formulation)
     enough = [(of, seconds / unit)]
-    if matrix.model.size > MOST_LARGE or matrix.model.minimise(of, enough, whole=False) is None:
+    if formulation.model.size > MOST_LARGE or formulation.model.minimise(of, enough, whole=False) is None:
         return False
-    return matrix.model.minimise(of, enough, gap=1.0) is not None
+    return formulation.model.minimise(of, enough, gap=1.0) is not None
 
 
-def _more(spare: Spare, excess: Mapping[str, Mapping[int, int]], times: int) -> Spare:
-    def added(kept: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-        return {t: kept.get(t, 0) + times * more.get(t, 0) for t in {*kept, *more}}
+def _larger_margins(margins: Margins, excess: Mapping[str, Mapping[int, int]], times: int) -> Margins:
+    def added(now: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+        return {t: now.get(t, 0) + times * more.get(t, 0) for t in {*now, *more}}
 
-    of = [added(getattr(spare, tier), excess.get(tier, {})) for tier in ("device", "ram", "pinned")]
-    return Spare(*of)
+    of = [added(getattr(margins, tier), excess.get(tier, {})) for tier in ("device", "ram", "pinned")]
+    return Margins(*of)
 
 
-def _least(matrices: list[Matrix], goals: Sequence[Goal]) -> tuple[int, Found, float, bool] | None:
-    """Seconds first, then bytes moved, then memory: each goal bounds the search for the next."""
-    alive: dict[int, Found] = {}
+def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float, bool] | None:
+    """Minimises ``goals`` in order of priority; each result limits the search for the next. Returns the index of the formulation,
+    its result, the bound of the first goal and whether it was proven."""
+    candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
     bound, proven = 0.0, False
-    settled: dict[int, float] | None = None
+    fixed: dict[int, float] | None = None
     for goal, most in zip(goals, LARGE_GAPS, strict=False):
-        of = list(alive) if limits else list(range(len(matrices)))
-        large = any(matrices[n].model.size > LARGE for n in of)
-        most = max(most, HUGE_GAP) if any(matrices[n].model.size > HUGE for n in of) else most
+        of = list(candidates) if limits else list(range(len(formulations)))
+        large = any(formulations[n].model.size > LARGE for n in of)
+        most = max(most, HUGE_GAP) if any(formulations[n].model.size > HUGE for n in of) else most
         wanted = replace(goal, gap=max(goal.gap, most)) if large else goal
-        finer, best, least = passed(matrices, of, wanted, limits, staged=large, fixed=settled, known=alive)
-        if not finer:
+        results, best, least = minimise_over(formulations, of, wanted, limits, staged=large, fixed=fixed, known=candidates)
+        if not results:
             break
-        alive = dict(finer)
+        candidates = dict(results)
         if not limits:
-            bound, proven = least, all(found.proven for found in finer.values())
-            if large or sum(matrices[n].model.size for n in alive) > MOST_LARGE:
-                number = min(alive)
-                alive, settled = {number: alive[number]}, matrices[number].taken(alive[number].values)
-        elif large:  # what is left to choose is when blocks are loaded for later
-            ((number, found),) = alive.items()
-            settled = (settled or {}) | matrices[number].computing(found.values)
+            bound, proven = least, all(found.proven for found in results.values())
+            if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
+                number = min(candidates)
+                candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(candidates[number].values)
+        elif large:  # the remaining choice is when blocks are loaded for later use
+            ((number, found),) = candidates.items()
+            fixed = (fixed or {}) | formulations[number].compute_slot_columns(found.values)
         limits.append((goal, best))
-    number = min(alive, default=0)
-    return (number, alive[number], bound, proven) if alive else None
+    number = min(candidates, default=0)
+    return (number, candidates[number], bound, proven) if candidates else None
 
 
-def passed(
-    matrices: Sequence[Matrix],
-    alive: Sequence[int],
+def minimise_over(
+    formulations: Sequence[Formulation],
+    candidates: Sequence[int],
     goal: Goal,
     limits: Sequence[tuple[Goal, float]] = (),
     *,
     staged: bool = False,
     fixed: Mapping[int, float] | None = None,
-    known: Mapping[int, Found] | None = None,
-) -> tuple[dict[int, Found], float, float]:
-    """Answers as good as the best by number, the best value, and the bound on it, in seconds or bytes. ``known``: answers that keep
-    ``limits``."""
-    rows = {n: [(by.of(matrices[n])[0], most / by.of(matrices[n])[1] * (1 + SLACK)) for by, most in limits] for n in alive}
-    bounds = {n: _relaxed(matrices[n], goal, rows[n]) if len(alive) > 1 else 0.0 for n in alive}
-    found: dict[int, Found] = {}
+    known: Mapping[int, MilpResult] | None = None,
+) -> tuple[dict[int, MilpResult], float, float]:
+    """Minimises ``goal`` over the formulations ``candidates``: results that reach the best value, by index; the best value and the
+    bound on it, in seconds or bytes. ``limits``: earlier goals and their values; ``known``: solutions within these."""
+    rows = {
+        n: [(by.of(formulations[n])[0], most / by.of(formulations[n])[1] * (1 + SLACK)) for by, most in limits] for n in candidates
+    }
+    bounds = {n: _relaxation_bound(formulations[n], goal, rows[n]) if len(candidates) > 1 else 0.0 for n in candidates}
+    found: dict[int, MilpResult] = {}
     best, least = float("inf"), float("inf")
-    for n in sorted((n for n in alive if bounds[n] is not None), key=lambda n: (bounds[n], n)):
-        of, unit = goal.of(matrices[n])
+    for n in sorted((n for n in candidates if bounds[n] is not None), key=lambda n: (bounds[n], n)):
+        of, unit = goal.of(formulations[n])
         low = bounds[n] or 0.0
         if low > best * (1 + SLACK):
             least = min(least, low)
             continue
         cutoff = [(of, best / unit * (1 + SLACK))] if found else []
         start = None if cutoff else (known or {}).get(n)
-        answer = _minimised(matrices[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed, start)
+        answer = _minimise_staged(formulations[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed, start)
         if answer is None:
             continue
         found[n] = answer
         best = min(best, answer.value * unit)
         least = min(least, answer.bound * unit)
-    most = best * (1 + 2 * SLACK)  # an answer to the very row above may exceed that by as much as HiGHS lets rows be violated
-    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal.of(matrices[n])[1] <= most}
+    most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
+    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal.of(formulations[n])[1] <= most}
     return good, best, min(least, best)
 
 
-def _minimised(
-    matrix: Matrix,
-    of: Sum,
-    rows: Sequence[tuple[Sum, float]],
+def _minimise_staged(
+    formulation: Formulation,
+    of: Linear,
+    rows: Sequence[tuple[Linear, float]],
     gap: float,
     staged: bool,
     fixed: Mapping[int, float] | None,
-    start: Found | None,
-) -> Found | None:
-    """The least ``of``. In a large program first with the earliest variants where the relaxation is no worse with them, or with
-    those that it is nearest to, or that a rough answer takes; then whether any others are better."""
-    model = matrix.model
-    if start is None and staged and matrix.first:
+    start: MilpResult | None,
+) -> MilpResult | None:
+    """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all variants from that start. The
+    fixed variants are the first ones if the relaxation is no worse with them, else those with the largest share in the relaxation,
+    else those of a solution within ROUGH_GAP."""
+    model = formulation.model
+    if start is None and staged and formulation.first_variant_columns:
         relaxed = model.minimise(of, rows, whole=False)
         if relaxed is None:
             return None
-        first = model.minimise(of, rows, whole=False, fixed=matrix.first)
-        near = matrix.first if first is not None and first.value <= relaxed.value * (1 + gap) else matrix.taken(relaxed.values)
+        first = model.minimise(of, rows, whole=False, fixed=formulation.first_variant_columns)
+        near = (
+            formulation.first_variant_columns
+            if first is not None and first.value <= relaxed.value * (1 + gap)
+            else formulation.variant_columns(relaxed.values)
+        )
         start = model.minimise(of, rows, gap=gap, fixed=near)
-        if start is None and (rough := model.minimise(of, rows, gap=ROUGH)) is not None:
-            start = model.minimise(of, rows, gap=gap, fixed=matrix.taken(rough.values), start=rough) or rough
+        if start is None and (rough := model.minimise(of, rows, gap=ROUGH_GAP)) is not None:
+            start = model.minimise(of, rows, gap=gap, fixed=formulation.variant_columns(rough.values), start=rough) or rough
     return model.minimise(of, rows, gap=gap, fixed=fixed, start=start)
 
 
-def _relaxed(matrix: Matrix, goal: Goal, rows: Sequence[tuple[Sum, float]]) -> float | None:
-    """A bound on what ``matrix`` can reach; None where it can reach nothing."""
-    of, unit = goal.of(matrix)
-    found = matrix.model.minimise(of, rows, whole=False)
+def _relaxation_bound(formulation: Formulation, goal: Goal, rows: Sequence[tuple[Linear, float]]) -> float | None:
+    """A lower bound from the relaxation; None: infeasible."""
+    of, unit = goal.of(formulation)
+    found = formulation.model.minimise(of, rows, whole=False)
     return None if found is None else found.value * unit

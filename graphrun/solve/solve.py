@@ -1,8 +1,9 @@
-"""Chooses: the plan of least predicted time within all budgets, with its proof. Sizes and times come from the problem alone.
+"""Finds the plan of least predicted time within all budgets, with a proof of how close to optimal it is. Uses only the problem's
+numbers.
 
-arrangements -> programs (exact, integers) -> HiGHS: seconds, bytes moved, memory -> plan -> simulated -> slower than promised?
-                    ^                                                                                    |
-                    '---------- copy times of the slots that were, raised; three times at most; the fastest plan stays
+orders, options -> programs -> HiGHS: seconds, bytes moved, memory -> plan -> simulation -> slower than predicted?
+                     ^                                                                        |
+                     '---- copy times of the slower slots raised; at most three rounds; the fastest plan is kept
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.granularity import cut, smaller_by_layer, until_it_fits
+from graphrun.solve.granularity import smaller_as_layers, split_into_layers, until_it_fits
 from graphrun.solve.infeasible import refusal, surely_infeasible
 from graphrun.solve.least import least_memory_of
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
-from graphrun.solve.search import AGAIN, Answer, choose, undercuts
-from graphrun.solve.variants import over, plainest, worthwhile
+from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
+from graphrun.solve.variants import budget_excess, simplest_variants, undominated_variants
 from graphrun.verify.check import check
 from graphrun.verify.simulate import Simulation, simulate
 
-ROUNDS = 3  # one alone for large programs
-DEEPER = (3, 4)  # blocks in a ring that are tried where it stalls with room for two
-NEARLY = 1.001  # simulated over promised seconds, beyond which better is sought; what layers must gain at least
-MOST_KEPT = 6  # numbers of kept blocks that are tried, the largest that fit: fewer are hardly ever faster
+ROUNDS = 3  # large programs: one
+DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
+TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
+MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
 PROVEN_GAP = 1e-5
 
-_Tried = tuple[Simulation, Choice, Plan]
+_Candidate = tuple[Simulation, Choice, Plan]
 
 
 def solve(problem: Problem) -> Solution:
-    """The fastest plan within the budgets; among equally fast ones the one that moves fewest bytes, then the one that peaks lowest.
+    """The fastest plan within the budgets; among equally fast plans the one that moves fewest bytes, then the one with the lowest
+    peak.
 
     Deterministic: equal problems give plans that are equal byte for byte. Raises Infeasible.
     """
@@ -47,57 +49,59 @@ def solve(problem: Problem) -> Solution:
 
 
 def solved(problem: Problem) -> Solution | None:
-    """As `solve`; None where nothing fits, without saying why. The solution's problem is ``problem`` as finely cut as it takes."""
-    found = until_it_fits(problem, _solved, least_memory_of)
+    """As `solve`, but None where nothing fits. The solution's problem is ``problem`` with components split into layers as
+    needed."""
+    found = until_it_fits(problem, _solve_as_split, least_memory_of)
     if found is None:
         return None
-    if (name := _gaining(found.solution)) is not None:
-        finer = cut(found.solution.problem, {name})
-        other = _solved(finer, plain=False) if problem.runs == 1 else _repeated(finer)
-        if other is not None and other.seconds * NEARLY <= found.seconds:
+    if (name := _worth_splitting(found.solution)) is not None:
+        finer = split_into_layers(found.solution.problem, {name})
+        other = _solve_as_split(finer, baselines=False) if problem.runs == 1 else _repeated_run(finer)
+        if other is not None and other.seconds * TOLERANCE <= found.seconds:
             return other.solution
     return found.solution
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """A solution, and the seconds its plan takes by the simulator."""
+class _Simulated:
+    """A solution, and the seconds of its plan in the simulator."""
 
     solution: Solution
     seconds: float
 
 
-def _gaining(found: Solution) -> str | None:
-    """The largest component that can be cut, where the plan gets faster by it: smaller rings leave more room to what stays, and
-    what is in no block no longer keeps a slot waiting for all of its backing store."""
+def _worth_splitting(found: Solution) -> str | None:
+    """The largest component that can be split into layers, if a faster plan is then possible: smaller rings leave more memory for
+    resident blocks, and weights outside of blocks need no longer be loaded all at once before a slot."""
     problem = found.problem
-    if not (names := smaller_by_layer(problem)):
+    if not (names := smaller_as_layers(problem)):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    once = cut(replace(_chosen(problem, found.plan), runs=1), {name})  # of a session, one run as fast as its runs are on average
-    program = program_of(once, worthwhile(once))
-    return name if undercuts(program, found.objective_seconds / problem.runs / NEARLY) else None
+    # Of a session, one run is compared with the average run.
+    once = split_into_layers(replace(_with_choices_of(problem, found.plan), runs=1), {name})
+    program = program_of(once, undominated_variants(once))
+    return name if can_reach(program, found.objective_seconds / problem.runs / TOLERANCE) else None
 
 
-def _chosen(problem: Problem, plan: Plan) -> Problem:
-    """``problem`` with the order, options and variants of ``plan`` and no others, still to be cut."""
+def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
+    """``problem`` with the order, options and variants of ``plan`` alone. Components can still be split into layers."""
     names = dict(plan.variants)
 
     def only(component: ComponentNumbers) -> ComponentNumbers:
         variants = tuple(v for v in component.variants if names.get(component.name, v.name) == v.name)
         return replace(component, variants=variants, layers=None if component.layers is None else only(component.layers))
 
-    arranged = reorder(problem, plan.order, dict(plan.options))
-    return replace(arranged, components=tuple(only(component) for component in arranged.components))
+    applied = reorder(problem, plan.order, dict(plan.options))
+    return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
-def _repeated(problem: Problem) -> _Judged | None:
-    """One run's plan, again and again, as a session's; None where backing stores do not stay. A session by layer takes minutes to plan, and
-    where memory is that scarce little can wait for the next run."""
-    alone = _solved(replace(problem, runs=1))
-    if alone is None:
+def _repeated_run(problem: Problem) -> _Simulated | None:
+    """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
+    solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
+    single = _solve_as_split(replace(problem, runs=1))
+    if single is None:
         return None
-    once = alone.solution
+    once = single.solution
     first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
     again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Read))) for s in first)
     plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
@@ -105,85 +109,86 @@ def _repeated(problem: Problem) -> _Judged | None:
         return None
     further, objective = problem.runs - 1, problem.runs * once.objective_seconds
     simulation = simulate(problem, plan)
-    hidden = further * simulation.compute_seconds  # every copy of the other runs behind their compute
-    bound = min(once.bound_seconds + hidden, objective)
+    least_further = further * simulation.compute_seconds  # as if every copy of the further runs overlapped compute
+    bound = min(once.bound_seconds + least_further, objective)
     solution = Solution(problem, plan, False, bound, objective, 1 - bound / objective, once.objective_seconds)
-    return _Judged(solution, simulation.total_seconds)
+    return _Simulated(solution, simulation.total_seconds)
 
 
-def _solved(problem: Problem, *, plain: bool = True) -> _Judged | None:
-    """The plan with components cut as they are in ``problem``. ``plain``: plain ways to run it are tried too."""
+def _solve_as_split(problem: Problem, *, baselines: bool = True) -> _Simulated | None:
+    """The best plan at the granularity of ``problem``; None: nothing fits. ``baselines``: `BASELINES` are tried too."""
     if surely_infeasible(problem):
         return None
     found, every = stage_choices(problem)
-    first = choose([program_of(of.problem, worthwhile(of.problem)) for of in found])
+    first = choose([program_of(of.problem, undominated_variants(of.problem)) for of in found])
     if first is None:
         return None
     chosen = found[first.number]
-    program, (simulation, choice, plan) = _settled(problem, chosen, first, plain)
+    program, (simulation, choice, plan) = _refined(problem, chosen, first, baselines)
     if broken := check(problem, plan):
-        raise BrokenPlan(f"the planner broke its own rules, which is a bug: {broken[0]}")
+        raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
     objective, least = program.seconds(choice), first.program.seconds(first.choice)
     gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
-    again = sum(program.slot_seconds(choice)[program.turn :])
+    again = sum(program.slot_seconds(choice)[program.run_length :])
     proven = every and first.proven and gap <= PROVEN_GAP
-    return _Judged(Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again), simulation.total_seconds)
+    return _Simulated(Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again), simulation.total_seconds)
 
 
-def _settled(problem: Problem, chosen: StageChoice, first: Answer, plain: bool) -> tuple[Program, _Tried]:
-    """The plan of the arrangement and variants that were chosen, its slots solved again where they take longer than promised."""
-    variants, choice = plainest(
-        chosen.problem, tuple(variant_choice.variant for variant_choice in first.program.variant_choices), first.choice
+def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bool) -> tuple[Program, _Candidate]:
+    """The best plan for the chosen stage order, options and variants. Solves again, with higher copy times for the slots in
+    question, while the simulator needs longer than predicted; then tries deeper rings and baselines."""
+    variants, choice = simplest_variants(
+        chosen.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
     )
-    program = first.program.taking(variants)
+    program = first.program.with_variants(variants)
 
-    def tried(choice: Choice) -> _Tried:
+    def candidate_of(choice: Choice) -> _Candidate:
         plan = plan_of(program, choice, problem, chosen.options, chosen.order)
         return simulate(problem, plan), choice, plan
 
     factors = (1.0,) * len(program.intervals)
-    best = last = tried(choice)
+    best = last = candidate_of(choice)
     for _ in range(1 if first.large else ROUNDS):
         simulation, choice, _ = last
-        if simulation.total_seconds <= NEARLY * program.seconds(choice, factors):
+        if simulation.total_seconds <= TOLERANCE * program.seconds(choice, factors):
             break
-        promised = program.slot_seconds(choice, factors)
-        slots = (*simulation.slots[: program.turn], *simulation.again)
-        late = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, promised, strict=False))
-        factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, late, strict=True))
-        answer = choose(program, factors, goals=AGAIN)
+        predicted = program.slot_seconds(choice, factors)
+        slots = (*simulation.slots[: program.run_length], *simulation.again)
+        delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
+        factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
+        answer = choose(program, factors, goals=REFINE_GOALS)
         if answer is None:
             break
-        last = tried(answer.choice)
+        last = candidate_of(answer.choice)
         best = min(best, last, key=_rank)
-    for others in (_deeper(program, best[1]), _plain_choices(program) if plain else ()):
+    for others in (_deeper_rings(program, best[1]), _baseline_choices(program) if baselines else ()):
         for choice in others:
-            if best[0].total_seconds <= NEARLY * program.seconds(best[1]):
+            if best[0].total_seconds <= TOLERANCE * program.seconds(best[1]):
                 break
-            if program.seconds(choice, apart=False) >= best[0].total_seconds:
+            if program.seconds(choice, full_overlap=True) >= best[0].total_seconds:
                 continue
-            other = tried(choice)
+            other = candidate_of(choice)
             if not check(problem, other[2]):
                 best = min(best, other, key=_rank)
     return program, best
 
 
-def _deeper(program: Program, choice: Choice) -> Iterator[Choice]:
-    """Deeper rings: for ``choice`` in its headroom, and with what is then best."""
+def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
+    """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice with such rings."""
     for depth in DEEPER:
         depths = tuple(tuple(max(depth, each) for each in slot) for slot in choice.depths)
-        if choice.depths and not over(program, wider := replace(choice, depths=depths)):
+        if choice.depths and not budget_excess(program, wider := replace(choice, depths=depths)):
             yield wider
-        if (answer := choose(program, goals=AGAIN, depth=depth)) is not None:
+        if (answer := choose(program, goals=REFINE_GOALS, depth=depth)) is not None:
             yield answer.choice
 
 
-def _plain_choices(program: Program) -> Iterator[Choice]:
-    """What a plan must not be slower than, for all that the program cannot see within a slot."""
+def _baseline_choices(program: Program) -> Iterator[Choice]:
+    """Baselines that fit. The program does not model the order of events within a slot, so one of them may simulate faster."""
     for baseline in BASELINES:
-        yield from fitting(program, baseline, most=MOST_KEPT)
+        yield from fitting(program, baseline, most=MOST_SINGLE_K)
 
 
-def _rank(tried: _Tried) -> tuple[float, int, int]:
+def _rank(tried: _Candidate) -> tuple[float, int, int]:
     simulation = tried[0]
     return simulation.total_seconds, simulation.total_moved_bytes, simulation.peak_bytes

@@ -1,7 +1,7 @@
-"""Which variants are worth a solver's time, and which of equally good ones a plan names. Exact: no solution is lost.
+"""Which variants are worth solving for, and which of equally good ones a plan uses. Exact: no optimal solution is lost.
 
-dominated     another variant is no worse in any number, or worse only in a tier that cannot bind       left out before solving
-plainest      the earliest variant that does the same at no cost in seconds, bytes moved or memory      chosen after solving
+dominated     another variant is no worse in any number, or worse only in a budget that cannot bind    removed before solving
+simplest      the earliest variant that does the same at no cost in seconds, bytes moved or memory     chosen after solving
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import ComponentNumbers, Problem, Variant
-from graphrun.solve.matrix import most_host_bytes
+from graphrun.solve.milp import max_host_bytes
 from graphrun.solve.program import Choice, Program, program_of, usable
 
-MISSED = 1e-9  # relatively: seconds that are equal but for the order of additions
+SAME_SECONDS = 1e-9  # relative: seconds that differ by no more are equal up to the order of additions
 
 
-def worthwhile(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Of each component the usable variants that no other one dominates."""
-    open_ = program_of(problem)
+def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Per component, indices of the usable variants that no other usable variant dominates."""
+    program = program_of(problem)
     limits = (problem.ram_bytes, problem.pinned_bytes)
     binds = [
-        limit is not None and most_host_bytes(open_, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
+        limit is not None and max_host_bytes(program, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
     ]
     stored = [
         max(
             (
-                variant_choice.of.stored_bytes
-                for variant_choice in open_.variant_choices
+                variant_choice.variant.stored_bytes
+                for variant_choice in program.variant_choices
                 if variant_choice.component == c and variant_choice.used
             ),
             default=0,
@@ -46,12 +46,13 @@ def worthwhile(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def _dominates(component: ComponentNumbers, one: int, other: int, binds: list[bool]) -> bool:
-    """Whether variant ``one`` is no worse than ``other`` in anything. Of two equal ones the later is dominated first."""
+    """Whether variant ``one`` is no worse than ``other`` in anything. ``binds``: whether RAM, page-locked RAM and disk can bind.
+    Callers test the last variant first, so that the earlier of two equal ones stays."""
     a, b = component.variants[one], component.variants[other]
     if (a.device == "cpu") != (b.device == "cpu") or (b.read_seconds == () and a.read_seconds != () and a.backing_store != "disk"):
         return False
     flags = [(b.movable, a.movable), *zip(streamable_groups(component, other), streamable_groups(component, one), strict=True)]
-    if any(wanted and not had for wanted, had in flags):
+    if any(needed and not offered for needed, offered in flags):
         return False
     ram, pinned, disk = binds
     pairs = [(a.slowdown, b.slowdown), (float(a.scratch_bytes), float(b.scratch_bytes))]
@@ -63,7 +64,7 @@ def _dominates(component: ComponentNumbers, one: int, other: int, binds: list[bo
 
 
 def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
-    """Bytes and seconds per class. What is read whenever it is copied is no fill, and a fill is no such read."""
+    """Bytes and seconds per block group. Reads for every copy (disk) and the one read into RAM count separately."""
     none = (0.0,) * len(component.groups)
     on_device = variant.device != "cpu"
     numbers: list[float] = []
@@ -78,8 +79,8 @@ def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
     return numbers
 
 
-def plainest(problem: Problem, variants: tuple[int, ...], choice: Choice) -> tuple[tuple[int, ...], Choice]:
-    """``choice`` with earlier variants where the same integers then cost no more."""
+def simplest_variants(problem: Problem, variants: tuple[int, ...], choice: Choice) -> tuple[tuple[int, ...], Choice]:
+    """``variants`` and ``choice`` with the earliest variants for which the same integers cost no more."""
     program = program_of(problem, tuple((v,) for v in variants))
     for number, component in enumerate(problem.components):
         for earlier in usable(problem, number):
@@ -99,15 +100,17 @@ def plainest(problem: Problem, variants: tuple[int, ...], choice: Choice) -> tup
 
 
 def _no_worse(tried: Program, program: Program, choice: Choice) -> bool:
-    if tried.seconds(choice) > program.seconds(choice) * (1 + MISSED) or tried.moved_bytes(choice) > program.moved_bytes(choice):
+    if tried.seconds(choice) > program.seconds(choice) * (1 + SAME_SECONDS) or tried.moved_bytes(choice) > program.moved_bytes(
+        choice
+    ):
         return False
     if max(tried.device_bytes(choice), default=0) > max(program.device_bytes(choice), default=0):
         return False
-    return not over(tried, choice)
+    return not budget_excess(tried, choice)
 
 
-def over(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
-    """Bytes above a budget, by tier and interval, in integers; empty where all fits."""
+def budget_excess(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
+    """Bytes above each budget, by tier and interval, exact; empty where everything fits."""
     problem, host = program.problem, program.host_bytes(choice)
     limits = {"device": problem.effective_bytes, "ram": problem.ram_bytes, "pinned": problem.pinned_bytes}
     taken = {"device": program.device_bytes(choice), "ram": [ram for ram, _ in host], "pinned": [locked for _, locked in host]}
@@ -115,26 +118,27 @@ def over(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
     for tier, limit in limits.items():
         if limit is not None and (more := {t: n - limit for t, n in enumerate(taken[tier]) if n > limit}):
             found[tier] = more
-    stored = sum(variant_choice.of.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
+    stored = sum(variant_choice.variant.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
     if problem.disk_bytes is not None and stored > problem.disk_bytes:
         found["disk"] = {0: stored - problem.disk_bytes}
     return found
 
 
-def simple(problem: Problem) -> bool:
-    """Whether nothing is to be chosen but where blocks are: one usable variant, never filled, one order, nothing to spill."""
+def only_blocks_to_choose(problem: Problem) -> bool:
+    """Whether the only choice is which blocks are resident when: one usable variant per component, no reads of backing stores, one
+    stage order, no options, nothing to spill."""
     if problem.precedence is not None or any(not of.needs or of.needs in problem.allow for of in problem.options):
         return False
     if any(len(usable(problem, number)) != 1 for number in range(len(problem.components))):
         return False
-    only = taken(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
+    only = restrict_variants(problem, tuple(usable(problem, number)[0] for number in range(len(problem.components))))
     variants = [component.variants[0] for component in only.components]
     if problem.runs > 1 and not all(variant.movable for variant in variants):
         return False
     return not any(variant.read_seconds for variant in variants) and not program_of(problem).spill_gaps
 
 
-def taken(problem: Problem, variants: tuple[int, ...]) -> Problem:
-    """``problem`` with these variants alone, their rules for compute and scratch still in them."""
+def restrict_variants(problem: Problem, variants: tuple[int, ...]) -> Problem:
+    """``problem`` with one variant per component, given by index. Its slowdown, block_seconds and scratch_bytes stay in force."""
     components = tuple(replace(c, variants=(c.variants[v],)) for c, v in zip(problem.components, variants, strict=True))
     return replace(problem, components=components)

@@ -1,38 +1,36 @@
-"""What a plan does: bytes and seconds, per slot, per block. The only source of a plan's peak and time; chooses nothing.
+"""Simulates a plan: bytes and seconds per slot and per block. The only source of a plan's peak and time.
 
-device   weights present + loaded by the slot | rings | activation | values + carry      highest sum per slot: its peak
-host     backing stores, what is being filled, spilled values (`Hosted`)
-seconds  reads, copies and compute of each slot on a `Disk` and a `Timeline`; a barrier joins them at its end
+Works on the problem with the plan's choices applied (`apply_choices`). Three channels run concurrently, each one block after
+another; a barrier ends every slot. Bytes on the device: weights resident or loaded by the slot, rings, activation, values and
+live-in bytes; the highest sum of a slot is its peak.
 
-Everything is of the settled problem: the variants, options and order of stages that the plan chose.
+Copy channel and compute (`Timeline`):
 
-The disk in one slot: fills of backing stores, and what is read for copies from backing stores on disk. Knows blocks and seconds, nothing of plans.
+    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits for compute with the blocks it overwrites
+    compute      |  d3  |  s8   |  s9  |  s1   |  s2  |     d  loaded by the slot that computes with it
+             ^ start                                        f  prefetch: loaded for a later slot
 
-    disk   |r d3|r d8|fill a|r s1|fill b|fill b|      one read after another
-    copy        |d3  |d8    |s1  |                    a block's copy waits for its own read, or for its own fill
+Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls. A prefetch is copied when the
+ring is full, in proportion to the streamed bytes, and only once it is in RAM; from a backing store on disk, the next block is
+read meanwhile. The executor uses the same rule, since it cannot know how long copies take. Remaining prefetches come last, those
+whose backing store is read in the same slot after the others. A block's compute waits for its copy; on the CPU, for its read in
+the same slot.
 
-A block read for a copy lies in its component's bounce buffer until it was copied on; a read waits for its place there. Beside such
-reads fills go in where a buffer is full, in step with the bytes read, as a prefetch does beside streamed blocks; what a copy or a
-computation waits for is filled up to there at once, and what is left comes last.
+Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing stores on disk (d, s):
 
-One slot in time: every block's copy and compute on two timelines. Knows sizes and seconds of blocks, nothing of plans.
+    disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
+    copy        |d3  |d8    |s1  |           a block's copy waits for its own fetch, or for its own read
 
-    copy     |d3 |s8 |s9 |f |s1 |  |s2 |  |s8 |f            s  streamed: waits until its place in the ring was computed with
-    compute      |  d3  |  s8   |  s9   |  s1   |  s2  |    d  loaded and kept by the slot that computes with it
-             ^ start                                        f  prefetch: loaded for later
+A fetched block occupies its component's bounce buffer until it is copied; a fetch waits for room there. Reads into backing stores
+take place when a bounce buffer is full, in proportion to the fetched bytes, as a prefetch does beside streamed blocks; those that
+a copy or a computation waits for are done at once, and the others last.
 
-Copies run one after the other. Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls.
-A prefetch goes in where the ring is full, in step with the streamed bytes (the executor issues copies by the same rule, since it
-cannot know how long they take), once it is in RAM: of a backing store on disk the next block is read meanwhile. What is left of it comes
-last. One whose backing store is filled in the same slot comes behind the others. A block's compute waits for its own copy; on the CPU, for
-its own fill in that slot.
+RAM (`HostMemory`), in bytes per slot:
 
-What lies on the host while a plan is followed: backing stores, what is being filled, spilled values. Bytes per slot; knows no time.
-
-slot      0       1       2       3
-te        ####    ####    free                  its backing store was filled before the run
-dit                T###   ####    ####          T  transient, while the backing store is filled
-embeds                    ####    ####          spilled in 2, restored in 3
+    slot      0       1       2       3
+    te        ####    ####    drop                  read before the run
+    dit                T###   ####    ####          T  transient bytes while the backing store is read
+    embeds                    ####    ####          spilled in 2, restored in 3
 """
 
 from __future__ import annotations
@@ -51,13 +49,13 @@ from graphrun.model.ring import Ring
 from graphrun.trace import Event
 from graphrun.units import round_up
 
-Key = tuple[str, int, int]  # component, class, block within the class
+Key = tuple[str, int, int]  # component, block group, block within the group
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One copy of a block to the device; ``disk_seconds`` to read it from disk, for its copy or for its backing store's fill, where files
-    hold ``read_bytes`` of it."""
+    """A block: ``nbytes`` on the device, ``seconds`` to copy it there; ``disk_seconds`` to read its ``read_bytes`` from disk,
+    into its backing store or for its copy."""
 
     nbytes: int
     seconds: float
@@ -65,117 +63,129 @@ class Size:
     read_bytes: int = 0
 
 
-class Disk:
-    """The channel from ``start_seconds`` on. ``fills``: blocks in order. ``bounces``: bytes of each disk backing store's buffer.
-    ``read_bytes``: how much the slot will read for copies. ``spans`` are (``fill`` or ``read``, block, start, end)."""
+class DiskChannel:
+    """Reads from disk in one slot, from ``start_seconds`` on.
+
+    ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce buffer of each component whose
+    backing store is on disk. ``fetch_bytes``: bytes that the slot will fetch for copies. ``spans``: (``read`` or ``fetch``,
+    block, start, end).
+    """
 
     def __init__(
-        self, start_seconds: float, fills: Iterable[Key], sizes: Mapping[Key, Size], bounces: Mapping[str, int], read_bytes: int
+        self,
+        start_seconds: float,
+        reads: Iterable[Key],
+        sizes: Mapping[Key, Size],
+        bounce_bytes: Mapping[str, int],
+        fetch_bytes: int,
     ) -> None:
         self.spans: list[tuple[str, Key, float, float]] = []
         self.free_seconds = self._start = start_seconds
         self._sizes = sizes
-        self._fills = list(reversed(list(fills)))
-        self._filling = {key[0] for key in self._fills}
-        self._fill_bytes, self._read_bytes = sum(sizes[key].nbytes for key in self._fills), read_bytes
-        self._filled_so_far = self._read_so_far = 0
-        self._filled: dict[Key, float] = {}
-        self._bounces = {name: Ring(nbytes) for name, nbytes in bounces.items()}
-        self._left: dict[str, list[float]] = {name: [] for name in bounces}  # when each read was copied on
-        self._ahead: dict[Key, float] = {}  # when reads end that were begun before their copies' turn
-        if not read_bytes:
+        self._reads = list(reversed(list(reads)))  # still to do; the next one is last
+        self._read_components = {key[0] for key in self._reads}
+        self._all_read_bytes, self._all_fetch_bytes = sum(sizes[key].nbytes for key in self._reads), fetch_bytes
+        self._read_bytes = self._fetched_bytes = 0
+        self._read_end: dict[Key, float] = {}
+        self._bounce_rings = {name: Ring(nbytes) for name, nbytes in bounce_bytes.items()}
+        self._copy_ends: dict[str, list[float]] = {name: [] for name in bounce_bytes}  # of each fetched block
+        self._fetch_ends: dict[Key, float] = {}  # of fetches started ahead of their copies
+        if not fetch_bytes:
             self.finish()
 
-    def arrives(self, key: Key) -> float:
-        """When the block is in RAM for a copy: its own read's end (one read a copy), its own fill's, or the slot's start."""
-        if key[0] not in self._bounces:
-            return self.filled(key)
-        self.begin(key)
-        return self._ahead.pop(key)
+    def in_ram(self, key: Key) -> float:
+        """When the block is in RAM for a copy: the end of its fetch (one per copy) or read; the slot's start without either."""
+        if key[0] not in self._bounce_rings:
+            return self._read_until(key)
+        self.start_fetch(key)
+        return self._fetch_ends.pop(key)
 
-    def begin(self, key: Key) -> None:
-        """Begins the read of a block that will be copied once; nothing where its backing store is not on disk."""
-        if key[0] in self._bounces and key not in self._ahead:
-            self._ahead[key] = self._read(key)
+    def start_fetch(self, key: Key) -> None:
+        """Start the fetch for the block's next copy, unless it was started. No effect if its backing store is not on disk."""
+        if key[0] in self._bounce_rings and key not in self._fetch_ends:
+            self._fetch_ends[key] = self._fetch(key)
 
-    def filled(self, key: Key) -> float:
-        """When the block's fill ends; the slot's start where its backing store is not filled in this slot."""
-        if key[0] not in self._filling:
-            return self._start
-        while key not in self._filled:
-            self._fill()
-        return self._filled[key]
+    def is_in_ram(self, key: Key, at_seconds: float) -> bool:
+        """Whether the block is in RAM at that time, by the reads and fetches started so far."""
+        if key[0] in self._bounce_rings:
+            return self._fetch_ends.get(key, at_seconds + 1.0) <= at_seconds
+        return key[0] not in self._read_components or self._read_end.get(key, at_seconds + 1.0) <= at_seconds
 
-    def holds(self, key: Key, at_seconds: float) -> bool:
-        """Whether the block need not be waited for then: what was begun is read by then, and its backing store, or this block, is filled."""
-        if key[0] in self._bounces:
-            return self._ahead.get(key, at_seconds + 1.0) <= at_seconds
-        return key[0] not in self._filling or self._filled.get(key, at_seconds + 1.0) <= at_seconds
-
-    def fills(self, component: str) -> bool:
-        """Whether the component's backing store is filled in this slot."""
-        return component in self._filling
+    def reads(self, component: str) -> bool:
+        """Whether the component's backing store is read in this slot."""
+        return component in self._read_components
 
     def copied(self, key: Key, end_seconds: float) -> None:
-        """The block was copied on: its place in the buffer is free from then."""
-        if key[0] in self._bounces:
-            self._left[key[0]].append(end_seconds)
+        """Record the end of the block's copy, which frees its bytes in the bounce buffer."""
+        if key[0] in self._bounce_rings:
+            self._copy_ends[key[0]].append(end_seconds)
 
     def finish(self) -> None:
-        """Fills what is left."""
-        while self._fills:
-            self._fill()
+        """Do all remaining reads into backing stores."""
+        while self._reads:
+            self._read_next()
 
-    def _fill(self) -> None:
-        key = self._fills.pop()
-        self._filled_so_far += self._sizes[key].nbytes
-        self._filled[key] = self._take("read", key, self._start)
+    def _read_until(self, key: Key) -> float:
+        """The end of the block's read; the slot's start if its backing store is not read in this slot."""
+        if key[0] not in self._read_components:
+            return self._start
+        while key not in self._read_end:
+            self._read_next()
+        return self._read_end[key]
 
-    def _read(self, key: Key) -> float:
+    def _read_next(self) -> None:
+        key = self._reads.pop()
+        self._read_bytes += self._sizes[key].nbytes
+        self._read_end[key] = self._occupy("read", key, self._start)
+
+    def _fetch(self, key: Key) -> float:
         try:
-            released = self._bounces[key[0]].place(self._sizes[key].nbytes).released
+            released = self._bounce_rings[key[0]].place(self._sizes[key].nbytes).released
         except ValueError as error:
             raise PlanError(f"the bounce buffer of {key[0]}: {error}") from error
         if released:
-            while self._fills and self._filled_so_far * self._read_bytes <= self._read_so_far * self._fill_bytes:
-                self._fill()
-        self._read_so_far += self._sizes[key].nbytes
-        return self._take("fetch", key, self._left[key[0]][released[-1]] if released else self._start)
+            while self._reads and self._read_bytes * self._all_fetch_bytes <= self._fetched_bytes * self._all_read_bytes:
+                self._read_next()
+        self._fetched_bytes += self._sizes[key].nbytes
+        return self._occupy("fetch", key, self._copy_ends[key[0]][released[-1]] if released else self._start)
 
-    def _take(self, kind: str, key: Key, ready: float) -> float:
+    def _occupy(self, kind: str, key: Key, ready: float) -> float:
         start = max(self.free_seconds, ready)
         self.free_seconds = start + self._sizes[key].disk_seconds
         self.spans.append((kind, key, start, self.free_seconds))
         return self.free_seconds
 
 
-Source = Literal["present", "load", "stream", "host"]
+Source = Literal["resident", "load", "stream", "host"]
 
 
 class Work(NamedTuple):
-    """Compute of one block in one call: number ``turn`` of its component. ``source``: where the block is when the slot begins;
-    ``host``: it is computed with on the CPU."""
+    """Compute of one block in call number ``call`` of its component. ``source``: how the block gets to the device; ``host``: not at
+    all, since the component computes on the CPU."""
 
     key: Key
     seconds: float
-    turn: int
+    call: int
     source: Source
 
 
 class Span(NamedTuple):
-    """Something that took time: ``load`` or ``stream`` of a block, ``run`` of a call (``key`` is its first block)."""
+    """An interval of time: ``load`` or ``stream`` of a block, or ``run`` of a call, whose first block is ``key``."""
 
     kind: str
     key: Key
-    turn: int
+    call: int
     start_seconds: float
     end_seconds: float
 
 
 class Timeline:
-    """Runs ``works`` from ``start_seconds`` on. ``prefetch``: blocks loaded for later, in order. ``rings``: bytes per component.
-    ``copies_from_seconds``: when the copies may begin (spills and restores go before them). ``rooms``: activation that is not there
-    while a block runs."""
+    """Copies and compute of one slot, from ``start_seconds`` on.
+
+    ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
+    component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``rooms``: activation bytes unused while
+    a block runs.
+    """
 
     def __init__(
         self,
@@ -183,116 +193,116 @@ class Timeline:
         works: Sequence[Work],
         prefetch: Iterable[Key],
         sizes: Mapping[Key, Size],
-        rings: Mapping[str, int],
-        disk: Disk,
+        ring_bytes: Mapping[str, int],
+        disk: DiskChannel,
         copies_from_seconds: float,
         rooms: Mapping[Key, int] | None = None,
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
         self._sizes, self._disk, self._rooms = sizes, disk, rooms or {}
-        self._computed = self._start = start_seconds
-        self._copied = copies_from_seconds
-        self._prefetch = sorted(prefetch, key=lambda key: disk.fills(key[0]))[::-1]
+        self._compute_free = self._start = start_seconds  # when the compute channel is free
+        self._copy_free = copies_from_seconds  # when the copy channel is free
+        self._prefetch = sorted(prefetch, key=lambda key: disk.reads(key[0]))[::-1]
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
         self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
         self._prefetched_bytes = self._streamed_bytes = 0
-        self._arrived: dict[Key, float] = {}
-        self._rings = {name: Ring(nbytes) for name, nbytes in rings.items()}
-        self._left: dict[str, list[float]] = {name: [] for name in rings}  # when compute left each placement
+        self._load_ends: dict[Key, float] = {}
+        self._rings = {name: Ring(nbytes) for name, nbytes in ring_bytes.items()}
+        self._compute_ends: dict[str, list[float]] = {name: [] for name in ring_bytes}  # of each placed block
         streamed = [work for work in works if work.source == "stream"]
-        self._following = {name: _following(streamed, name, sizes) for name in rings}
-        for (name, turn), of in groupby(works, key=lambda work: (work.key[0], work.turn)):
-            self._call(name, turn, list(of))
+        self._following = {name: _following(streamed, name, sizes) for name in ring_bytes}
+        for (name, call), of in groupby(works, key=lambda work: (work.key[0], work.call)):
+            self._call(name, call, list(of))
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
-        self.end_seconds = max(self._copied, self._computed, disk.free_seconds)
+        self.end_seconds = max(self._copy_free, self._compute_free, disk.free_seconds)
 
-    def _call(self, name: str, turn: int, works: Sequence[Work]) -> None:
-        """Computes with the blocks of one call of a component."""
+    def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
+        """Compute of one call of a component, with the copies that it waits for."""
         began: float | None = None
         for work in works:
-            if work.source != "present":
-                self._computed = max(self._computed, self._arrives(work))
-            began = self._computed if began is None else began
-            self._computed += work.seconds
+            if work.source != "resident":
+                self._compute_free = max(self._compute_free, self._available(work))
+            began = self._compute_free if began is None else began
+            self._compute_free += work.seconds
             if work.source == "stream":
-                self._left[name].append(self._computed)
-        known = self.calls.get((name, turn), Span("run", works[0].key, turn, began or 0.0, 0.0))
-        self.calls[name, turn] = known._replace(end_seconds=self._computed)
+                self._compute_ends[name].append(self._compute_free)
+        span = self.calls.get((name, call), Span("run", works[0].key, call, began or 0.0, 0.0))
+        self.calls[name, call] = span._replace(end_seconds=self._compute_free)
 
-    def _arrives(self, work: Work) -> float:
-        """When the block that ``work`` computes with is there."""
+    def _available(self, work: Work) -> float:
+        """When the block of ``work`` is available to compute with."""
         if work.source == "stream":
             return self._stream(work.key)
         if work.source == "host":
-            return self._disk.arrives(work.key)
-        if work.key not in self._arrived:
-            self._arrived[work.key] = self._copy("load", work.key, self._disk.arrives(work.key))
-        return self._arrived[work.key]
+            return self._disk.in_ram(work.key)
+        if work.key not in self._load_ends:
+            self._load_ends[work.key] = self._copy("load", work.key, self._disk.in_ram(work.key))
+        return self._load_ends[work.key]
 
     def _stream(self, key: Key) -> float:
         try:
             nbytes, following, room = self._sizes[key].nbytes, next(self._following[key[0]], 0), self._rooms.get(key, 0)
-            place = self._rings[key[0]].place(nbytes, following, room)
+            ring_slot = self._rings[key[0]].place(nbytes, following, room)
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
-        ready = self._left[key[0]][place.released[-1]] if place.released else self._start
-        ready = self._computed if place.alone else ready
-        if place.released or place.alone:
-            self._pace(self._copied)
-            self._pace(max(self._copied, ready))
+        ready = self._compute_ends[key[0]][ring_slot.released[-1]] if ring_slot.released else self._start
+        ready = self._compute_free if ring_slot.alone else ready
+        if ring_slot.released or ring_slot.alone:
+            self._issue_due_prefetch(self._copy_free)
+            self._issue_due_prefetch(max(self._copy_free, ready))
         self._streamed_bytes += self._sizes[key].nbytes
-        return self._copy("stream", key, max(ready, self._disk.arrives(key)))
+        return self._copy("stream", key, max(ready, self._disk.in_ram(key)))
 
-    def _pace(self, at_seconds: float) -> None:
-        """Prefetch whose turn it is, as far as it is in RAM by then: streamed blocks do not wait behind it."""
+    def _issue_due_prefetch(self, at_seconds: float) -> None:
+        """Issue prefetches in proportion to the streamed bytes, up to the first block that is not in RAM at that time."""
         while self._prefetch:
-            self._disk.begin(self._prefetch[-1])
+            self._disk.start_fetch(self._prefetch[-1])
             due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
-            if not due or not self._disk.holds(self._prefetch[-1], at_seconds):
+            if not due or not self._disk.is_in_ram(self._prefetch[-1], at_seconds):
                 break
             self._issue_prefetch(at_seconds)
 
     def _issue_prefetch(self, at_seconds: float = 0.0) -> None:
         key = self._prefetch.pop()
         self._prefetched_bytes += self._sizes[key].nbytes
-        self._copy("load", key, max(at_seconds, self._disk.arrives(key)))
+        self._copy("load", key, max(at_seconds, self._disk.in_ram(key)))
 
     def _copy(self, kind: str, key: Key, ready: float) -> float:
-        start = max(self._copied, ready)
-        self._copied = start + self._sizes[key].seconds
-        self._disk.copied(key, self._copied)
-        self.copies.append(Span(kind, key, 0, start, self._copied))
-        return self._copied
+        start = max(self._copy_free, ready)
+        self._copy_free = start + self._sizes[key].seconds
+        self._disk.copied(key, self._copy_free)
+        self.copies.append(Span(kind, key, 0, start, self._copy_free))
+        return self._copy_free
 
 
 def _following(streamed: Sequence[Work], component: str, sizes: Mapping[Key, Size]) -> Iterator[int]:
-    """For each block of ``component`` that passes, the bytes of the one behind it."""
+    """For each streamed block of ``component``, the bytes of the next one."""
     return iter([sizes[work.key].nbytes for work in streamed if work.key[0] == component][1:])
 
 
-class Hosted:
-    """The host before the first slot of ``applied``; ``reordered`` is the problem before its variants were settled."""
+class HostMemory:
+    """RAM in use, at first that before the run. ``reordered``: problem with order and options applied; ``applied``: all choices."""
 
     def __init__(self, applied: Problem, reordered: Problem) -> None:
         self._variants = {component.name: component.variants[0] for component in applied.components}
         self._values = {value.name: value.nbytes for value in applied.values}
         used = {use.component for phase in applied.phases for use in phase.uses}
-        self._held = {name for name, variant in self._variants.items() if name in used and _there_before(variant)}
+        self._held = {name for name, variant in self._variants.items() if name in used and _in_ram_before_run(variant)}
         self._spilled: set[str] = set()
         self._on_cpu = {phase.name: phase for phase in reordered.phases if self._computes_on_cpu(phase)}
 
     def slot(self, slot: Slot) -> tuple[int, int]:
-        """Bytes in RAM and page-locked bytes at the slot's most, once its actions are taken."""
+        """Apply the slot's actions. Returns its peak bytes in RAM and its page-locked bytes."""
         actions = slot.actions
         self._held -= {action.component for action in actions if isinstance(action, Drop)}
-        filling = {action.component for action in actions if isinstance(action, Read)}
-        self._held |= filling
+        reading = {action.component for action in actions if isinstance(action, Read)}
+        self._held |= reading
         self._spilled |= {action.value for action in actions if isinstance(action, Spill)}
         nbytes = sum(self._variants[name].host_bytes for name in self._held)
-        nbytes += sum(self._variants[name].transient_bytes for name in filling)
+        nbytes += sum(self._variants[name].transient_bytes for name in reading)
         nbytes += sum(self._values[name] for name in self._spilled)
         if slot.phase in self._on_cpu:
             phase = self._on_cpu[slot.phase]
@@ -301,23 +311,26 @@ class Hosted:
         return nbytes, sum(self._variants[name].locked_bytes for name in self._held)
 
     def spilled_bytes(self, slot: Slot) -> int:
-        """Bytes of spilled values that are on the host alone throughout ``slot``, which is about to begin."""
-        moving = {action.value for action in slot.actions if isinstance(action, Restore)}
-        return sum(self._values[name] for name in self._spilled - moving)
+        """Bytes of values that are on the host only throughout ``slot``. To be called before `slot`."""
+        restored = {action.value for action in slot.actions if isinstance(action, Restore)}
+        return sum(self._values[name] for name in self._spilled - restored)
 
     def _computes_on_cpu(self, phase: PhaseNumbers) -> bool:
         return bool(phase.uses) and all(self._variants[use.component].device == "cpu" for use in phase.uses)
 
 
-def _there_before(variant: Variant) -> bool:
+def _in_ram_before_run(variant: Variant) -> bool:
     return variant.backing_store == "disk" or not variant.read_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What holds when action number ``action`` of slot ``slot`` is done: ``device_bytes`` counts weights, rings, values and carry,
-    and with ``run`` the activation. A load lasts from the start of its first block's copy to the end of its last, a fill from its
-    first read to its last. The slots of a session's further run are numbered on."""
+    """State after action number ``action`` of slot ``slot``.
+
+    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A load lasts from the start of its
+    first block's copy to the end of its last one's, a read likewise. Slots of a session's further run are numbered after the first
+    run's.
+    """
 
     slot: int
     action: int
@@ -328,11 +341,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """One slot. ``peak_bytes`` is the sum of ``resident_bytes`` (weights present at its start or loaded in it, every block rounded
-    up as the device does), ``ring_bytes``, ``activation_bytes`` and ``values_bytes`` (values between stages, and carry).
-    ``streamed_bytes`` went through rings, ``loaded_bytes`` came to stay, ``restored_bytes`` are values that came back.
-    ``compute_seconds``: on the device or the CPU. ``host_bytes`` are the most in RAM, ``pinned_bytes`` the page-locked ones among
-    them; ``disk_bytes_read`` of weights, for backing stores and for copies from backing stores on disk."""
+    """Bytes and seconds of one slot.
+
+    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
+    ``ring_bytes``, ``activation_bytes`` and ``values_bytes`` (values between stages, and live-in bytes). ``streamed_bytes``: copied
+    through rings. ``loaded_bytes``: copied by load actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the
+    device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into
+    backing stores, and fetched for copies.
+    """
 
     phase: str
     part: str
@@ -352,13 +368,13 @@ class SlotReport:
 
     @property
     def stall_seconds(self) -> float:
-        """Time in which the device waits for copies."""
+        """Time in which nothing computes: waiting for copies and reads."""
         return max(0.0, self.seconds - self.compute_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The slots of one stage together: highest bytes of each kind, summed bytes moved, seconds in load slots and in the others."""
+    """Totals of one stage's slots: highest bytes of each kind, sums of bytes moved, seconds of load slots and of the others."""
 
     stage: str
     peak_bytes: int
@@ -378,9 +394,12 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A cold run, or a session of ``runs`` runs: its first run, and in ``again`` every further one. ``moments`` per action,
-    ``slots`` as in the plan, ``events`` per block and call as a `Trace` has them. ``seconds`` and ``moved_bytes`` (to the device)
-    are the first run's, ``again_seconds`` and ``again_moved_bytes`` those of one further run; peaks are over all."""
+    """Result of `simulate`: one cold run, or a session of ``runs`` runs.
+
+    ``slots``: reports of the first run; ``again``: of each further run, which are all alike. ``moments``: one per action.
+    ``events``: one per block and call, as in a `Trace`. ``seconds`` and ``moved_bytes`` (copied to the device): of the first run;
+    ``again_seconds`` and ``again_moved_bytes``: of one further run. Peaks are over all runs.
+    """
 
     moments: tuple[Moment, ...]
     slots: tuple[SlotReport, ...]
@@ -397,21 +416,24 @@ class Simulation:
 
     @property
     def compute_seconds(self) -> float:
-        """Time in which the first run computes; the rest of ``seconds`` is exposed transfer."""
+        """Compute time of the first run; the remainder of ``seconds`` is transfer time that is not overlapped."""
         return sum(slot.compute_seconds for slot in self.slots)
 
     @property
     def total_seconds(self) -> float:
-        """The whole session; ``seconds`` where it is one run."""
+        """Time of all runs."""
         return self.seconds + (self.runs - 1) * self.again_seconds
 
     @property
     def total_moved_bytes(self) -> int:
-        """Bytes copied to the device in the whole session."""
+        """Bytes copied to the device in all runs."""
         return self.moved_bytes + (self.runs - 1) * self.again_moved_bytes
 
     def stages(self, problem: Problem) -> tuple[StageReport, ...]:
-        """One report per stage of the first run, in its order; the last slot belongs to none. ``problem``: settled or not."""
+        """One report per stage of the first run, in order of execution. The end slot belongs to no stage.
+
+        ``problem``: the one simulated, with or without choices applied.
+        """
         phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
         stage_of = {phase.name: phase.stage for phase in phases}
         stages = dict.fromkeys(stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of)
@@ -419,20 +441,20 @@ class Simulation:
 
 
 def simulate(problem: Problem, plan: Plan) -> Simulation:
-    """Bytes and seconds of ``plan``, which should satisfy `check`.
+    """Bytes and seconds of ``plan``, which should be valid by `check`.
 
-    Raises PlanError where it cannot be followed at all: a needed block is nowhere or does not fit its ring, a name is unknown, or
-    a choice is not one of the problem's.
+    Raises PlanError if the plan cannot be executed at all: a needed block is not available or does not fit its ring, a name is
+    unknown, or the problem does not have or allow a choice.
     """
     applied = apply_choices(problem, plan)
-    walk = _Walk(applied, Hosted(applied, reorder(problem, plan.order, dict(plan.options))))
-    first = tuple(walk.slot(index, slot) for index, slot in enumerate(plan.slots))
-    seconds = walk.now
-    again = tuple(walk.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots)))
+    state = _State(applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))))
+    first = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
+    seconds = state.now
+    again = tuple(state.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots)))
     return Simulation(
-        moments=tuple(walk.moments),
+        moments=tuple(state.moments),
         slots=first,
-        events=tuple(walk.events),
+        events=tuple(state.events),
         seconds=seconds,
         moved_bytes=_moved(first),
         peak_bytes=max((report.peak_bytes for report in (*first, *again)), default=0),
@@ -440,7 +462,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
         pinned_peak_bytes=max((report.pinned_bytes for report in (*first, *again)), default=0),
         runs=problem.runs,
         again=again,
-        again_seconds=walk.now - seconds,
+        again_seconds=state.now - seconds,
         again_moved_bytes=_moved(again),
     )
 
@@ -449,11 +471,11 @@ def _moved(reports: Iterable[SlotReport]) -> int:
     return sum(report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports)
 
 
-class _Walk:
-    """The plan, slot after slot: blocks present, time passed."""
+class _State:
+    """State of the simulation: blocks on the device, host memory, time. `slot` advances it by one slot."""
 
-    def __init__(self, problem: Problem, hosted: Hosted) -> None:
-        self.problem, self.hosted = problem, hosted
+    def __init__(self, problem: Problem, host: HostMemory) -> None:
+        self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
         self.phases = {phase.name: (index, phase) for index, phase in enumerate(problem.phases)}
         self.values = {value.name: value.nbytes for value in problem.values}
@@ -465,7 +487,7 @@ class _Walk:
             for key in self._keys(component.name, None):
                 k = key[1]
                 self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
-        self.present: set[Key] = set()
+        self.resident: set[Key] = set()
         self.now = 0.0
         self.events: list[Event] = []
         self.moments: list[Moment] = []
@@ -476,17 +498,17 @@ class _Walk:
         evicted = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Evict) for key in of]
         loads = [key for action, of in zip(slot.actions, keys, strict=True) if isinstance(action, Load) for key in of]
         rings = {action.component: action.ring_bytes for action in slot.actions if isinstance(action, Stream)}
-        crossings, copies_from = self._crossings(index, slot)
-        self.present -= set(evicted)
+        value_copies, copies_from = self._value_copies(index, slot)
+        self.resident -= set(evicted)
         works, activation, values = self._works(index, slot, set(loads), rings)
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
         line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self._rooms(slot, used))
         self.now = line.end_seconds
-        held = self._held(self.present | set(loads))
+        held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
-        host, pinned = self.hosted.slot(slot)
+        host, pinned = self.host.slot(slot)
         report = SlotReport(
             phase=slot.phase,
             part=slot.part,
@@ -499,21 +521,21 @@ class _Walk:
             loaded_bytes=sum(self.sizes[key].nbytes for key in loads),
             seconds=self.now - start,
             compute_seconds=sum(work.seconds for work in works),
-            restored_bytes=sum(event.nbytes for event in crossings.values() if event.kind == "restore"),
+            restored_bytes=sum(event.nbytes for event in value_copies.values() if event.kind == "restore"),
             host_bytes=host,
             pinned_bytes=pinned,
             disk_bytes_read=sum(self.sizes[key].read_bytes for _, key, _, _ in disk.spans),
         )
         self.events += [self._event(index, Span("evict", key, 0, start, start)) for key in evicted]
         spans = (*(Span(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans), *line.copies, *line.calls.values())
-        timed = [*crossings.values(), *(self._event(index, span) for span in spans)]
+        timed = [*value_copies.values(), *(self._event(index, span) for span in spans)]
         self.events += sorted(timed, key=lambda event: event.start_seconds)
-        self._note(index, slot, keys, values + self._held((*self.present, *evicted)), activation, timed, start)
-        self.present |= set(loads)
+        self._add_moments(index, slot, keys, values + self._device_bytes((*self.resident, *evicted)), activation, timed, start)
+        self.resident |= set(loads)
         return report
 
-    def _crossings(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
-        """Spills and restores by number of action, one after the other from the slot's start; and when the last of them ends."""
+    def _value_copies(self, index: int, slot: Slot) -> tuple[dict[int, Event], float]:
+        """Spills and restores by action number, one after another from the slot's start; and the end of the last one."""
         found, now, hardware = dict[int, Event](), self.now, self.problem.hardware
         for number, action in enumerate(slot.actions):
             if isinstance(action, Spill | Restore):
@@ -525,16 +547,16 @@ class _Walk:
                 now = end
         return found, now
 
-    def _disk(self, slot: Slot, copied: Iterable[Key]) -> Disk:
-        """The slot's disk: what it fills, and reads of what it copies from backing stores on disk."""
-        filled = [key for action in slot.actions if isinstance(action, Read) for key in self._keys(action.component, None)]
+    def _disk(self, slot: Slot, copied: Iterable[Key]) -> DiskChannel:
+        """The slot's disk channel: reads of its `Read` actions, and fetches for copies from backing stores on disk."""
+        reads = [key for action in slot.actions if isinstance(action, Read) for key in self._keys(action.component, None)]
         variants = {name: component.variants[0] for name, component in self.components.items()}
-        bounces = {name: variant.host_bytes for name, variant in variants.items() if variant.backing_store == "disk"}
-        read = sum(self.sizes[key].nbytes for key in copied if key[0] in bounces)
-        return Disk(self.now, filled, self.sizes, bounces, read)
+        bounce_bytes = {name: variant.host_bytes for name, variant in variants.items() if variant.backing_store == "disk"}
+        fetch_bytes = sum(self.sizes[key].nbytes for key in copied if key[0] in bounce_bytes)
+        return DiskChannel(self.now, reads, self.sizes, bounce_bytes, fetch_bytes)
 
     def _works(self, index: int, slot: Slot, loads: set[Key], rings: dict[str, int]) -> tuple[list[Work], int, int]:
-        """Every block's compute in order, the activation, and values with carry."""
+        """All compute in order, the bytes of activation, and the bytes of values and live-in tensors."""
         if slot.part == "end":
             return [], 0, 0
         if slot.phase not in self.phases:
@@ -544,50 +566,52 @@ class _Walk:
         for use in phase.uses:
             on_cpu = self._component(use.component).variants[0].device == "cpu"
             for key in self._keys(use.component, None):
-                here: Source = "present" if key in self.present else "load" if key in loads else "stream"
+                here: Source = "resident" if key in self.resident else "load" if key in loads else "stream"
                 source_of[key] = "host" if on_cpu else here
-        works = [Work(key, seconds, turn, source_of[key]) for key, seconds, turn in self._computed(phase, slot)]
-        if lost := next((w.key for w in works if w.source == "stream" and w.key[0] not in rings), None):
-            raise PlanError(f"slot {index}: {self._path(lost)} of {lost[0]} is needed, and neither present, loaded nor streamed")
+        works = [Work(key, seconds, call, source_of[key]) for key, seconds, call in self._blocks_in_order(phase, slot)]
+        if missing := next((w.key for w in works if w.source == "stream" and w.key[0] not in rings), None):
+            raise PlanError(
+                f"slot {index}: {self._path(missing)} of {missing[0]} is needed, but neither resident, loaded nor streamed"
+            )
         activation = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
-        values = self.problem.value_bytes(number) - self.hosted.spilled_bytes(slot)
+        values = self.problem.value_bytes(number) - self.host.spilled_bytes(slot)
         return works, activation, values + phase.live_in_bytes
 
     def _rooms(self, slot: Slot, keys: Iterable[Key]) -> dict[Key, int]:
-        """What of the slot's activation is not there while a block runs."""
+        """Bytes of the slot's activation that are unused while each block runs."""
         _, phase = self.phases.get(slot.phase, (0, None))
         uses = {use.component: use for use in phase.uses} if phase else {}
         nbytes = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0) if phase else 0
         return {key: room_bytes(nbytes, uses[key[0]], key[1]) for key in keys if uses[key[0]].beside_bytes}
 
-    def _computed(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
-        """Components take turns; a class takes part in its first calls."""
-        for turn in range(slot.calls):
+    def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
+        """(block, seconds, call) in order: in each call all components in turn. A group runs in its first calls only."""
+        for call in range(slot.calls):
             for use in phase.uses:
                 calls = use.group_calls_in(slot.part)
                 for k, i, seconds in use.order or self._in_group_order(use):
-                    if turn < calls[k]:
-                        yield (use.component, k, i), seconds, turn
+                    if call < calls[k]:
+                        yield (use.component, k, i), seconds, call
 
     def _in_group_order(self, use: Use) -> list[tuple[int, int, float]]:
         groups = self._component(use.component).groups
         return [(k, i, use.seconds[k]) for k, of in enumerate(groups) for i in range(len(of.blocks))]
 
-    def _note(
+    def _add_moments(
         self, index: int, slot: Slot, keys: list[list[Key]], held: int, activation: int, timed: list[Event], start: float
     ) -> None:
-        """Adds the slot's moments; ``held`` is what was on the device before its first action."""
+        """Append one moment per action. ``held``: bytes on the device before the first action."""
         for number, (action, of) in enumerate(zip(slot.actions, keys, strict=True)):
             begin = end = start
             if isinstance(action, Evict):
-                held -= self._held(of)
+                held -= self._device_bytes(of)
             elif isinstance(action, Run | Stream):
                 held += activation if isinstance(action, Run) else round_up(action.ring_bytes, ALLOCATION_BYTES)
                 end = self.now
             elif not isinstance(action, Drop):
-                held += self._held(of)
+                held += self._device_bytes(of)
                 paths = {self._path(key) for key in of}
-                if own := [event for event in timed if _does(event, action, paths)]:
+                if own := [event for event in timed if _belongs_to(event, action, paths)]:
                     begin, end = min(event.start_seconds for event in own), max(event.end_seconds for event in own)
             self.moments.append(Moment(index, number, held, begin, end))
 
@@ -604,25 +628,25 @@ class _Walk:
         for name, indices in blocks:
             if name not in index or any(not 0 <= i < len(groups[index[name]].blocks) for i in indices):
                 layers = self._component(component).layers
-                cut = layers is not None and name in {of.name for of in layers.groups}
-                why = ": the plan is by layer, and belongs to its solution's problem" if cut else ""
+                by_layer = layers is not None and name in {of.name for of in layers.groups}
+                why = ": they are layers, and in this problem it is split into blocks; use `Solution.problem`" if by_layer else ""
                 raise PlanError(f"{component} has no blocks {name}{list(indices)}{why}")
         return [(component, index[name], i) for name, indices in blocks for i in indices]
 
-    def _held(self, keys: Iterable[Key]) -> int:
+    def _device_bytes(self, keys: Iterable[Key]) -> int:
         return sum(round_up(self.sizes[key].nbytes, ALLOCATION_BYTES) for key in keys)
 
     def _path(self, key: Key) -> str:
         return self.components[key[0]].groups[key[1]].blocks[key[2]]
 
     def _event(self, slot: int, span: Span) -> Event:
-        detail = f"call {span.turn}" if span.kind == "run" else self._path(span.key)
+        detail = f"call {span.call}" if span.kind == "run" else self._path(span.key)
         nbytes = 0 if span.kind == "run" else self.sizes[span.key].nbytes
         return Event(span.kind, span.key[0], slot, detail, nbytes, span.start_seconds, span.end_seconds)
 
 
-def _does(event: Event, action: Load | Read | Spill | Restore, paths: set[str]) -> bool:
-    """Whether ``event`` is part of ``action``, a load being one of ``paths``."""
+def _belongs_to(event: Event, action: Load | Read | Spill | Restore, paths: set[str]) -> bool:
+    """Whether ``event`` is part of ``action``; for a load, whether it copies one of ``paths``."""
     if isinstance(action, Spill | Restore):
         return (event.kind, event.detail) == ("spill" if isinstance(action, Spill) else "restore", action.value)
     if event.component != action.component:

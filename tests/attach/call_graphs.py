@@ -1,4 +1,4 @@
-"""Graph files of one stage that calls a tiny pipeline whole, and what the pipeline itself makes of the same arguments."""
+"""Graph files with one `call` stage for a tiny pipeline, and the pipeline's own output for the same arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AMPLE = 1 << 40
 
 @dataclass(frozen=True)
 class Called:
-    """A case as a graph: its inputs, its modules, what its pipeline makes itself, and a device."""
+    """A case as a graph, with its inputs, its modules, its pipeline's own output, and a device."""
 
     graph: Graph
     inputs: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Called:
         return problem_of(self.graph, probe(self.graph, inputs), simulated(), Limits(budget_bytes, AMPLE), inputs)
 
     def run(self, problem: Problem) -> Trace:
-        """A run under the least budget: its trace. Every slot is within its plan, and nothing stays."""
+        """The trace of a run under the least budget. Asserts that every slot is within its plan and that nothing is left."""
         solution = solve(self.problem(smallest_budget(problem)))
         problem, plan = solution.problem, solution.plan
         host = Host.of_graph(self.graph, problem, self.device, self.modules)
@@ -70,8 +70,8 @@ def called(name: str, folder: Path, output: str = "image") -> Called:
     arguments |= {"num_inference_steps": case.steps} if case.steps else {}
     torch.manual_seed(1)
     generator = {"generator": torch.Generator().manual_seed(3)} if case.steps else {}
-    dtype_variant = {"output_type": "pil"} if output in ("image", "video") else {}
-    made = pipe(**arguments, **generator, **dtype_variant)
+    output_type = {"output_type": "pil"} if output in ("image", "video") else {}
+    made = pipe(**arguments, **generator, **output_type)
     found = next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
     modules = {n: m for n, m in modules_of(pipe).items() if n in graph.components}
     return Called(graph, media, modules, found, SimulatedDevice(Machine()))
@@ -121,10 +121,10 @@ def path_of(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def config_of(thing: Any) -> dict[str, Any]:
-    if hasattr(thing.config, "to_dict"):
-        return {k: v for k, v in thing.config.to_dict().items() if k not in ("dtype", "torch_dtype")}
-    return {k: v for k, v in thing.config.items() if not k.startswith("_")}
+def config_of(part: Any) -> dict[str, Any]:
+    if hasattr(part.config, "to_dict"):
+        return {k: v for k, v in part.config.to_dict().items() if k not in ("dtype", "torch_dtype")}
+    return {k: v for k, v in part.config.items() if not k.startswith("_")}
 
 
 def part_of(part: Any) -> dict[str, Any]:

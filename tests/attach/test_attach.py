@@ -1,4 +1,4 @@
-"""What `attach` promises beyond one call: other calls, other arguments, things that leave the plan, bad input, and an end."""
+"""`attach` beyond a single call: other calls and arguments, calls that leave their plan, bad input, detaching."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: A
     assert equal(sd.seeded(7, prompt="two ships in a storm"), seeded(plain, 7, prompt="two ships in a storm"))
     assert sd.attachment.solution is first
     assert equal(sd.seeded(guidance_scale=5.0), seeded(plain, guidance_scale=5.0))
-    assert sd.attachment.solution is first, "it is rehearsed, and is the same problem"
+    assert sd.attachment.solution is first, "it has a dry run of its own, which gives the same problem"
     assert equal(sd.seeded(height=24), seeded(plain, height=24))
     assert sd.attachment.solution is not first
     assert equal(sd.seeded(guidance_scale=1.0), seeded(plain, guidance_scale=1.0))
@@ -98,8 +98,8 @@ def test_a_component_called_directly_is_planned_too(sd: Attached) -> None:
     assert sd.device.allocated_bytes == 0
 
 
-def test_what_is_not_as_it_was_rehearsed_is_planned_when_it_comes(sd: Attached) -> None:
-    """The callback is silent in the rehearsal and asks for a decoding in the run, which no plan had."""
+def test_an_entry_that_the_dry_run_lacked_is_planned_when_it_comes(sd: Attached) -> None:
+    """The dry run has no callback; in the run it decodes, which the plan does not have."""
     plain = SD.build()
 
     def look(pipe: Any, step: int, at: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_components_that_are_in_ram_stay_there_though_little_is_left(monkeypatch
         assert backing_stores <= {"pinned", "pageable"}
 
 
-def test_detaching_gives_everything_back() -> None:
+def test_detaching_restores_the_pipeline() -> None:
     pipe = SD.build()
     kinds = {name: type(part) for name, part in pipe.components.items()}
     pipe.vae.requires_grad_(True)
@@ -206,13 +206,13 @@ def test_detaching_gives_everything_back() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in pipe.unet.modules())
 
 
-def test_the_device_is_the_plans(sd: Attached) -> None:
+def test_the_pipeline_reports_the_plans_device(sd: Attached) -> None:
     assert sd.pipe.device.type == sd.pipe._execution_device.type == "sim"
     assert sd.pipe.to("sim") is sd.pipe
     assert isinstance(sd.pipe, SD.kind)
 
 
-def test_other_movers_are_refused(sd: Attached) -> None:
+def test_offloading_while_attached_is_refused(sd: Attached) -> None:
     with pytest.raises(InputError, match=r"detach\(\) before enable_model_cpu_offload"):
         sd.pipe.enable_model_cpu_offload()
     with pytest.raises(InputError, match=r"detach\(\) before to\(cpu\)"):
@@ -221,7 +221,7 @@ def test_other_movers_are_refused(sd: Attached) -> None:
         graphrun.attach(sd.pipe, vram="1G", device="sim")
 
 
-def test_a_pipeline_that_something_else_moves_is_refused() -> None:
+def test_an_offloaded_pipeline_is_refused() -> None:
     pipe = SD.build()
     pipe.enable_sequential_cpu_offload(device="cpu")
     with pytest.raises(InputError, match="remove_all_hooks"):
@@ -252,8 +252,8 @@ def test_a_probe_that_fails_says_which_call_failed() -> None:
         assert device.allocated_bytes == 0
 
 
-def test_a_component_that_needs_numbers_is_run_once_on_the_cpu() -> None:
-    """Counting is not possible without numbers: meta has no kernel for it."""
+def test_a_component_that_needs_tensor_values_is_run_once_on_the_cpu() -> None:
+    """Counting needs values: bincount has no meta kernel."""
 
     class Counting(AutoencoderKL):
         def decode(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def test_a_component_that_needs_numbers_is_run_once_on_the_cpu() -> None:
         assert attached.replans == ()
 
 
-def test_an_error_in_the_run_leaves_nothing_and_the_next_call_works(sd: Attached) -> None:
+def test_an_error_in_the_run_leaves_nothing_on_the_device_and_the_next_call_works(sd: Attached) -> None:
     sd.seeded()
     sd.device.machine.fail_copy = 5
     with pytest.raises(graphrun.TransferFailed):
@@ -280,12 +280,12 @@ def test_a_pipeline_on_meta_is_planned_as_the_live_one_is() -> None:
     pipe = SD.build()
     live = graphrun.from_pipeline(pipe)
     inputs = {"prompt": PROMPT, "height": 16, "width": 16, "num_inference_steps": 2}
-    problem = graphrun.estimate(live, vram="1G", hardware="sim", inputs=inputs)
+    problem = graphrun.estimate(live, vram="1G", ram="8G", hardware="sim", inputs=inputs)
     assert dict(problem.settings)["height"] == "16"
     assert [use.component for phase in problem.phases for use in phase.uses] == ["text_encoder", "unet", "vae"]
     for part in (pipe.text_encoder, pipe.unet, pipe.vae):
         part.to("meta")
-    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", hardware="sim", inputs=inputs)
+    bare = graphrun.estimate(graphrun.from_pipeline(pipe), vram="1G", ram="8G", hardware="sim", inputs=inputs)
     assert bare == problem
     assert graphrun.plan(bare).plan == graphrun.plan(problem).plan
     with pytest.raises(InputError, match="until"):

@@ -1,4 +1,4 @@
-"""Attached pipelines beside diffusers' own offloading, on the same simulated accelerator."""
+"""Attached pipelines compared with diffusers' own offloading, on the same simulated accelerator."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ def test_cogview4_streams_its_glm_encoder_which_diffusers_holds_whole() -> None:
 def test_cogview4s_rotary_tables_are_copied_once_in_a_call_which_diffusers_copies_in_every_attention() -> None:
     case: Case = cases()["CogView4Pipeline"]
     pipe = case.build()
-    want, places = case.call(pipe), list[str]()
+    want, devices = case.call(pipe), list[str]()
 
-    def note(_: object, __: object, given: dict[str, Any]) -> None:
-        places.extend(table.device.type for table in given["image_rotary_emb"])
+    def note(_: object, __: object, arguments: dict[str, Any]) -> None:
+        devices.extend(table.device.type for table in arguments["image_rotary_emb"])
 
     hook = pipe.transformer.transformer_blocks[0].attn1.register_forward_pre_hook(note, with_kwargs=True)
     with graphrun.attach(pipe, vram="1G", exclude=["text_encoder"], device="sim"):
         assert equal(case.call(pipe), want)
-    assert set(places) == {"meta", "sim"}  # its dry run, and the call
-    places.clear()
+    assert set(devices) == {"meta", "sim"}  # its dry run, and the call
+    devices.clear()
     with offloaded(pipe):
         case.call(pipe)
-    assert set(places) == {"cpu"}
+    assert set(devices) == {"cpu"}
     hook.remove()
 
 
 def test_diffusers_releases_an_8_bit_component_between_calls_and_holds_it_whole_in_one() -> None:
-    """Marked as its loader marks it, which is all that diffusers looks at; before bitsandbytes 0.48 it was passed over."""
+    """The attributes that the loader sets are all that diffusers checks; before bitsandbytes 0.48 it skipped such a component."""
     case: Case = cases()["StableDiffusionXLPipeline"]
     pipe = case.build()
     pipe.unet.quantization_method, pipe.unet.is_loaded_in_8bit = QuantizationMethod.BITS_AND_BYTES, True

@@ -1,5 +1,4 @@
-"""What people do to a pipeline while graphrun is attached, between its calls or in one: the results are the plain pipeline's, or an
-error says what to do."""
+"""Changes to an attached pipeline between or inside its calls: the plain pipeline's results, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -209,7 +208,7 @@ def test_an_error_in_a_callback_leaves_the_baseline(sd: Attached, error: type[Ba
     assert equal(sd.seeded(), seeded(SD.build()))
 
 
-def test_an_error_between_a_cast_and_the_way_back_leaves_the_cast_as_it_would_anywhere() -> None:
+def test_an_error_between_a_cast_and_the_cast_back_leaves_the_cast_as_without_graphrun() -> None:
     case = cases()["StableDiffusionXLPipeline-float16"]
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
@@ -230,7 +229,7 @@ def test_an_error_between_a_cast_and_the_way_back_leaves_the_cast_as_it_would_an
         assert device.allocated_bytes == 0
 
 
-def test_threads_take_turns(sd: Attached) -> None:
+def test_calls_of_several_threads_run_one_at_a_time(sd: Attached) -> None:
     plain, got = SD.build(), {}
 
     def work(seed: int) -> None:
@@ -254,7 +253,7 @@ def test_gradient_mode_makes_no_difference(sd: Attached) -> None:
     assert all(p.requires_grad for p in sd.pipe.unet.parameters())
 
 
-def test_what_is_compiled_is_refused_with_what_to_do(sd: Attached) -> None:
+def test_a_compiled_component_is_refused(sd: Attached) -> None:
     compiled = torch.compile(sd.pipe.unet)
     if compiled is sd.pipe.unet:
         pytest.skip("compiling is switched off in this process")
@@ -279,7 +278,7 @@ def test_ip_adapters_may_be_loaded_and_unloaded(sd: Attached) -> None:
 
 
 def ip_adapter(unet: Any) -> dict[str, Any]:
-    """Weights of an adapter for ``unet``, as they are stored."""
+    """Weights of an IP-Adapter for ``unet``, in the layout of its files."""
     made = torch.Generator().manual_seed(6)
     found, number = {}, 1
     for name in unet.attn_processors:
@@ -298,7 +297,7 @@ def ip_adapter(unet: Any) -> dict[str, Any]:
     return {"image_proj": projection, "ip_adapter": found}
 
 
-def test_what_a_call_leaves_where_something_of_before_lay_goes_to_the_host() -> None:
+def test_a_leftover_at_the_address_of_an_object_from_before_the_call_goes_to_the_host() -> None:
     pipe, device = SD.build(), SimulatedDevice(Machine())
     with device.machine:
         pipe.scheduler.before, pipe.scheduler.stays = [torch.zeros(8, device="sim")], [torch.ones(8, device="sim")]

@@ -1,4 +1,4 @@
-"""LoRAs loaded, weighed, fused and taken away while attached: the plain pipeline's results, each by a plan of its own."""
+"""LoRAs loaded, weighted, fused and unloaded while attached: the plain pipeline's results, each with a plan of its own."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def lora(pipe: Any, seed: int, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_what_is_done_with_loras_while_attached_is_done() -> None:
+def test_loras_may_be_loaded_weighted_fused_and_unloaded_while_attached() -> None:
     plain, pipe, device = SD.build(), SD.build(), SimulatedDevice(Machine())
     first, second = lora(pipe, 1, 4), lora(pipe, 2, 8)
     changes: list[Callable[[Any], Any]] = [
         lambda pipe: pipe.load_lora_weights(dict(second), adapter_name="second"),
         lambda pipe: pipe.set_adapters(["first", "second"], [0.5, 0.7]),
         lambda pipe: pipe.fuse_lora(lora_scale=0.8),
-        lambda pipe: pipe.unfuse_lora(),  # what was fused took no activation
+        lambda pipe: pipe.unfuse_lora(),  # a fused LoRA takes no activation
         lambda pipe: pipe.unload_lora_weights(),
     ]
     for each in (plain, pipe):

@@ -1,4 +1,4 @@
-"""`attach` on modular pipelines, built from blocks with components handed in: the same numbers, by its plan, thrice."""
+"""`attach` on modular pipelines built from blocks and components: three calls, each with equal results and within its plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_modular import modular
-from tiny_pipelines import kept_peak_bytes
+from tiny_pipelines import checked_peak_bytes
 
 import graphrun
 from graphrun.diffusers_.live import components_of, state_of
@@ -17,9 +17,9 @@ from graphrun.errors import InputError
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
-SHARE = 0.95  # of the weights, which all have to pass through it
+SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
 CALL = {"prompt": "a lighthouse at dusk", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
-SHORT = {"max_sequence_length": 16}  # FLUX's texts would be the largest thing there
+SHORT = {"max_sequence_length": 16}  # else FLUX's text embeddings would be its largest tensors
 
 
 def called(pipe: Any, **more: Any) -> Any:
@@ -43,10 +43,10 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
         peaks = []
         for _ in range(3):
             assert np.array_equal(called(pipe, output="images"), want)
-            peaks.append(kept_peak_bytes(attached, device))
+            peaks.append(checked_peak_bytes(attached, device))
         assert peaks == [peaks[0]] * 3
         assert 0 < peaks[0] <= cap_bytes
-        state = called(pipe)  # everything that the blocks made
+        state = called(pipe)  # the whole pipeline state
         assert np.array_equal(state.images, want)
         assert state.latents.device.type == "sim"
     assert type(pipe) is kind
@@ -54,7 +54,7 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
 
 
 def test_another_guider_is_another_state() -> None:
-    """Plans do not outlive it: without guidance a unet is entered once a step."""
+    """It needs another plan: without guidance the UNet is entered once a step."""
     pipe = modular("StableDiffusionXLPipeline")
     before = state_of(pipe, components_of(pipe))
     assert state_of(pipe, components_of(pipe)) == before
@@ -65,7 +65,7 @@ def test_another_guider_is_another_state() -> None:
 def test_a_components_manager_that_moves_weights_is_refused() -> None:
     pipe = modular("FluxPipeline")
     manager = d.ComponentsManager()
-    manager._auto_offload_enabled = True  # as enable_auto_cpu_offload leaves it, which wants an accelerator
+    manager._auto_offload_enabled = True  # set by enable_auto_cpu_offload, which needs an accelerator
     pipe._components_manager = manager
     with pytest.raises(InputError, match="call disable_auto_cpu_offload"):
         graphrun.attach(pipe, vram="1G", device="sim")

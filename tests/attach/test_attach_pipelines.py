@@ -1,4 +1,4 @@
-"""`attach` on pipelines of many classes, each under a cap below the sum of its weights: the same numbers, by its plan, thrice."""
+"""`attach` on pipelines of many classes under a cap below their weights: three calls, each with equal results, within its plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import diffusers as d
 import numpy as np
 import pytest
 import torch
-from tiny_pipelines import Case, cases, kept_peak_bytes, picture
+from tiny_pipelines import Case, cases, checked_peak_bytes, picture
 
 import graphrun
 from graphrun.report.summary import broken_caps
@@ -16,7 +16,7 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
 CASES = cases()
-SHARE = 0.95  # of the weights, which all have to pass through it
+SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
 
 
 def weight_bytes(pipe: Any) -> int:
@@ -40,7 +40,7 @@ def arrays(value: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Bit for bit, and something is there to compare."""
+    """Whether two outputs hold the same arrays bit for bit, and at least one array."""
     pairs = list(zip(arrays(one), arrays(other), strict=True))
     return bool(pairs) and all(a.shape == b.shape and a.size and np.array_equal(a, b) for a, b in pairs)
 
@@ -64,7 +64,7 @@ def test_output_peak_and_baseline(name: str) -> None:
             got = case.call(pipe, put)
             assert equal(got, want)
             del got
-            peaks.append(kept_peak_bytes(attached, device))
+            peaks.append(checked_peak_bytes(attached, device))
         assert peaks == [peaks[0]] * 3
         assert 0 < peaks[0] <= cap_bytes
     assert type(pipe) is case.kind
@@ -79,7 +79,7 @@ def test_equal_calls_are_equal_problems() -> None:
     assert digests == [digests[0]] * 3
 
 
-def test_a_pipeline_that_keeps_something_from_one_method_for_the_next() -> None:
+def test_a_pipeline_that_keeps_state_from_one_method_for_the_next() -> None:
     """LEdits++ inverts a picture, and its call edits that."""
 
     def built() -> Any:

@@ -1,4 +1,4 @@
-"""Components that bitsandbytes quantized, in an attached pipeline: placed field by field, released, their owner's again."""
+"""Attached pipelines with components quantized by bitsandbytes: placed field by field, released, restored on detach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches into a component: a last layer calls into the first block (DiT), a pipeline looks at a weight (ACE-Step)."""
+"""Access into a component: a last layer that calls into the first block (DiT), a pipeline that reads a weight (ACE-Step)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tiny_parts
 import torch
 import transformers
 from test_attach_pipelines import equal, weight_bytes
-from tiny_pipelines import cases, kept_peak_bytes
+from tiny_pipelines import cases, checked_peak_bytes
 
 import graphrun
 from graphrun.report.summary import broken_caps
@@ -20,7 +20,7 @@ from graphrun.sim import Machine
 
 
 def parts() -> dict[str, Any]:
-    """DiT with blocks that are large beside their embeddings, as it is in its true size."""
+    """DiT whose blocks are large compared with its embeddings, as at its real size."""
     transformer = diffusers.DiTTransformer2DModel(
         sample_size=8,
         num_layers=4,
@@ -34,7 +34,7 @@ def parts() -> dict[str, Any]:
     return {"transformer": transformer, "vae": tiny_parts.vae(), "scheduler": diffusers.DDIMScheduler()}
 
 
-def test_what_the_last_layer_calls_of_the_first_block_stays_while_blocks_pass() -> None:
+def test_the_part_of_the_first_block_that_the_last_layer_calls_stays_while_blocks_are_streamed() -> None:
     case = replace(cases()["DiTPipeline"], parts=parts)
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
@@ -49,30 +49,32 @@ def test_what_the_last_layer_calls_of_the_first_block_stays_while_blocks_pass() 
         assert attached.trace is not None
         transformer = attached.solution.problem.component("transformer")
         assert transformer.granularity == "blocks"
-        assert [k.blocks for k in transformer.classes if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
+        assert [k.blocks for k in transformer.groups if not k.streamable] == [("",), ("transformer_blocks.0.norm1.emb",)]
         assert broken_caps(attached.solution, attached.trace) == []
 
 
 class Counting(transformers.CLIPTextModel):
-    """Counts its words, of which their shape says nothing."""
+    """Counts its tokens, which needs their values: shapes are not enough."""
 
     def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         assert torch.bincount(input_ids.flatten()).sum() == input_ids.numel()
         return super().forward(input_ids, *args, **kwargs)
 
 
-def test_what_looks_at_numbers_is_traced_on_the_cpu_and_that_is_said() -> None:
+def test_a_component_that_needs_tensor_values_is_traced_on_the_cpu_with_a_warning() -> None:
     pipe, device = cases()["StableDiffusionPipeline"].build(), SimulatedDevice(Machine())
     pipe.text_encoder.__class__ = Counting
     want = cases()["StableDiffusionPipeline"].call(pipe)
     with graphrun.attach(pipe, vram=int(0.9 * weight_bytes(pipe)), device=device):
-        with pytest.warns(RuntimeWarning, match=r"text_encoder\S* looks at numbers.*on the CPU, with all \S+ \S+ of its weights"):
+        with pytest.warns(
+            RuntimeWarning, match=r"text_encoder\S* needs tensor values.*on the CPU, with all \S+ \S+ of its weights"
+        ):
             got = cases()["StableDiffusionPipeline"].call(pipe)
         assert equal(got, want)
 
 
 class Looking(diffusers.StableDiffusionPipeline):
-    """Keeps a view of a weight of its encoder, which is on the device then, until the end of the call."""
+    """Keeps a view of a weight of its encoder, taken while that is on the device, until the end of the call."""
 
     def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
         made = super().encode_prompt(*args, **kwargs)
@@ -80,10 +82,10 @@ class Looking(diffusers.StableDiffusionPipeline):
         return made
 
 
-def test_a_weight_that_the_pipeline_looks_at_is_a_copy_that_keeps_no_block_on_the_device() -> None:
+def test_a_weight_that_the_pipeline_reads_is_a_copy_that_keeps_no_block_on_the_device() -> None:
     case = replace(cases()["StableDiffusionPipeline"], kind=Looking)
     pipe, device = case.build(), SimulatedDevice(Machine())
     want = case.call(pipe)
     with graphrun.attach(pipe, vram=2 * weight_bytes(pipe), device=device) as attached:
         assert equal(case.call(pipe), want)
-        assert kept_peak_bytes(attached, device)
+        assert checked_peak_bytes(attached, device)

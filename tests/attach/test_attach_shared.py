@@ -1,4 +1,4 @@
-"""Components that have weights in common: Z-Image's ControlNet runs layers of the transformer, and looks at its padding."""
+"""Components that share weights: Z-Image's ControlNet runs layers of the transformer, and reads its padding token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import diffusers as d
 import tiny_parts
 import torch
 from test_attach_pipelines import SHARE, equal, weight_bytes
-from tiny_pipelines import Case, kept_peak_bytes, picture, texts, z_image
+from tiny_pipelines import Case, checked_peak_bytes, picture, texts, z_image
 
 import graphrun
 from graphrun.runtime.devices.simulated import SimulatedDevice
@@ -33,7 +33,7 @@ ARGUMENTS = texts(control_image=lambda: picture(32), max_sequence_length=16, hei
 CASE = Case(d.ZImageControlNetPipeline, "ControlNet", parts, ARGUMENTS)
 
 
-def test_they_are_one_component_whose_weights_are_counted_once() -> None:
+def test_components_that_share_weights_are_one_component_with_each_weight_counted_once() -> None:
     pipe, device = CASE.build(), SimulatedDevice(Machine())
     want, cap_bytes = CASE.call(pipe), int(SHARE * weight_bytes(pipe))
 
@@ -45,7 +45,7 @@ def test_they_are_one_component_whose_weights_are_counted_once() -> None:
         peaks, solutions = [], []
         for _ in range(3):
             assert equal(CASE.call(pipe, put), want)
-            peaks.append(kept_peak_bytes(attached, device))
+            peaks.append(checked_peak_bytes(attached, device))
             solutions.append(attached.solution)
         assert peaks == [peaks[0]] * 3
         assert 0 < peaks[0] <= cap_bytes
@@ -54,6 +54,6 @@ def test_they_are_one_component_whose_weights_are_counted_once() -> None:
         assert set(components) == {"vae", "text_encoder", "transformer_and_controlnet"}
         pipe.vae = tiny_parts.flow_vae().eval()
         assert not equal(CASE.call(pipe, put), want)
-        assert kept_peak_bytes(attached, device) == peaks[0]
+        assert checked_peak_bytes(attached, device) == peaks[0]
     assert pipe.controlnet.noise_refiner is pipe.transformer.noise_refiner
     assert pipe.controlnet.x_pad_token is pipe.transformer.x_pad_token

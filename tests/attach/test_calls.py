@@ -1,4 +1,4 @@
-"""Graphs whose one stage calls a pipeline whole, under the least budget: the pipeline's bits, the planned bytes, nothing left."""
+"""Graphs with one `call` stage under the least budget: the pipeline's own output bit for bit, within the planned bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_whole_call_is_the_pipelines_own_in_the_planned_bytes(name: str, tmp_path: Path) -> None:
+def test_a_call_stage_gives_the_pipelines_own_output_in_the_planned_bytes(name: str, tmp_path: Path) -> None:
     case = called(name, tmp_path, CASES[name])
     problem = case.problem()
     made, expected = pixels(case.run(problem).outputs[CASES[name]]), pixels(case.expected)
@@ -49,7 +49,7 @@ def test_a_whole_call_is_the_pipelines_own_in_the_planned_bytes(name: str, tmp_p
     assert {use.component for phase in problem.phases for use in phase.uses} == set(case.modules)
 
 
-def test_what_is_entered_one_after_another_is_a_phase_each_and_streamed(tmp_path: Path) -> None:
+def test_components_entered_one_after_another_have_a_phase_each_and_are_streamed(tmp_path: Path) -> None:
     case = called("StableDiffusionXLImg2ImgPipeline", tmp_path)
     problem = case.problem()
     names = [use.component for phase in problem.phases for use in phase.uses]
@@ -58,8 +58,8 @@ def test_what_is_entered_one_after_another_is_a_phase_each_and_streamed(tmp_path
     assert any(isinstance(action, Stream) for slot in solve(tight).plan.slots for action in slot.actions)
 
 
-def test_an_ip_adapter_adds_its_tensors_and_follows_its_picture(tmp_path: Path) -> None:
-    """The picture is that of the same pipeline after diffusers' own `load_ip_adapter`."""
+def test_an_ip_adapter_adds_its_tensors_and_depends_on_its_picture(tmp_path: Path) -> None:
+    """Its output is that of the same pipeline after diffusers' own `load_ip_adapter`."""
     from safetensors.torch import save_file
 
     case = cases()["StableDiffusionPipeline"]
@@ -90,7 +90,7 @@ def test_an_ip_adapter_adds_its_tensors_and_follows_its_picture(tmp_path: Path) 
     assert np.array_equal(pixels(fresh.run(fresh.problem()).outputs["image"]), pixels(made))
 
 
-def test_a_file_that_is_no_adapter_is_said_with_the_components_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_adapter_is_an_error_at_the_components_line(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     case = cases()["StableDiffusionPipeline"]
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_adapter_is_said_with_the_components_line(tmp_path: Pa
         data = yaml.safe_load(path.read_text())
         data["components"][component]["ip_adapters"] = [{"file": f"{file}.safetensors"}]
         (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(data))
-        said = wrong[f"{file}.safetensors"] if component == "unet" else "AutoencoderKL takes none"
+        said = wrong[f"{file}.safetensors"] if component == "unet" else "AutoencoderKL does not support IP-Adapters"
         with pytest.raises(GraphError, match=f"wrong.yaml:.*{component}.ip_adapters.*{said}"):
             made(tmp_path / "wrong.yaml", component)
 
@@ -113,7 +113,7 @@ def made(path: Path, component: str) -> torch.nn.Module:
 
 
 def adapter_of(unet: Any, width: int, tokens: int = 4) -> dict[str, dict[str, torch.Tensor]]:
-    """An IP-Adapter with random weights, as its authors lay out its file."""
+    """An IP-Adapter with random weights, in its authors' layout."""
     wide, random = unet.config.cross_attention_dim, torch.Generator().manual_seed(0)
     crossed = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
     keys: dict[str, torch.Tensor] = {}

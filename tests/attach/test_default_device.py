@@ -1,4 +1,4 @@
-"""A caller's `torch.set_default_device` is the caller's: what graphrun makes in host memory is made there all the same."""
+"""`torch.set_default_device` of the caller: graphrun still allocates its host tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GRAPH = Path(__file__).parents[2] / "graphs/flux-tiny.yaml"
 
 
 @contextmanager
-def elsewhere() -> Iterator[None]:
-    """Tensors are on meta where nothing else is said: they have no values."""
+def meta_default() -> Iterator[None]:
+    """Makes meta the default device, so that a tensor made without a device has no values."""
     torch.set_default_device("meta")
     try:
         yield
@@ -36,7 +36,7 @@ def image() -> np.ndarray:
 
 def test_a_graph_is_planned_and_run_with_the_same_bits() -> None:
     plain = image()
-    with elsewhere():
+    with meta_default():
         found = image()
         assert torch.empty(1).is_meta
     assert np.array_equal(plain, found)
@@ -44,7 +44,7 @@ def test_a_graph_is_planned_and_run_with_the_same_bits() -> None:
 
 def test_an_attached_pipeline_gives_the_same_bits_and_its_weights_come_back() -> None:
     plain, pipe = seeded(SD.build()), SD.build()
-    with elsewhere(), graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=SimulatedDevice(Machine())):
+    with meta_default(), graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=SimulatedDevice(Machine())):
         attached = seeded(pipe)
         assert torch.empty(1).is_meta
     assert equal(plain, attached)

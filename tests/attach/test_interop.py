@@ -1,4 +1,4 @@
-"""Plans in other programs' words: scripts of plain diffusers calls that run with the same picture, device maps that dispatch."""
+"""Plans exported for other programs: diffusers scripts that make the same picture, and accelerate device maps that dispatch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
-GIVEN: dict[str, Any] = {"ram": "1G", "hardware": "sim", "inputs": {"steps": 2}}
+OPTIONS: dict[str, Any] = {"ram": "1G", "hardware": "sim", "inputs": {"steps": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def solved(graph: Graph, vram: str, **more: Any) -> Solution:
-    return graphrun.plan(graphrun.estimate(graph, vram=vram, **{**GIVEN, **more}))
+    return graphrun.plan(graphrun.estimate(graph, vram=vram, **{**OPTIONS, **more}))
 
 
 @pytest.mark.parametrize("vram", ["64M", "5M"])
@@ -71,7 +71,7 @@ def test_a_script_runs_with_the_picture_of_the_plan(
     assert numpy.array_equal(numpy.asarray(Image.open(picture)), numpy.asarray(trace.outputs["image"]))
 
 
-def test_a_script_says_what_is_lost_and_streams_what_the_plan_streams(saved: Callable[[str], Path]) -> None:
+def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(saved: Callable[[str], Path]) -> None:
     graph = graphrun.load(saved("flux-tiny"))
     solution = solved(graph, "5M")
     text = diffusers_script(graph, solution.problem, solution.plan)
@@ -81,7 +81,7 @@ def test_a_script_says_what_is_lost_and_streams_what_the_plan_streams(saved: Cal
     for name in graph.components:
         assert (f"apply_group_offloading({name}," in text) == (name in streams)
     kept = dict(streams["transformer"].keep or ())
-    blocks = {k.name: len(k.blocks) for k in solution.problem.component("transformer").classes}
+    blocks = {k.name: len(k.blocks) for k in solution.problem.component("transformer").groups}
     assert f"{len(kept['transformer_blocks'])} of {blocks['transformer_blocks']} transformer_blocks" in said
     assert "no budget" in said
     assert "evicted before" in said
@@ -100,9 +100,9 @@ def test_scripts_of_other_graphs_compile(saved: Callable[[str], Path], name: str
     assert {component.name for component in solution.problem.components} <= set(loaded)
 
 
-def test_what_cannot_be_written_as_calls_is_refused(saved: Callable[[str], Path]) -> None:
+def test_a_graph_that_cannot_be_exported_is_refused(saved: Callable[[str], Path]) -> None:
     graph = graphrun.load(saved("flux-tiny"))
-    half = graphrun.plan(graphrun.estimate(graph, vram="64M", until="encode", **{**GIVEN, "inputs": {}}))
+    half = graphrun.plan(graphrun.estimate(graph, vram="64M", until="encode", **{**OPTIONS, "inputs": {}}))
     with pytest.raises(InputError, match="this plan has encode_prompt"):
         diffusers_script(graph.until("encode"), half.problem, half.plan)
     random = graphrun.load(GRAPHS / "flux-tiny.yaml")
@@ -116,20 +116,22 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
 
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     solution = solved(graph, "5M")
-    places = device_maps(graph, solution.problem, solution.plan)["transformer"]
+    placements = device_maps(graph, solution.problem, solution.plan)["transformer"]
     streams = [a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "transformer"]
     kept = dict(streams[-1].keep or ())
-    blocks = {k.name: k.blocks for k in solution.problem.component("transformer").classes}
+    blocks = {k.name: k.blocks for k in solution.problem.component("transformer").groups}
     stay = {blocks[k][i] for k, indices in kept.items() if k != "remainder" for i in indices}
     assert stay
-    assert stay == {path for path, place in places.items() if place == 0} & {path for paths in blocks.values() for path in paths}
+    assert stay == {path for path, place in placements.items() if place == 0} & {
+        path for paths in blocks.values() for path in paths
+    }
     module = build(graph.component("transformer"), graph)
     generator, config = torch.Generator().manual_seed(0), graph.component("transformer").config
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
-    given = {
+    arguments = {
         "hidden_states": random(1, 16, config["in_channels"]),
         "encoder_hidden_states": random(1, 8, config["joint_attention_dim"]),
         "pooled_projections": random(1, config["pooled_projection_dim"]),
@@ -139,22 +141,22 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
         "txt_ids": torch.zeros(8, 3),
     }
     with torch.no_grad():
-        wanted = module(**given, return_dict=False)[0]
+        wanted = module(**arguments, return_dict=False)[0]
     swapped = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # without it accelerate cannot move parameters to sim
     try:
         with sim.Machine():
-            here = {path: sim.device if place == 0 else place for path, place in places.items()}
+            here = {path: sim.device if place == 0 else place for path, place in placements.items()}
             dispatch_model(module, here, main_device=sim.device, offload_dir=str(tmp_path), force_hooks=True)
             where = {name: parameter.device.type for name, parameter in module.named_parameters()}
             with torch.no_grad():
-                out = module(**{name: value.to(sim.device) for name, value in given.items()}, return_dict=False)[0].cpu()
+                out = module(**{name: value.to(sim.device) for name, value in arguments.items()}, return_dict=False)[0].cpu()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swapped)
     assert torch.equal(out, wanted)
     for name, kind in where.items():
-        place = max((path for path in places if name == path or name.startswith(f"{path}.")), key=len)
-        assert kind == ("sim" if places[place] == 0 else "meta"), name
+        place = max((path for path in placements if name == path or name.startswith(f"{path}.")), key=len)
+        assert kind == ("sim" if placements[place] == 0 else "meta"), name
 
 
 def test_a_component_that_is_whole_on_the_device_has_one_entry() -> None:
@@ -163,15 +165,15 @@ def test_a_component_that_is_whole_on_the_device_has_one_entry() -> None:
     assert device_maps(graph, solution.problem, solution.plan)["transformer"] == {"": 0}
 
 
-def test_a_device_map_is_planned_as_it_says() -> None:
-    """Half of the transformer stays from the first slot to the last, and streaming the rest takes what the simulation says."""
+def test_a_plan_follows_its_device_map() -> None:
+    """Half of the transformer stays from the first slot to the last; streaming the remainder costs what the simulation says."""
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
-    problem = graphrun.estimate(graph, vram="64M", **GIVEN)
+    problem = graphrun.estimate(graph, vram="64M", **OPTIONS)
     names = [f"transformer_blocks.{i}" for i in range(4)] + [f"single_transformer_blocks.{i}" for i in range(8)]
-    rest = dict.fromkeys(("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out", "pos_embed"), 0)
+    remainder = dict.fromkeys(("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out", "pos_embed"), 0)
 
     def plan(resident: int) -> Solution:
-        return plan_for(problem, {"transformer": rest | {n: 0 if i < resident else "cpu" for i, n in enumerate(names)}})
+        return plan_for(problem, {"transformer": remainder | {n: 0 if i < resident else "cpu" for i, n in enumerate(names)}})
 
     found = [plan(resident) for resident in (0, 6, 12)]
     assert [check(problem, solution.plan) for solution in found] == [(), (), ()]
@@ -184,41 +186,41 @@ def test_a_device_map_is_planned_as_it_says() -> None:
     first = found[1].plan.slots[0]
     (load,) = [a for a in first.actions if isinstance(a, Load) and a.component == "transformer"]
     assert {name: len(indices) for name, indices in load.blocks or ()} == {
-        "rest": 1,
+        "remainder": 1,
         "transformer_blocks": 4,
         "single_transformer_blocks": 2,
     }
     streamed = {a.component for slot in found[1].plan.slots for a in slot.actions if isinstance(a, Stream)}
-    assert streamed == {"transformer"}  # what has no map is loaded for its phases
-    tight = graphrun.estimate(graph, vram="6M", **GIVEN)
-    assert check(tight, plan_for(tight, {"transformer": {"": 0}}).plan)  # what does not fit is said
+    assert streamed == {"transformer"}  # components without a map are loaded for their phases
+    tight = graphrun.estimate(graph, vram="6M", **OPTIONS)
+    assert check(tight, plan_for(tight, {"transformer": {"": 0}}).plan)  # a map that does not fit is reported
     trace = graphrun.run(found[1], graph, {"steps": 2})
     assert trace.peak_bytes <= peaks[1]
     assert trace.left_bytes == 0
 
 
-def test_a_plan_s_own_map_comes_near_to_it() -> None:
+def test_the_map_of_a_plan_gives_a_plan_close_to_it() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
-    tight = graphrun.estimate(graph, vram="5M", **GIVEN)
+    tight = graphrun.estimate(graph, vram="5M", **OPTIONS)
     solution = graphrun.plan(replace(tight, components=tuple(replace(c, layers=None) for c in tight.components)))
     maps = device_maps(graph, solution.problem, solution.plan)
-    wide = graphrun.estimate(graph, vram="64M", **GIVEN)
+    wide = graphrun.estimate(graph, vram="64M", **OPTIONS)
     back = plan_for(wide, maps)
     assert check(wide, back.plan) == ()
     mapped, own = simulate(wide, back.plan), simulate(solution.problem, solution.plan)
     assert own.total_seconds < mapped.total_seconds < 2 * own.total_seconds
-    assert own.peak_bytes < mapped.peak_bytes  # nothing ever leaves the device
+    assert own.peak_bytes < mapped.peak_bytes  # blocks of a map never leave the device
 
 
 @pytest.mark.parametrize(
     ("maps", "said"),
     [
         ({"unet": {"": 0}}, "there is no such component; the problem has text_encoder"),
-        ({"transformer": {"proj_out": 0}}, "it says nothing of transformer_blocks.0"),
+        ({"transformer": {"proj_out": 0}}, "it has no entry for transformer_blocks.0"),
     ],
 )
-def test_a_map_that_leaves_out_something_is_refused(maps: dict[str, dict[str, int | str]], said: str) -> None:
-    problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram="64M", **GIVEN)
+def test_an_incomplete_device_map_is_refused(maps: dict[str, dict[str, int | str]], said: str) -> None:
+    problem = graphrun.estimate(graphrun.load(GRAPHS / "flux-tiny.yaml"), vram="64M", **OPTIONS)
     with pytest.raises(InputError, match=said):
         plan_for(problem, maps)
 
@@ -244,11 +246,11 @@ def test_the_commands_write_both_and_plan_a_map(saved: Callable[[str], Path], tm
     written = json.loads((tmp_path / "back.json").read_text())
     assert {**written, **json.loads(back.stdout)} == written
     assert run(cli.app, ["check", str(tmp_path / "back.json")]).exit_code == 0
-    keeps = r"map\.json: .* broken; the plan is refused\n  vram in slot"  # what a map keeps is there in all slots
+    keeps = r"map\.json: .* broken; the plan is refused\n  vram in slot"  # the blocks on the device are there in all slots
     with pytest.raises(PlanError, match=keeps):
         run(cli.app, ["map", str(plan), str(tmp_path / "map.json")], catch_exceptions=False)
     (tmp_path / "none.json").write_text('{"transformer": 0}')
-    with pytest.raises(InputError, match="none.json: these are no device maps by component"):
+    with pytest.raises(InputError, match="none.json: does not hold device maps by component"):
         run(cli.app, ["map", str(plan), str(tmp_path / "none.json")], catch_exceptions=False)
     with pytest.raises(InputError, match="--as 'comfy' is not known; it is diffusers or accelerate"):
         run(cli.app, ["export", str(plan), "--as", "comfy"], catch_exceptions=False)

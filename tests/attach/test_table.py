@@ -1,4 +1,4 @@
-"""The table of `docs/pipelines.md` is the list of what is tested, and of what is known to fail."""
+"""The table in `docs/pipelines.md` lists the pipelines that are tested and those that are known to fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More rows of the table of cases, each for what it does that no other does; and classes that were tried by hand like them."""
+"""More rows of the table of cases, each for a behaviour that no other has; and classes that were tried by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def further() -> dict[str, Row]:
             t5_and(text_encoder=p.gemma, transformer=lumina2, vae=p.flow_vae),
             texts(max_sequence_length=16, **SIZE),
         ),
-        # the UNet takes the adapter's features out of the list in which it is handed them
+        # the UNet removes the adapter's features from the list that it receives
         "StableDiffusionXLAdapterPipeline": (
             d.StableDiffusionXLAdapterPipeline,
             "ControlNet",
@@ -88,7 +88,7 @@ def lumina2() -> Any:
     )
 
 
-# Classes that were tried once by hand, with diffusers 0.42, in the way of the cases, and worked: by family.
+# Classes that were tried once by hand, with diffusers 0.42, as the cases are, and worked: by family.
 TRIED = {
     "text to image": (
         "AmusedPipeline",

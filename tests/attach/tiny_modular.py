@@ -1,4 +1,4 @@
-"""Modular pipelines built small with random weights, of the same parts as the plain ones, from blocks with components handed in."""
+"""Tiny modular pipelines with random weights, built from blocks and the components of the plain pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS: dict[str, Any] = {
 
 
 def modular(name: str, blocks: Any = None) -> Any:
-    """The modular pipeline of the same parts as the plain one called ``name``, of ``blocks`` in place of its own."""
+    """The modular pipeline with the components of the plain one called ``name``. ``blocks``: used in place of its own."""
     torch.manual_seed(0)
     parts = listed()[name][2]()
     pipe = (blocks or BLOCKS[name]()).init_pipeline()

@@ -1,4 +1,4 @@
-"""More rows of the table of cases: classes built from the parts that the others have."""
+"""More rows of the table of cases: classes built from the parts of other cases."""
 
 from __future__ import annotations
 

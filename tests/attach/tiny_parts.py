@@ -1,4 +1,4 @@
-"""Components small enough for any machine, of the classes that pipelines are made of. Weights are random: the same for a seed."""
+"""Tiny components of the classes that pipelines are built from. Weights are random, and the same for a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 BYTES = Path(__file__).parent.parent.parent / "graphs" / "tokenizers" / "bytes.json"
 WIDTH = 32  # of every text encoder
-HIDDEN = 1024  # inside their layers: weights that take memory and little time
+HIDDEN = 1024  # inside their layers: weights that take memory but little time
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 0, "vocab_size": 320}
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -350,6 +350,6 @@ def animated() -> dict[str, Any]:
 
 def controlnet(of: Any, **options: Any) -> Any:
     made = d.ControlNetModel.from_unet(of, conditioning_channels=3, **options)
-    for module in made.controlnet_down_blocks:  # they begin at zero, and would change nothing
+    for module in made.controlnet_down_blocks:  # initialized to zero, so they would have no effect
         module.weight.data.normal_(std=0.1)
     return made

@@ -24,7 +24,7 @@ SMALL = {"height": 16, "width": 16}
 
 @dataclass(frozen=True)
 class Case:
-    """``family``: what it does. ``parts`` and ``arguments`` make what the class is built from and called with."""
+    """A pipeline class to test. ``family``: its task. ``parts`` and ``arguments`` return what it is built from and called with."""
 
     kind: Any
     family: str
@@ -43,7 +43,7 @@ class Case:
         return pipe
 
     def call(self, pipe: Any, put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Any:
-        """What ``pipe`` makes of the arguments, with generators of their own. ``put``: tensors to where the caller has them."""
+        """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument tensors to a device."""
         torch.manual_seed(1)
         given = {name: put(value) if isinstance(value, torch.Tensor) else value for name, value in self.arguments().items()}
         generator = {} if self.steps == 0 else {"generator": torch.Generator().manual_seed(3)}
@@ -468,8 +468,8 @@ def cases() -> dict[str, Case]:
     return {name: Case(*row) for name, row in listed().items()}
 
 
-def kept_peak_bytes(attached: Any, device: Any) -> int:
-    """The peak of the run that ended, which left nothing on ``device``, took no detour and broke no cap."""
+def checked_peak_bytes(attached: Any, device: Any) -> int:
+    """The peak of the last run in bytes. Asserts that it left nothing on ``device``, was not replanned and broke no cap."""
     assert device.allocated_bytes == 0
     assert attached.solution is not None
     assert attached.trace is not None

@@ -28,37 +28,37 @@ def flux() -> Any:
 
 
 @pytest.fixture(scope="session")
-def kept_dry_runs(shared_folder: Path) -> Path:
-    """A folder where dry runs and plans are kept for all tests here, in whichever process; outputs are not."""
-    (folder := shared_folder / "kept-dry-runs").mkdir(exist_ok=True)
+def cached_dry_runs(shared_folder: Path) -> Path:
+    """A cache folder of dry runs and plans (not outputs) that all tests here share, in every process."""
+    (folder := shared_folder / "dry-runs").mkdir(exist_ok=True)
     return folder
 
 
 @pytest.fixture
-def planned_before(kept_dry_runs: Path, tmp_path: Path) -> Path:
-    """A folder of the test's own in which outputs may be kept, with the dry runs and plans of others."""
-    return Path(shutil.copytree(kept_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")))
+def planned_before(cached_dry_runs: Path, tmp_path: Path) -> Path:
+    """A copy of `cached_dry_runs` for one test, in which outputs may be cached too."""
+    return Path(shutil.copytree(cached_dry_runs, tmp_path / "cache", ignore=shutil.ignore_patterns(".new-*")))
 
 
 @pytest.fixture(scope="session")
-def batch(flux: Any, kept_dry_runs: Path) -> Callable[..., Any]:
+def batch(flux: Any, cached_dry_runs: Path) -> Callable[..., Any]:
     """`graphrun.run_many` on the small FLUX."""
 
     def run(inputs: Sequence[Any], graph: Any = None, **more: Any) -> Any:
-        arguments = {"cache": kept_dry_runs, "reuse": "none", "common": SMALL, **BUDGET, **more}
+        arguments = {"cache": cached_dry_runs, "reuse": "none", "common": SMALL, **BUDGET, **more}
         return graphrun.run_many(graph or flux, inputs, **arguments)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def problem(flux: Any, kept_dry_runs: Path) -> Problem:
-    """Of one run."""
-    return graphrun.estimate(flux, inputs=SMALL, cache=kept_dry_runs, **BUDGET)
+def problem(flux: Any, cached_dry_runs: Path) -> Problem:
+    """The problem of one run."""
+    return graphrun.estimate(flux, inputs=SMALL, cache=cached_dry_runs, **BUDGET)
 
 
 def sink_to(folder: Path) -> Callable[[Any, Mapping[str, Any]], list[Path]]:
-    """A sink that writes item 7's picture to ``folder/7.png``."""
+    """A sink that writes the image of request 7 to ``folder/7.png``."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def sink(request: Any, outputs: Mapping[str, Any]) -> list[Path]:
@@ -75,9 +75,9 @@ def sink() -> Callable[[Path], Any]:
 
 @pytest.fixture
 def killed() -> Callable[[Callable[[], Any], int], bool]:
-    """Runs work in another process, which is killed at its n-th write to disk (before it is whole, before or behind its rename).
+    """Runs work in another process that is killed at its n-th write to disk: after the fsync, or just before or after the rename.
 
-    Whether the work was done before that.
+    Returns whether the work was done before that.
     """
 
     def run(work: Callable[[], Any], moment: int) -> bool:
@@ -99,7 +99,7 @@ def killed() -> Callable[[Callable[[], Any], int], bool]:
 
 @pytest.fixture
 def killed_before() -> Callable[[Callable[[], Any], str], None]:
-    """Runs work in another process, which is killed when a file is written whose path ends so, and not yet renamed."""
+    """Runs work in another process that is killed just before the rename to a path with the given ending."""
 
     def run(work: Callable[[], Any], path: str) -> None:
         child = os.fork()
@@ -122,13 +122,13 @@ def killed_before() -> Callable[[Callable[[], Any], str], None]:
 
 
 def _kill_at(moment: int) -> None:
-    count, where = 0, random.Random(moment).choice(["synced", "before", "behind"])
+    count, where = 0, random.Random(moment).choice(["synced", "before", "after"])
     fsync, replace = os.fsync, os.replace
 
-    def die(place: str) -> None:
+    def die(when: str) -> None:
         nonlocal count
-        count += place == "before"
-        if count == moment and place == where:
+        count += when == "before"
+        if count == moment and when == where:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def synced(handle: int) -> None:
@@ -139,6 +139,6 @@ def _kill_at(moment: int) -> None:
     def renamed(source: Any, target: Any, **more: Any) -> None:
         die("before")
         replace(source, target, **more)
-        die("behind")
+        die("after")
 
     os.fsync, os.replace = synced, renamed  # type: ignore[assignment]

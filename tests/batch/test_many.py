@@ -1,4 +1,4 @@
-"""Many inputs: the course that is predicted fastest, with the bits of single runs; equal work is done once."""
+"""Lists of requests: the schedule that is predicted fastest, with the bits of single runs; equal work is done once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import graphrun
-from graphrun.batch.queue import loops_begun_anew
+from graphrun.batch.queue import restarting_loops
 from graphrun.batch.schedule import schedules
 from graphrun.batch.waiting import Values
 from graphrun.batch.watch import Watcher
@@ -22,7 +22,7 @@ from graphrun.runtime.devices.open import open_device
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.verify.simulate import simulate
 
-ITEMS = [{"prompt": f"prompt {number % 2}", "seed": number} for number in range(4)]
+REQUESTS = [{"prompt": f"prompt {number % 2}", "seed": number} for number in range(4)]
 SMALL = {"height": 32, "width": 32, "steps": 3, "max_sequence_length": 16}
 
 
@@ -32,35 +32,35 @@ def encoders(batch: Any) -> int:
     return sum(event.nbytes for event in events if "text_encoder" in event.component)
 
 
-def test_every_item_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
-    flux: Any, batch: Any, problem: Problem, kept_dry_runs: Path
+def test_every_request_has_the_bits_of_its_own_run_and_a_prompt_is_encoded_once(
+    flux: Any, batch: Any, problem: Problem, cached_dry_runs: Path
 ) -> None:
-    found = batch(ITEMS)
-    solution = graphrun.plan(problem, cache=kept_dry_runs)
+    found = batch(REQUESTS)
+    solution = graphrun.plan(problem, cache=cached_dry_runs)
     single = simulate(solution.problem, solution.plan)
     for number in (1, 4):
-        trace = graphrun.run(solution, flux, ITEMS[number - 1])
+        trace = graphrun.run(solution, flux, REQUESTS[number - 1])
         assert found.outputs[number]["image"].tobytes() == trace.outputs["image"].tobytes()
     assert found.shared == {"encode": 2, "denoise": 0, "decode": 0}
-    assert found.moved_bytes < len(ITEMS) * single.moved_bytes
-    assert found.seconds < len(ITEMS) * single.seconds
+    assert found.moved_bytes < len(REQUESTS) * single.moved_bytes
+    assert found.seconds < len(REQUESTS) * single.seconds
     assert found.seconds == pytest.approx(found.schedules[0].seconds, rel=0.02)
     assert encoders(found) <= sum(c.weight_bytes() for c in problem.components if "text_encoder" in c.name)
 
 
-def test_outputs_kept_by_one_batch_spare_the_next_its_encoders(batch: Any, planned_before: Path) -> None:
-    first = batch(ITEMS[:2], cache=planned_before, reuse="encoded")
+def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(batch: Any, planned_before: Path) -> None:
+    first = batch(REQUESTS[:2], cache=planned_before, reuse="encoded")
     assert encoders(first) > 0
-    again = batch([{"prompt": "prompt 0", "seed": 9}, ITEMS[0]], cache=planned_before, reuse="encoded")
+    again = batch([{"prompt": "prompt 0", "seed": 9}, REQUESTS[0]], cache=planned_before, reuse="encoded")
     assert encoders(again) == 0
     planned = {component.name for segment in again.schedules[0].segments for component in segment.solution.problem.components}
     assert planned == {"transformer", "vae"}
     assert again.outputs[2]["image"].tobytes() == first.outputs[1]["image"].tobytes()
 
 
-def test_a_broken_item_is_left_out_and_the_rest_runs_unless_it_is_strict(batch: Any) -> None:
-    requests = [ITEMS[0], {"prompt": "b", "steps": "many"}]
-    with pytest.raises(InputError, match="item 2: input 'steps'"):
+def test_a_broken_request_is_left_out_and_the_others_run_unless_strict(batch: Any) -> None:
+    requests = [REQUESTS[0], {"prompt": "b", "steps": "many"}]
+    with pytest.raises(InputError, match="request 2: input 'steps'"):
         batch(requests, strict=True)
     found = batch(requests)
     assert list(found.outputs) == [1]
@@ -68,7 +68,7 @@ def test_a_broken_item_is_left_out_and_the_rest_runs_unless_it_is_strict(batch: 
 
 
 class FailsIn(Watcher):
-    """Breaks the memory of the device in the n-th run."""
+    """Fails the n-th run with an error of the device."""
 
     def __init__(self, number: int) -> None:
         self.runs, self.number, self.seen = 0, number, list[tuple[int, str]]()
@@ -78,18 +78,18 @@ class FailsIn(Watcher):
         if self.runs != self.number:
             return None
 
-        def told(slot: int, call: int, calls: int) -> None:
+        def progress(slot: int, call: int, calls: int) -> None:
             if call:
                 raise BrokenPlan("the card is gone")
 
-        return told
+        return progress
 
     def left_out(self, request: Any) -> None:
         self.seen.append((request.number, request.error))
 
 
 @pytest.mark.parametrize(("run", "failed"), [(1, [1, 3]), (3, [1]), (8, [2])])
-def test_an_item_whose_run_fails_is_reported_and_the_rest_runs(batch: Any, run: int, failed: list[int], tmp_path: Path) -> None:
+def test_a_request_whose_run_fails_is_reported_and_the_others_run(batch: Any, run: int, failed: list[int], tmp_path: Path) -> None:
     requests = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}, {"prompt": "b", "seed": 4}]
     watcher = FailsIn(run)
     found = batch(requests, watcher=watcher, resume=tmp_path)
@@ -99,54 +99,54 @@ def test_an_item_whose_run_fails_is_reported_and_the_rest_runs(batch: Any, run: 
     assert sorted(found.outputs) == [number for number in (1, 2, 3, 4) if number not in failed]
     with pytest.raises(BrokenPlan, match="the card is gone"):
         batch(requests, watcher=FailsIn(run), strict=True)
-    rest = batch(requests, resume=tmp_path)
-    assert sorted(rest.outputs) == failed, "the same batch again makes those that are missing"
+    again = batch(requests, resume=tmp_path)
+    assert sorted(again.outputs) == failed, "the same batch again runs those that are missing"
 
 
-def test_loops_that_would_begin_anew_are_named_with_the_reason(flux: Any) -> None:
-    assert loops_begun_anew(flux) == []
-    ((stage, why),) = loops_begun_anew(replace(flux, pipeline="diffusers.StableCascadeDecoderPipeline"))
+def test_loops_that_would_restart_are_named_with_the_reason(flux: Any) -> None:
+    assert restarting_loops(flux) == []
+    ((stage, why),) = restarting_loops(replace(flux, pipeline="diffusers.StableCascadeDecoderPipeline"))
     assert stage == "denoise"
     assert "loops over timesteps" in why
 
 
-def test_other_sizes_are_planned_apart(batch: Any) -> None:
+def test_other_sizes_have_a_schedule_of_their_own(batch: Any) -> None:
     found = batch([{"prompt": "a", "steps": 1}, {"prompt": "a", "steps": 2}])
     assert [schedule.requests for schedule in found.schedules] == [1, 1]
     assert sorted(found.outputs) == [1, 2]
 
 
 @pytest.fixture
-def plan(kept_dry_runs: Path) -> Any:
+def plan(cached_dry_runs: Path) -> Any:
     """`graphrun.plan`, which solves nothing twice."""
-    return functools.partial(graphrun.plan, cache=kept_dry_runs)
+    return functools.partial(graphrun.plan, cache=cached_dry_runs)
 
 
-def test_the_course_of_least_predicted_time_comes_first(flux: Any, problem: Problem, plan: Any) -> None:
+def test_the_schedule_with_the_least_predicted_time_comes_first(flux: Any, problem: Problem, plan: Any) -> None:
     counts = {"encode": 8, "denoise": 8, "decode": 8}
     found = schedules(flux, problem, counts, 8, plan)
     assert [len(schedule.segments) for schedule in sorted(found, key=lambda schedule: len(schedule.segments))] == [1, 2, 2, 3]
     assert [schedule.seconds for schedule in found] == sorted(schedule.seconds for schedule in found)
     staged = next(schedule for schedule in found if schedule.name == "stage by stage")
-    whole = next(schedule for schedule in found if schedule.name == "item by item")
+    whole = next(schedule for schedule in found if schedule.name == "request by request")
     assert staged.moved_bytes < whole.moved_bytes
     assert staged.group == 8
-    given = schedules(flux, problem, {**counts, "encode": 0}, 8, plan)
-    assert all("encode" not in segment.stages for schedule in given for segment in schedule.segments)
+    encoded = schedules(flux, problem, {**counts, "encode": 0}, 8, plan)
+    assert all("encode" not in segment.stages for schedule in encoded for segment in schedule.segments)
 
 
-def test_groups_are_as_large_as_ram_and_disk_have_room(flux: Any, problem: Problem, plan: Any) -> None:
+def test_groups_are_as_large_as_ram_and_disk_allow(flux: Any, problem: Problem, plan: Any) -> None:
     def staged(of: Problem) -> Any:
         counts = {"encode": 8, "denoise": 8, "decode": 8}
         return next(schedule for schedule in schedules(flux, of, counts, 8, plan) if schedule.name == "stage by stage")
 
-    free = staged(problem)
-    assert free.group == 8
-    each = free.waiting_bytes // 8
-    tight = staged(replace(problem, ram_bytes=problem.ram_bytes - free.room_bytes + 3 * each, disk_bytes=2 * each))
+    ample = staged(problem)
+    assert ample.group == 8
+    each = ample.waiting_bytes // 8
+    tight = staged(replace(problem, ram_bytes=problem.ram_bytes - ample.room_bytes + 3 * each, disk_bytes=2 * each))
     assert tight.group == 5
     assert tight.waiting_bytes == 5 * each
-    assert tight.seconds > free.seconds, "weights are loaded for each group"
+    assert tight.seconds > ample.seconds, "weights are loaded for each group"
 
 
 def test_values_beyond_their_ram_wait_on_disk() -> None:
@@ -164,29 +164,29 @@ def test_values_beyond_their_ram_wait_on_disk() -> None:
         assert not values.has(2, "encode.embeds")
 
 
-def test_memory_that_vanishes_in_an_item_has_the_rest_of_it_planned_again(batch: Any, flux: Any, problem: Problem) -> None:
+def test_memory_that_vanishes_during_a_request_has_its_remainder_planned_again(batch: Any, flux: Any, problem: Problem) -> None:
     modules = {name: build(component, flux) for name, component in flux.components.items()}
     device, calls, lines = open_device(problem), list[int](), list[str]()
     least = smallest_budget(problem) + 200_000
 
     def shrink(*_: Any) -> None:
         calls.append(len(calls))
-        if len(calls) == 5:  # the second step of the second item
+        if len(calls) == 5:  # the second step of the second request
             device.machine.capacity_bytes = least  # type: ignore[attr-defined]
 
-    class Hears(Watcher):
+    class Listener(Watcher):
         def planned_again(self, line: str) -> None:
             lines.append(line)
 
-    expected = batch(ITEMS[:2], modules=modules)
+    expected = batch(REQUESTS[:2], modules=modules)
     hook = modules["transformer"].register_forward_pre_hook(shrink)
     try:
-        found = batch([*ITEMS[:2], ITEMS[0] | {"seed": 5}], modules=modules, device=device, watcher=Hears())
+        found = batch([*REQUESTS[:2], REQUESTS[0] | {"seed": 5}], modules=modules, device=device, watcher=Listener())
     finally:
         hook.remove()
     for number in (1, 2):
         assert np.array_equal(np.asarray(found.outputs[number]["image"]), np.asarray(expected.outputs[number]["image"]))
-    assert found.outputs.keys() == {1, 2, 3}, "items behind it run too, with what memory there is"
-    assert lines[0].endswith("going on from denoise, behind step 1 of 3")
+    assert found.outputs.keys() == {1, 2, 3}, "later requests run too, in the memory that is left"
+    assert lines[0].endswith("continuing from denoise, after step 1 of 3")
     assert len(calls) == 3 * 3 + 1, "one step is taken twice"
     assert device.allocated_bytes == 0

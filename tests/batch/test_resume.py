@@ -1,4 +1,4 @@
-"""A batch that is killed at any moment goes on, and ends as one that was not: every item once, with the same bits."""
+"""A batch that is killed at any moment resumes, and ends like one that was not: every request once, with the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 SMALL: dict[str, dict[str, Any]] = {"flux-tiny": {"height": 32, "width": 32, "max_sequence_length": 16}, "wan-tiny": {}}
 
 # The third has the first's prompt, which is encoded once.
-ITEMS = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}]
+REQUESTS = [{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}, {"prompt": "a", "seed": 3}]
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -28,18 +28,18 @@ def pictures(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(batch: Any, sink: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The pictures of a batch that nothing broke."""
+    """The images of a batch that ran without interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    batch(ITEMS, sink=sink(folder))
+    batch(REQUESTS, sink=sink(folder))
     return pictures(folder)
 
 
 @pytest.mark.parametrize("first", random.Random(7).sample(range(1, 24), 3))
-def test_killed_at_any_write_it_goes_on_and_ends_with_the_same_bits(
+def test_killed_at_any_write_it_resumes_and_ends_with_the_same_bits(
     batch: Any, sink: Any, killed: Any, whole: dict[str, bytes], first: int, tmp_path: Path
 ) -> None:
     def work() -> Any:
-        return batch(ITEMS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
+        return batch(REQUESTS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
 
     kills = [moment for moment in (first, 5) if not killed(work, moment)]
     assert first in kills
@@ -55,8 +55,8 @@ class Interrupted(Exception):
 
 
 @pytest.fixture
-def broken_off(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A batch that is broken off when the state after the second step is kept."""
+def interrupted(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a batch that is interrupted when the state after the second step is saved."""
 
     class Broken(Journal):
         def request(self, number: int) -> Any:
@@ -81,53 +81,53 @@ def broken_off(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "wan-tiny"])
-def test_it_goes_on_from_the_last_step(batch: Any, broken_off: Any, name: str, tmp_path: Path) -> None:
+def test_it_resumes_after_the_last_step(batch: Any, interrupted: Any, name: str, tmp_path: Path) -> None:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     common = {"common": {**SMALL[name], "steps": 3}, "graph": graph}
-    expected = batch(ITEMS[:1], **common)
-    broken_off(ITEMS[:1], resume=tmp_path / "state", **common)
-    rest = batch(ITEMS[:1], resume=tmp_path / "state", **common)
+    expected = batch(REQUESTS[:1], **common)
+    interrupted(REQUESTS[:1], resume=tmp_path / "state", **common)
+    resumed = batch(REQUESTS[:1], resume=tmp_path / "state", **common)
     (steps,) = [sum(slot.calls for slot in trace.slots) for stages, _, trace in expected.traces if "denoise" in stages]
-    calls = {stages: sum(slot.calls for slot in trace.slots) for stages, _, trace in rest.traces}
+    calls = {stages: sum(slot.calls for slot in trace.slots) for stages, _, trace in resumed.traces}
     assert calls[("denoise",)] * 3 <= steps, "one step of three is left"
     assert list(calls) == [("denoise",), ("decode",)], "and no prompt is encoded"
-    assert np.array_equal(np.asarray(rest.outputs[1]["image"]), np.asarray(expected.outputs[1]["image"]))
+    assert np.array_equal(np.asarray(resumed.outputs[1]["image"]), np.asarray(expected.outputs[1]["image"]))
 
 
-def test_a_loop_that_is_not_as_it_was_begins_anew_and_says_so(batch: Any, broken_off: Any, tmp_path: Path) -> None:
-    told = []
+def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(batch: Any, interrupted: Any, tmp_path: Path) -> None:
+    restarts = []
 
-    class Told(Watcher):
+    class Listener(Watcher):
         def restarts(self, stage: str, why: str) -> None:
-            told.append((stage, why))
+            restarts.append((stage, why))
 
-    broken_off(ITEMS[:1], resume=tmp_path)
+    interrupted(REQUESTS[:1], resume=tmp_path)
     request = Journal(tmp_path).request(1)
     state = request.state("denoise")
     assert state is not None
     request.save("denoise", replace(state, latents=state.latents[:, :1]))
     request._journal.close()
-    found = batch(ITEMS[:1], resume=tmp_path, watcher=Told())
-    assert found.outputs[1]["image"].tobytes() == batch(ITEMS[:1]).outputs[1]["image"].tobytes()
-    ((stage, why),) = told
-    assert stage == "denoise of item 1"
-    assert "remove the state, and begin anew" in why
+    found = batch(REQUESTS[:1], resume=tmp_path, watcher=Listener())
+    assert found.outputs[1]["image"].tobytes() == batch(REQUESTS[:1]).outputs[1]["image"].tobytes()
+    ((stage, why),) = restarts
+    assert stage == "denoise of request 1"
+    assert "in the saved state: remove it and start again" in why
 
 
 def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    batch(ITEMS[:1], resume=state)
+    batch(REQUESTS[:1], resume=state)
     vae = replace(flux.components["vae"], seed=5)
     with pytest.raises(InputError, match=r"components.vae: weights: was .*, is "):
-        batch(ITEMS[:1], graph=replace(flux, components={**flux.components, "vae": vae}), resume=state)
-    with pytest.raises(InputError, match=r"inputs of item 1: was .*'a'.*, is .*'c'"):
+        batch(REQUESTS[:1], graph=replace(flux, components={**flux.components, "vae": vae}), resume=state)
+    with pytest.raises(InputError, match=r"inputs of request 1: was .*'a'.*, is .*'c'"):
         batch([{"prompt": "c", "seed": 1}], resume=state)
-    more = batch([ITEMS[0], ITEMS[1]], resume=state)
-    assert more.done_before == (1,), "items may be added"
+    more = batch([REQUESTS[0], REQUESTS[1]], resume=state)
+    assert more.done_before == (1,), "requests may be added"
     assert {number for _, number, _ in more.traces} == {2}
 
 
-def test_a_torn_state_does_not_count(tmp_path: Path) -> None:
+def test_a_damaged_state_is_ignored(tmp_path: Path) -> None:
     request = Journal(tmp_path).request(1)
     request.keep("encode", {"embeds": {"n": 3}})
     assert request.values("encode") == {"embeds": {"n": 3}}
@@ -136,37 +136,45 @@ def test_a_torn_state_does_not_count(tmp_path: Path) -> None:
     assert request.values("encode") is None
 
 
+def test_a_state_of_an_older_form_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.request(1).keep("encode", {"embeds": {"n": 3}})
+    (tmp_path / "facts.json").write_text("{}")
+    with pytest.raises(InputError, match=r"has no readable dependencies\.json; remove the folder to start over"):
+        journal.require({"device": "sim"})
+
+
 def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(batch: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be kept there"):
-        batch(ITEMS[:1], resume=tmp_path / "file" / "state")
+    with pytest.raises(InputError, match="resume state cannot be written"):
+        batch(REQUESTS[:1], resume=tmp_path / "file" / "state")
 
 
-@pytest.mark.parametrize("kept", ["3.png", "2/done.json"])
-def test_killed_between_writing_and_renaming_it_goes_on_and_leaves_no_other_file(
-    batch: Any, sink: Any, killed_before: Any, whole: dict[str, bytes], kept: str, tmp_path: Path
+@pytest.mark.parametrize("target", ["3.png", "2/done.json"])
+def test_killed_between_writing_and_renaming_it_resumes_and_leaves_no_other_file(
+    batch: Any, sink: Any, killed_before: Any, whole: dict[str, bytes], target: str, tmp_path: Path
 ) -> None:
     def work() -> Any:
-        return batch(ITEMS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
+        return batch(REQUESTS, sink=sink(tmp_path / "out"), resume=tmp_path / "state")
 
-    killed_before(work, kept)
-    assert list(tmp_path.rglob(f".{Path(kept).name}.new-*"))
+    killed_before(work, target)
+    assert list(tmp_path.rglob(f".{Path(target).name}.new-*"))
     work()
     assert pictures(tmp_path / "out") == whole
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_one_process_at_a_time_goes_on(batch: Any, tmp_path: Path) -> None:
+def test_one_process_at_a_time_may_resume(batch: Any, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    with pytest.raises(InputError, match="another process goes on with this run"):
-        batch(ITEMS[:1], resume=tmp_path)
+    with pytest.raises(InputError, match="another process is running this batch"):
+        batch(REQUESTS[:1], resume=tmp_path)
     journal.close()
-    assert batch(ITEMS[:1], resume=tmp_path).outputs
-    assert batch(ITEMS[:1], resume=tmp_path).done_before == (1,)
+    assert batch(REQUESTS[:1], resume=tmp_path).outputs
+    assert batch(REQUESTS[:1], resume=tmp_path).done_before == (1,)
 
 
-def test_of_an_item_that_is_done_nothing_else_is_kept(batch: Any, tmp_path: Path) -> None:
-    batch(ITEMS[:1], resume=tmp_path)
-    (tmp_path / "1" / "denoise.value").write_bytes(b"left by a kill behind done.json")
-    batch(ITEMS[:1], resume=tmp_path)
+def test_the_state_of_a_finished_request_is_deleted(batch: Any, tmp_path: Path) -> None:
+    batch(REQUESTS[:1], resume=tmp_path)
+    (tmp_path / "1" / "denoise.value").write_bytes(b"left by a kill after done.json")
+    batch(REQUESTS[:1], resume=tmp_path)
     assert [path.name for path in (tmp_path / "1").iterdir()] == ["done.json"]

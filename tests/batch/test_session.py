@@ -1,4 +1,4 @@
-"""A session's further runs are all the same; it is asked from any thread, runs one at a time, and leaves nothing."""
+"""A session's warm runs are identical; any thread may submit, one run at a time, and everything is freed at the end."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
 
 
-def test_further_runs_are_the_same_to_the_action_and_as_planned(flux: Any, kept_dry_runs: Path) -> None:
-    with graphrun.Session(flux, inputs=SMALL, cache=kept_dry_runs, reuse="none", **BUDGET) as session:
+def test_further_runs_are_the_same_to_the_action_and_as_planned(flux: Any, cached_dry_runs: Path) -> None:
+    with graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
         planned = simulate(session.solution.problem, session.solution.plan)
         traces = session.map([{"prompt": f"prompt {number}"} for number in range(4)])
         assert session.device.allocated_bytes > 0 or planned.again_moved_bytes == planned.moved_bytes
         tiers = session.close()
-    told = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
-    assert told[1] == told[2] == told[3]
+    events = [[(e.kind, e.component, e.slot, e.detail, e.nbytes) for e in trace.events] for trace in traces]
+    assert events[1] == events[2] == events[3]
     assert [trace.seconds for trace in traces[2:]] == pytest.approx([traces[1].seconds] * 2, rel=1e-9)
     assert traces[1].seconds == pytest.approx(planned.again_seconds, rel=0.02)
     assert traces[1].moved_bytes < traces[0].moved_bytes
     assert [tier.left_bytes for tier in tiers] == [0, 0, 0]
-    cold = graphrun.plan(graphrun.estimate(flux, inputs=SMALL, cache=kept_dry_runs, **BUDGET))
+    cold = graphrun.plan(graphrun.estimate(flux, inputs=SMALL, cache=cached_dry_runs, **BUDGET))
     alone = graphrun.run(cold, flux, {"prompt": "prompt 3"})
     assert traces[3].outputs["image"].tobytes() == alone.outputs["image"].tobytes()
 
 
-def test_threads_take_turns_and_each_gets_its_own_picture(flux: Any, kept_dry_runs: Path) -> None:
+def test_threads_take_turns_and_each_gets_its_own_picture(flux: Any, cached_dry_runs: Path) -> None:
     running, most, found = 0, 0, dict[int, bytes]()
 
-    def told(slot: int, call: int, calls: int) -> None:
+    def progress(slot: int, call: int, calls: int) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
         running -= 1
 
-    with graphrun.Session(flux, inputs=SMALL, cache=kept_dry_runs, reuse="none", **BUDGET) as session:
+    with graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
 
         def ask(number: int) -> None:
-            found[number] = session.run({"prompt": f"prompt {number % 2}"}, progress=told).outputs["image"].tobytes()
+            found[number] = session.run({"prompt": f"prompt {number % 2}"}, progress=progress).outputs["image"].tobytes()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -57,8 +57,8 @@ def test_threads_take_turns_and_each_gets_its_own_picture(flux: Any, kept_dry_ru
     assert found[0] == found[2] != found[1] == found[3]
 
 
-def test_after_a_failed_run_the_next_one_begins_anew(flux: Any, kept_dry_runs: Path) -> None:
-    with graphrun.Session(flux, inputs=SMALL, cache=kept_dry_runs, reuse="none", **BUDGET) as session:
+def test_after_a_failed_run_the_next_one_begins_anew(flux: Any, cached_dry_runs: Path) -> None:
+    with graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
         first = session.run({"prompt": "a"})
 
         def stop(slot: int, call: int, calls: int) -> None:
@@ -78,8 +78,8 @@ def encoders(trace: Any) -> int:
     return sum(e.nbytes for e in trace.events if e.kind in ("load", "stream") and "text_encoder" in e.component)
 
 
-def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(flux: Any, kept_dry_runs: Path) -> None:
-    with graphrun.Session(flux, inputs=SMALL, cache=kept_dry_runs, reuse="none", **BUDGET) as session:
+def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(flux: Any, cached_dry_runs: Path) -> None:
+    with graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET) as session:
         small = [session.run({"prompt": "a"}) for _ in range(2)]
         large = [session.run({"prompt": "a", "height": 64}) for _ in range(2)]
         again = [session.run({"prompt": "a"}) for _ in range(2)]
@@ -88,10 +88,10 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(f
     for before, after in zip(small, again, strict=True):
         assert after.moved_bytes == before.moved_bytes, "a first run, and one that finds what it left"
         assert after.outputs["image"].tobytes() == before.outputs["image"].tobytes()
-    planned = graphrun.estimate(flux, inputs={**SMALL, "height": 64}, runs=100, cache=kept_dry_runs, **BUDGET)
-    solution = graphrun.plan(planned, cache=kept_dry_runs)
-    told = simulate(solution.problem, solution.plan)
-    counted = [told.moved_bytes, told.again_moved_bytes]  # by layer, the layers of a class each as the largest of them
+    planned = graphrun.estimate(flux, inputs={**SMALL, "height": 64}, runs=100, cache=cached_dry_runs, **BUDGET)
+    solution = graphrun.plan(planned, cache=cached_dry_runs)
+    planned_run = simulate(solution.problem, solution.plan)
+    counted = [planned_run.moved_bytes, planned_run.again_moved_bytes]  # split into layers: each as large as its group's largest
     assert all(0.99 * nbytes <= trace.moved_bytes <= nbytes for trace, nbytes in zip(large, counted, strict=True))
 
 
@@ -111,12 +111,12 @@ def test_s3_5_prompts_that_come_again_are_not_encoded_again(flux: Any, planned_b
 def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost_as_much(flux: Any, planned_before: Path) -> None:
     with graphrun.Session(flux, inputs=SMALL, cache=planned_before, **BUDGET) as session:
         traces = [session.run({"prompt": "a", "seed": 0})]
-        while encoders(traces[-1]) and len(traces) < 50:  # nothing waits: it knows only what was
+        while encoders(traces[-1]) and len(traces) < 50:  # no run waits, so only past runs count
             traces.append(session.run({"prompt": "a", "seed": len(traces)}))
-        whole, short = (session._ways[key] for key in session._ways)
+        whole, short = (session._planned[key] for key in session._planned)
         changed = traces[-1]
         assert not encoders(session.run({"prompt": "a", "seed": 99}))
-        assert encoders(session.run({"prompt": "b"})), "what is not kept is encoded"
+        assert encoders(session.run({"prompt": "b"})), "what is not cached is encoded"
     saved = whole.further_seconds - short.further_seconds
     begin = short.simulation.seconds - short.further_seconds
     assert 3 <= len(traces) < 50
@@ -124,8 +124,8 @@ def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost
     assert changed.moved_bytes <= short.simulation.moved_bytes < whole.simulation.moved_bytes
 
 
-def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its_run(flux: Any, kept_dry_runs: Path) -> None:
-    session = graphrun.Session(flux, inputs=SMALL, cache=kept_dry_runs, reuse="none", **BUDGET)
+def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its_run(flux: Any, cached_dry_runs: Path) -> None:
+    session = graphrun.Session(flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET)
     with pytest.raises(InputError, match="unknown input 'hight'; did you mean 'height'"):
         session.submit({"hight": 64})
     future = session.submit({"height": 2048, "width": 2048})
@@ -135,5 +135,5 @@ def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its
     session.close()
     with pytest.raises(InputError, match="closed"):
         session.run()
-    with pytest.raises(InputError, match="two runs at least"):
+    with pytest.raises(InputError, match="at least two runs"):
         graphrun.Session(flux, runs=1, **BUDGET)

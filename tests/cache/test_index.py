@@ -1,4 +1,4 @@
-"""Kept outputs in a folder that several processes use: whole or absent, within the limit, whatever happens."""
+"""Cached outputs in a folder that several processes use: complete or absent, and within the limit, at any kill."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     index.put("d", b"d" * 10)
     assert sorted(entry.key for entry in index.entries()) == ["a", "c", "d"]
     index.put("e", b"e" * 31)
-    assert index.get("e") is None, "larger than all that may be kept"
+    assert index.get("e") is None, "larger than the limit"
 
 
 def test_a_folder_that_will_not_do_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="outputs cannot be kept there"):
+    with pytest.raises(InputError, match="outputs cannot be cached there"):
         Index(tmp_path / "file" / "cache").put("a", b"x")
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(InputError, match="remove the folder if its index is damaged"):
@@ -87,10 +87,10 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path: Path) -> None:
     file.write_bytes(b"one")
     first = index.file_digest(file)
     with sqlite3.connect(tmp_path / "index" / "index.sqlite") as rows:
-        rows.execute("UPDATE files SET digest = 'known'")
-    assert index.file_digest(file) == "known"
+        rows.execute("UPDATE files SET digest = 'remembered'")
+    assert index.file_digest(file) == "remembered"
     file.write_bytes(b"four")
-    assert index.file_digest(file) not in ("known", first)
+    assert index.file_digest(file) not in ("remembered", first)
 
 
 def test_two_processes_lose_and_tear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

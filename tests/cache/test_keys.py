@@ -1,4 +1,4 @@
-"""Equal keys mean equal bits: whatever made an output is in its key, and nothing else."""
+"""Equal keys mean equal bits: everything an output depends on is in its key, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import graphrun
 from graphrun.batch.cache.index import Index
-from graphrun.batch.cache.keys import Keys, Way, facts
+from graphrun.batch.cache.keys import Choices, Keys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Lora
@@ -24,8 +24,8 @@ def flux() -> Any:
     return graphrun.load(GRAPHS / "flux-tiny.yaml")
 
 
-def key(graph: Any, stage: str = "encode", way: Way | None = None, device: str = "sim", **inputs: Any) -> str | None:
-    return Keys(graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)).key(stage, way)
+def key(graph: Any, stage: str = "encode", choices: Choices | None = None, device: str = "sim", **inputs: Any) -> str | None:
+    return Keys(graph, graph.resolve(inputs), device, lambda path: str(path.stat().st_size)).key(stage, choices)
 
 
 def component(name: str, **changes: Any) -> Callable[[Any], Any]:
@@ -37,7 +37,7 @@ def test_what_a_stage_reads_is_in_its_key_and_what_it_does_not_read_is_not(flux:
     assert key(flux) != key(flux, prompt="another")
     assert key(flux) == key(flux.until("encode"))
     assert key(flux, "denoise") != key(flux, "denoise", seed=4)
-    assert key(flux, "denoise") != key(flux, "denoise", prompt="another"), "by way of the embeddings"
+    assert key(flux, "denoise") != key(flux, "denoise", prompt="another"), "through the embeddings"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_precision_device_and_option_are_in_the_key(flux: Any) -> None:
     keys = {
         key(flux, "denoise"),
         key(flux, "denoise", device="cuda"),
-        key(flux, "denoise", Way({"transformer": ("nf4", "device")})),
-        key(flux, "denoise", Way({"transformer": ("bfloat16", "cpu")})),
-        key(flux, "denoise", Way({"text_encoder_2": ("int8", "device")})),
-        key(flux, "denoise", Way(options={"denoise": "split"})),
+        key(flux, "denoise", Choices({"transformer": ("nf4", "device")})),
+        key(flux, "denoise", Choices({"transformer": ("bfloat16", "cpu")})),
+        key(flux, "denoise", Choices({"text_encoder_2": ("int8", "device")})),
+        key(flux, "denoise", Choices(options={"denoise": "split"})),
     }
     assert len(keys) == 6
-    assert key(flux, "denoise", Way({"transformer": ("bfloat16", "device")})) == key(flux, "denoise")
-    assert key(flux, "encode", Way({"transformer": ("nf4", "device")})) == key(flux)
+    assert key(flux, "denoise", Choices({"transformer": ("bfloat16", "device")})) == key(flux, "denoise")
+    assert key(flux, "encode", Choices({"transformer": ("nf4", "device")})) == key(flux)
 
 
 def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> 
     (tmp_path / "model.safetensors").write_bytes(b"two")
     assert Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key("encode") not in (None, before)
     missing = component("text_encoder_2", source=str(tmp_path / "nowhere"))(flux)
-    assert key(missing) is None, "what cannot be named is not kept"
+    assert key(missing) is None, "what has no digest is not cached"
 
 
 def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(flux: Any, tmp_path: Path) -> None:
@@ -90,36 +90,51 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(f
     assert len({first, keys("encode", "text_encoder_2", 0.5), key(flux)}) == 3
     file.write_bytes(b"two, trained longer")
     assert keys("encode", "text_encoder_2") not in (None, first)
-    assert keys("encode", "transformer") == of_transformer, "embeddings know nothing of the transformer's weights"
+    assert keys("encode", "transformer") == of_transformer, "embeddings do not depend on the transformer's weights"
     file.unlink()
     assert keys("encode", "text_encoder_2") is None
     with pytest.raises(GraphError, match="text_encoder_2.loras: no such file"):
-        facts(component("text_encoder_2", loras=(Lora(str(file), 1.0),))(flux), "sim")
+        dependencies(component("text_encoder_2", loras=(Lora(str(file), 1.0),))(flux), "sim")
 
 
-def test_stages_that_only_made_kept_values_are_not_looked_for(flux: Any, tmp_path: Path) -> None:
+def test_stages_that_only_cached_stages_need_are_not_looked_up(flux: Any, tmp_path: Path) -> None:
     inputs = flux.resolve({})
     reuse = Reuse(Index(tmp_path), flux, inputs, "sim", what="all")
     assert reuse.find() == {}
     reuse.keep("encode", {"embeds": {"prompt_embeds": 1}})
     reuse.keep("decode", {"image": 3})
-    assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}}, "pictures are not kept"
+    assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}}, "images are not cached"
     reuse.keep("denoise", {"latents": 2})
     assert reuse.find() == {"encode.embeds": {"prompt_embeds": 1}, "denoise.latents": 2}, "decode reads both"
     assert Reuse(Index(tmp_path), flux, inputs, "sim").find() == {"encode.embeds": {"prompt_embeds": 1}}
 
 
-def test_a_damaged_value_is_computed_again_and_a_folder_that_will_not_do_stops_nothing(flux: Any, tmp_path: Path) -> None:
+def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(flux: Any, tmp_path: Path) -> None:
     notes: list[str] = []
-    reuse = Reuse(Index(tmp_path / "kept"), flux, flux.resolve({}), "sim", note=notes.append)
+    reuse = Reuse(Index(tmp_path / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
     reuse.keep("encode", {"embeds": {}})
-    for file in (tmp_path / "kept").glob("*.safetensors"):
+    for file in (tmp_path / "cache").glob("*.safetensors"):
         file.write_bytes(b"")
     assert reuse.find() == {}
     assert notes == []
     (tmp_path / "file").touch()
-    broken = Reuse(Index(tmp_path / "file" / "kept"), flux, flux.resolve({}), "sim", note=notes.append)
+    broken = Reuse(Index(tmp_path / "file" / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
     broken.keep("encode", {"embeds": {}})
     broken.keep("encode", {"embeds": {}})
     assert broken.find() == {}
-    assert len(notes) == 1, "it is said once"
+    assert len(notes) == 1, "it is reported once"
+
+
+def test_the_code_that_computes_outputs_is_in_every_key(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, digest = key(flux), code_digest()
+    read_bytes = Path.read_bytes
+    changed = {"ops": "steps.py", "modules": "build.py"}
+    for package, name in changed.items():
+
+        def edited(path: Path, package: str = package, name: str = name) -> bytes:
+            return read_bytes(path) + (b"# edited" if (path.parent.name, path.name) == (package, name) else b"")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", edited)
+            assert code_digest() != digest
+            assert key(flux) != before

@@ -1,4 +1,4 @@
-"""What flows between stages comes back from a file as it was, and no file runs code."""
+"""Stage outputs are read back bit for bit, and no file runs code."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def test_nested_values_come_back_bit_for_bit() -> None:
         "embeds": {"a": tensor, "again": tensor, "view": tensor[:, 1:3].t(), "ids": torch.arange(3)},
         "list": [1, 2.5, None, True, "text", (torch.zeros(0), 0.1)],
         "dtype": torch.bfloat16,
+        "number": np.float64(2.5),
         "array": np.arange(6.0).reshape(2, 3),
         "picture": Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)),
     }
@@ -30,16 +31,17 @@ def test_nested_values_come_back_bit_for_bit() -> None:
     assert found["list"][:5] == value["list"][:5]  # type: ignore[index]
     assert isinstance(found["list"][5], tuple)
     assert found["dtype"] is torch.bfloat16
+    assert found["number"] == 2.5
     assert np.array_equal(found["array"], value["array"])  # type: ignore[arg-type]
     assert found["picture"].tobytes() == value["picture"].tobytes()  # type: ignore[attr-defined]
 
 
 def test_what_has_no_form_is_named() -> None:
-    with pytest.raises(InputError, match="a Generator cannot be kept"):
+    with pytest.raises(InputError, match="a Generator cannot be saved"):
         pack({"rng": torch.Generator()})
 
 
 @pytest.mark.parametrize("data", [b"", b"not safetensors at all", pickle.dumps({"embeds": 1}), pack({"a": torch.ones(4)})[:-3]])
 def test_anything_else_is_refused_without_running_it(data: bytes) -> None:
-    with pytest.raises(InputError, match="is not a kept value"):
+    with pytest.raises(InputError, match="is not a saved value"):
         unpack(data)

@@ -1,4 +1,4 @@
-"""What a loaded graph answers: inputs, digest, order, schema."""
+"""Loaded graphs: inputs, digest, order of stages, schema."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_planning_needs_no_prompt(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
         ({}, "input 'prompt' is missing; it is a str and has no default"),
         ({"heigth": 512}, "unknown input 'heigth'; did you mean 'height'?"),
@@ -65,9 +65,9 @@ def test_planning_needs_no_prompt(graph: Graph) -> None:
         ({"prompt": None}, "input 'prompt': None is not a str"),
     ],
 )
-def test_inputs_refused(graph: Graph, given: dict[str, Any], message: str) -> None:
+def test_inputs_refused(graph: Graph, values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
-        graph.resolve(given)
+        graph.resolve(values)
     assert message in str(caught.value).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""A graph file is accepted or refused; a refusal names the line, the place, what is wrong and what was meant."""
+"""A graph file is accepted or refused; a refusal names the line, the entry, what is wrong and what was meant."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ STRICT = {
     "unknown key": ("uses: [vae]", "use: [vae]", "50: stages.decode: unknown key 'use'; did you mean 'uses'?"),
     "unknown section": ("parts:", "part:", "22: unknown key 'part'; did you mean 'parts'?"),
     "missing key": ("op: decode\n", "\n", "48: stages.decode: 'op' is missing"),
-    "key twice": ("name: flux-tiny", "name: a\nname: b", "5: key 'name' stands twice"),
+    "key twice": ("name: flux-tiny", "name: a\nname: b", "5: key 'name' is given twice"),
     "format version": ("graphrun: 1", "graphrun: 2", "3: graphrun: this graphrun reads files of version 1, not 2"),
     "dtype": (
         "dtype: bfloat16",
@@ -132,7 +132,7 @@ STRICT = {
     "config beyond JSON": (
         f"config: {GRAPHS}/configs/tiny-t5.json",
         "config: {day: 2024-01-01}",
-        "18: components.text_encoder_2.config: holds something that JSON cannot: Object of type date is not JSON serializable",
+        "18: components.text_encoder_2.config: holds a value that is not JSON: Object of type date is not JSON serializable",
     ),
     "no such tokenizer": (
         f"file: {GRAPHS}/tokenizers/bytes.json",
@@ -153,16 +153,16 @@ STRICT = {
     ),
     "argument's kind": ("seed: $seed", "seed: $prompt", "47: stages.denoise.with.seed: expected int, and $prompt is str"),
     "unknown component": ("uses: [vae]", "uses: [vea]", "50: stages.decode.uses.0: unknown component 'vea'; did you mean 'vae'?"),
-    "component twice": ("uses: [vae]", "uses: [vae, vae]", "50: stages.decode.uses.1: 'vae' stands twice"),
+    "component twice": ("uses: [vae]", "uses: [vae, vae]", "50: stages.decode.uses.1: 'vae' is given twice"),
     "dangling input": (
         "$height\n",
         "$heigth\n",
-        "43: stages.denoise.with.height: there is no input 'heigth'; did you mean 'height'?",
+        "43: stages.denoise.with.height: no such input 'heigth'; did you mean 'height'?",
     ),
     "dangling stage": (
         "$denoise.latents",
         "$denois.latents",
-        "51: stages.decode.with.latents: there is no stage 'denois'; did you mean 'denoise'?",
+        "51: stages.decode.with.latents: no such stage 'denois'; did you mean 'denoise'?",
     ),
     "dangling output": (
         "$denoise.latents",
@@ -183,13 +183,13 @@ STRICT = {
     "unused component": (
         "uses: [text_encoder, text_encoder_2]",
         "uses: [text_encoder]",
-        "18: components.text_encoder_2: no stage uses it; add it to a stage's uses, or remove it",
+        "18: components.text_encoder_2: no stage uses it; add it to uses: of a stage, or remove it",
     ),
-    "unused input": ("seed: $seed", "seed: 0", "13: inputs.seed: no stage reads it; remove it, or pass it on"),
+    "unused input": ("seed: $seed", "seed: 0", "13: inputs.seed: no stage reads it; remove it, or use it"),
     "unused stage": (
         "outputs: {image: $decode.image}",
         "  again: {op: encode_prompt, with: {prompt: $prompt}}\noutputs: {image: $decode.image}",
-        "53: stages.again: nothing reads its outputs; remove it, or pass it on",
+        "53: stages.again: nothing reads its outputs; remove it, or use it",
     ),
 }
 
@@ -212,10 +212,7 @@ def test_all_problems_are_said_in_the_order_of_lines(tmp_path: Path) -> None:
 
 def test_a_cycle_is_named_by_its_members(tmp_path: Path) -> None:
     path = written(tmp_path, ("embeds: $encode.embeds\n", "embeds: $decode.image\n"))
-    assert (
-        "38: stages.denoise: stages form a cycle: denoise -> decode -> denoise; one of them must do without the one before"
-        in refusal(path)
-    )
+    assert "38: stages.denoise: stages form a cycle: denoise -> decode -> denoise; remove one of these references" in refusal(path)
     path = written(tmp_path, ("{prompt: $prompt,", "{prompt: $decode.image,"))
     assert any("34: stages.encode: stages form a cycle: encode -> denoise -> decode -> encode;" in line for line in refusal(path))
 
@@ -299,7 +296,7 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
     with pytest.raises(PlanError, match="the plan is for prompt=None, this run has prompt=one text"):
         completed(graph, planned, {"prompt": "a"})
     both = refusal(written(tmp_path, (old, "{type: str, default: a, optional: true}")))
-    assert both == ["8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: do without one of them"]
+    assert both == ["8: inputs.prompt.optional: 'prompt' has a default, so it may be left out anyway: remove one of them"]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +305,7 @@ def test_an_optional_input_may_be_left_out_and_is_nothing_then(tmp_path: Path) -
 def test_a_graphs_name_is_a_files_name(tmp_path: Path, name: str) -> None:
     (line,) = refusal(written(tmp_path, ("name: flux-tiny", f'name: "{name}"')))
     assert line.startswith("4: name: ")
-    assert "cannot be a graph's name, which is that of the files of its outputs: letters, digits, dots," in line
+    assert "cannot be a graph's name, since output files are named by it: letters, digits, dots," in line
     assert load(written(tmp_path, ("name: flux-tiny", "name: Flux.1-dev_2"))).name == "Flux.1-dev_2"
 
 

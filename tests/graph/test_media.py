@@ -49,7 +49,7 @@ def film(path: Path, frames: int = 3) -> Path:
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
 def test_a_picture_is_rgb_and_a_mask_is_grey(tmp_path: Path, mode: str) -> None:
     file = picture(tmp_path / "a.png", mode=mode)
-    image, mask = media.given("image", str(file)), media.given("mask", file)
+    image, mask = media.accept("image", str(file)), media.accept("mask", file)
     assert (media.told(image), image.open().mode, mask.open().mode) == ("6x4", "RGB", "L")
     with Image.open(file) as whole:
         assert image.open().tobytes() == whole.convert("RGB").tobytes()
@@ -59,25 +59,25 @@ def test_a_picture_stands_as_its_camera_says(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     Image.new("RGB", (6, 4)).save(tmp_path / "a.jpg", exif=exif)
-    assert media.told(media.given("image", tmp_path / "a.jpg")) == "4x6"
+    assert media.told(media.accept("image", tmp_path / "a.jpg")) == "4x6"
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.mp4"])
 def test_a_video_is_a_list_of_frames(tmp_path: Path, name: str) -> None:
-    video = media.given("video", film(tmp_path / name))
+    video = media.accept("video", film(tmp_path / name))
     assert (media.told(video), len(video.open())) == ("3 of 32x16", 3)
     assert [frame.mode for frame in video.open()] == ["RGB"] * 3
 
 
 def test_a_video_may_be_a_folder_or_a_list_of_frames(tmp_path: Path) -> None:
     files = [picture(tmp_path / f"{number}.png", seed=number) for number in range(3)]
-    folder, listed = media.given("video", tmp_path), media.given("video", [str(file) for file in files])
+    folder, listed = media.accept("video", tmp_path), media.accept("video", [str(file) for file in files])
     assert media.told(folder) == media.told(listed) == "3 of 6x4"
-    assert media.named(folder) == media.named(listed) != media.named(media.given("video", files[::-1]))
+    assert media.fingerprint(folder) == media.fingerprint(listed) != media.fingerprint(media.accept("video", files[::-1]))
 
 
 def test_sound_is_samples_by_channel_between_minus_one_and_one(tmp_path: Path) -> None:
-    found = media.given("audio", sound(tmp_path / "a.wav"), rate=8000)
+    found = media.accept("audio", sound(tmp_path / "a.wav"), rate=8000)
     assert media.told(found) == "float32[1, 3]"
     assert found.open().tolist() == [[0.0, 0.5, -1.0]]
 
@@ -107,27 +107,27 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
         ("video", "two"): "frames are of several sizes: 6x4, 8x8",
     }
     with pytest.raises(ValueError, match="names no file"):
-        media.given("image", "")
+        media.accept("image", "")
     for (kind, name), said in wrong.items():
         with pytest.raises(ValueError, match=said):
-            media.given(kind, tmp_path / name)
+            media.accept(kind, tmp_path / name)
 
 
 def test_sound_of_another_rate_is_refused_and_says_both(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has 8000 samples a second, and 44100 are wanted"):
-        media.given("audio", sound(tmp_path / "a.wav"), rate=44100)
+    with pytest.raises(ValueError, match="has 8000 samples per second, and 44100 are needed"):
+        media.accept("audio", sound(tmp_path / "a.wav"), rate=44100)
 
 
 @pytest.mark.parametrize(("kind", "value"), [("image", 3), ("image", np.zeros(5)), ("video", []), ("audio", None), ("mask", [1])])
 def test_objects_of_another_kind_are_refused(kind: str, value: Any) -> None:
     with pytest.raises(ValueError, match="is not (an image|a mask|a video|audio)"):
-        media.given(kind, value)
+        media.accept(kind, value)
 
 
 def test_objects_are_passed_on_as_they_are() -> None:
     image, tensor = Image.new("RGB", (3, 2)), torch.zeros(1, 3, 8, 8)
-    assert media.given("image", image) is image
-    assert media.given("image", tensor) is tensor
+    assert media.accept("image", image) is image
+    assert media.accept("image", tensor) is tensor
     assert media.told(tensor) == "float32[1, 3, 8, 8]"
     assert media.told([image] * 4) == "4 of 3x2"
 
@@ -135,14 +135,14 @@ def test_objects_are_passed_on_as_they_are() -> None:
 def test_equal_content_has_equal_names_whatever_the_file_is_called(tmp_path: Path) -> None:
     first, same = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
     other = picture(tmp_path / "c.png", seed=1)
-    named = [media.named(media.given("image", file)) for file in (first, same, other)]
+    named = [media.fingerprint(media.accept("image", file)) for file in (first, same, other)]
     assert named[0] == named[1] != named[2]
-    tensors = [media.named(torch.full((2, 2), value)) for value in (1.0, 1.0, 2.0)]
+    tensors = [media.fingerprint(torch.full((2, 2), value)) for value in (1.0, 1.0, 2.0)]
     assert tensors[0] == tensors[1] != tensors[2]
 
 
 def test_a_file_that_changes_before_it_is_taken_is_refused(tmp_path: Path) -> None:
-    found = media.given("image", picture(tmp_path / "a.png"))
+    found = media.accept("image", picture(tmp_path / "a.png"))
     picture(tmp_path / "a.png", seed=1)
     with pytest.raises(InputError, match="has changed since the run was planned"):
         found.open()

@@ -48,8 +48,8 @@ def asking(folder: Path, package: str, part: str) -> Path:
 def test_a_file_that_allows_itself_a_command_runs_none(graphrun: Cli, tmp_path: Path, command: str) -> None:
     ran = tmp_path / "ran"
     path = asking(tmp_path, "subprocess", f"{{class: subprocess.Popen, config: {{args: [touch, {ran}]}}}}")
-    (tmp_path / "items.jsonl").write_text('{"prompt": "a"}\n')
-    more = {"estimate": ("--device", "sim"), "batch": (*BUDGET, "--inputs", "items.jsonl", "--resume")}.get(command, BUDGET)
+    (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}\n')
+    more = {"estimate": ("--device", "sim"), "batch": (*BUDGET, "--inputs", "requests.jsonl", "--resume")}.get(command, BUDGET)
     code, _, said = graphrun("run" if command == "batch" else command, str(path), *more)
     assert not ran.exists()
     assert code == 2

@@ -1,4 +1,4 @@
-"""A graph cut behind one of its stages: what is left, and what it then returns."""
+"""A graph that ends with one of its stages: the stages that remain, and its outputs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ GRAPH = load(Path(__file__).parents[2] / "graphs" / "flux-tiny.yaml")
 
 
 def test_only_what_the_stage_needs_is_left() -> None:
-    cut = GRAPH.until("encode")
-    assert [stage.name for stage in cut.stages] == ["encode"]
-    assert set(cut.inputs) == {"prompt", "max_sequence_length"}
-    assert cut.outputs == {"embeds": Reference("stage", "encode", "embeds")}
-    assert cut.components == GRAPH.components, "pipelines read sizes from components that they do not enter"
-    assert cut.digest != GRAPH.digest
+    encoding = GRAPH.until("encode")
+    assert [stage.name for stage in encoding.stages] == ["encode"]
+    assert set(encoding.inputs) == {"prompt", "max_sequence_length"}
+    assert encoding.outputs == {"embeds": Reference("stage", "encode", "embeds")}
+    assert encoding.components == GRAPH.components, "pipelines read sizes from components that they do not enter"
+    assert encoding.digest != GRAPH.digest
     assert [stage.name for stage in GRAPH.until("denoise").stages] == ["encode", "denoise"]
     with pytest.raises(InputError, match="unknown input 'height'"):
-        cut.resolve({"height": 128})
+        encoding.resolve({"height": 128})
 
 
-def test_the_last_stage_is_the_whole_graph_and_cutting_twice_is_cutting_once() -> None:
+def test_until_the_last_stage_is_the_whole_graph_and_until_twice_is_until_once() -> None:
     assert GRAPH.until("decode") == GRAPH
     assert GRAPH.until("encode").until("encode") == GRAPH.until("encode")
 
@@ -39,8 +39,8 @@ def test_a_branch_that_the_stage_does_not_need_goes() -> None:
 
 
 def test_directives_stay_for_what_is_used() -> None:
-    told = replace(GRAPH, directives=Directives(("vae", "text_encoder"), ("transformer",), 5))
-    assert told.until("encode").directives == Directives(("text_encoder",), (), 5)
+    directed = replace(GRAPH, directives=Directives(("vae", "text_encoder"), ("transformer",), 5))
+    assert directed.until("encode").directives == Directives(("text_encoder",), (), 5)
 
 
 def test_an_unknown_stage_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tiny pipelines saved to folders and imported, and what each pipeline itself makes of the same arguments."""
+"""Tiny pipelines saved to folders and imported, and each pipeline's own output for the same arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 @dataclass(frozen=True)
 class Saved:
-    """The case ``name`` in a folder: its pipeline, and arguments of its call without a generator and an output's form."""
+    """The case ``name`` in a folder, with its pipeline and the arguments of its call except ``generator`` and ``output_type``."""
 
     name: str
     folder: Path
@@ -39,7 +39,7 @@ class Saved:
 
     @property
     def sets(self) -> dict[str, Any]:
-        """Defaults of inputs for such a call, as a user would give them."""
+        """Defaults of inputs for that call, as a user would set them."""
         found = {NAMES.get(k, k): v for k, v in self.arguments.items() if plain(v) and k not in ("prompt", "output_type")}
         pictures = [v for v in self.arguments.values() if isinstance(v, Image.Image)]
         films = [v for v in self.arguments.values() if is_film(v)]
@@ -50,24 +50,24 @@ class Saved:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a run of the graph is given."""
-        given = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
+        """The inputs of a run of the graph."""
+        inputs = {k: v for k, v in self.arguments.items() if k == "prompt" or not plain(v)} | {"seed": SEED}
         if self.name.endswith("-two"):
-            given |= {f"image_{number}": picture for number, picture in enumerate(given.pop("image"))}
-        return given
+            inputs |= {f"image_{number}": picture for number, picture in enumerate(inputs.pop("image"))}
+        return inputs
 
     def imported(self, **more: Any) -> Imported:
         asked = {"configs": {}, "dtypes": {}, "sets": self.sets, **more}
         return import_source(str(self.folder), Asked(**asked))
 
     def expected(self, **more: Any) -> Any:
-        """What the pipeline itself makes: its first field."""
+        """The pipeline's own output: the first field of what it returns."""
         known = inspect.signature(type(self.pipe).__call__).parameters
         generator = {"generator": torch.Generator().manual_seed(SEED)} if "generator" in known else {}
         torch.manual_seed(1)
         pictured = "output_type" in known and not self.name.startswith(("StableAudio", "Marigold", "KandinskyV22Prior"))
-        form = {"output_type": "pil"} if pictured else {}
-        made = self.pipe(**{**self.arguments, **generator, **form, **more})
+        output_type = {"output_type": "pil"} if pictured else {}
+        made = self.pipe(**{**self.arguments, **generator, **output_type, **more})
         return next(iter(vars(made).values())) if hasattr(made, "__dict__") else made[0]
 
 
@@ -87,7 +87,7 @@ def saved(name: str, folder: Path) -> Saved:
     arguments = {k: v for k, v in case.arguments().items() if k != "output_type" and v is not None}
     if isinstance(arguments.get("image"), torch.Tensor):
         arguments["image"] = picture(arguments["image"].shape[-1])
-    if name.endswith("-two"):  # of which a graph has an input each
+    if name.endswith("-two"):  # a graph has one input for each
         arguments |= {"image": film(2)}
     return Saved(name, folder / name, pipe, arguments | ({"num_inference_steps": case.steps} if case.steps else {}))
 
@@ -115,14 +115,14 @@ def planned(
     least: bool = False,
     cache: Path | None = None,
 ) -> Solution:
-    """A plan for ``graph`` on the simulated accelerator, with room for all of it or under the least budget."""
+    """A plan for ``graph`` on the simulated accelerator, with an ample budget or the ``least`` one."""
     pin = tuple(graph.components) if pinned else ()
     ample = graphrun.estimate(graph, vram=AMPLE, ram=AMPLE, hardware="sim", inputs=inputs or {}, pin=pin, cache=cache)
     return graphrun.plan(replace(ample, budget_bytes=smallest_budget(ample)) if least else ample, cache=cache)
 
 
 def run(graph: Graph, solution: Solution, inputs: Mapping[str, Any], modules: Mapping[str, Any] | None = None) -> Trace:
-    """``graph`` executed by its plan, with the weights of its source, or ``modules``; nothing is left behind."""
+    """Runs ``graph`` by its plan, with ``modules`` or the weights of its source. Asserts that nothing is left on the device."""
     trace = graphrun.run(solution, graph, inputs, modules=modules)
     assert trace.left_bytes == 0
     return trace

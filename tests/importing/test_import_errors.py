@@ -1,4 +1,4 @@
-"""What cannot be imported: refused with what is wrong and what to do, and nothing is left behind."""
+"""Sources that cannot be imported: the error says what is wrong and what to do, and nothing is written."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(pipeline: Path, tmp_path: Path) -> Path:
-    """The same, to be broken."""
+    """A copy of it that a test may break."""
     return Path(shutil.copytree(pipeline, tmp_path / "broken" / "pipe"))
 
 
 def index(folder: Path, **entries: object) -> Path:
-    """``folder`` with ``entries`` in its model_index."""
+    """Sets ``entries`` in the model_index of ``folder``, and returns the folder."""
     file = folder / "model_index.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
     return folder
 
 
 def refused(cli: Cli, source: object, *options: str) -> str:
-    """What is said; nothing is written."""
+    """The error text of an import. Asserts that nothing is written."""
     before = set(Path().iterdir())
     code, out, err = cli("import", str(source), "-o", "graph.yaml", *options)
     assert code == 2, err
@@ -43,7 +43,7 @@ def refused(cli: Cli, source: object, *options: str) -> str:
     return err
 
 
-def test_sources_that_are_none(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
+def test_invalid_sources(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
     assert "no such folder: /nowhere" in refused(graphrun, "/nowhere")
     assert f"give the folder, {pipeline}" in refused(graphrun, pipeline / "model_index.json")
     (tmp_path / "empty").mkdir()
@@ -52,7 +52,7 @@ def test_sources_that_are_none(graphrun: Cli, pipeline: Path, tmp_path: Path) ->
     said = refused(graphrun, "owner/name")
     assert "cannot get the configurations of owner/name from the hub" in said
     assert "give a folder" in said
-    assert "is no folder here, no hub id" in refused(graphrun, "what is this")
+    assert "is not a folder, a hub id" in refused(graphrun, "what is this")
 
 
 def test_folders_that_lack_something(graphrun: Cli, copied: Path) -> None:
@@ -77,14 +77,14 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(graphrun: Cli, copied: P
 
 
 @pytest.mark.parametrize("name", ["../../out", "/out", "a/../../../out", "", "x" * 65])
-def test_a_part_whose_name_is_no_folders_name_is_refused_and_nothing_is_written(graphrun: Cli, copied: Path, name: str) -> None:
+def test_a_part_whose_name_is_not_a_folder_name_is_refused_and_nothing_is_written(graphrun: Cli, copied: Path, name: str) -> None:
     index(copied, **{name: ["diffusers", "AutoencoderKL"]})
     before = sorted(copied.parent.rglob("*"))
     assert f"{name!r} cannot be a part's name, which is that of its folder" in refused(graphrun, copied)
     assert sorted(copied.parent.rglob("*")) == before
 
 
-def test_classes_that_are_none(graphrun: Cli) -> None:
+def test_invalid_classes(graphrun: Cli) -> None:
     assert "did you mean 'FluxPipeline'?" in refused(graphrun, "diffusers.FluxPipelin")
     assert "is no pipeline" in refused(graphrun, "diffusers.AutoencoderKL")
     assert "outside the trusted packages" in refused(graphrun, "os.path")
@@ -98,16 +98,16 @@ def test_classes_that_are_none(graphrun: Cli) -> None:
     assert "has no blocks of its own" in refused(graphrun, "diffusers.ModularPipeline")
 
 
-def test_options_that_mean_nothing(graphrun: Cli, pipeline: Path) -> None:
+def test_invalid_options(graphrun: Cli, pipeline: Path) -> None:
     assert "has no such part; it has" in refused(graphrun, pipeline, "--without", "text_encoder_9")
     assert "takes no such argument" in refused(graphrun, pipeline, "--set", "heigth=16")
     assert "did you mean 'unet'" in refused(graphrun, pipeline, "--dtype", "unt=float16")
     assert "it is bfloat16, float16, float32" in refused(graphrun, pipeline, "--dtype", "int8")
     assert "--config is for a pipeline's class" in refused(graphrun, pipeline, "--config", "unet=x.json")
-    assert "--revision is of a repository" in refused(graphrun, pipeline, "--revision", "main")
+    assert "--revision is for a repository" in refused(graphrun, pipeline, "--revision", "main")
 
 
-def test_a_graph_file_that_is_there_stays(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
+def test_an_existing_graph_file_is_not_overwritten(graphrun: Cli, pipeline: Path, tmp_path: Path) -> None:
     (tmp_path / "graph.yaml").write_text("mine")
     assert "is there already: add --force" in refused(graphrun, pipeline)
     assert (tmp_path / "graph.yaml").read_text() == "mine"
@@ -133,6 +133,6 @@ def test_a_probe_that_fails_names_the_call_and_what_to_do(graphrun: Cli, copied:
     assert "op: call" in said
 
 
-def test_what_no_file_holds_is_named(graphrun: Cli, tmp_path: Path) -> None:
+def test_an_argument_that_no_file_holds_is_named(graphrun: Cli, tmp_path: Path) -> None:
     folder = saved("KandinskyV22Pipeline", tmp_path / "saved").folder
     assert "needs image_embeds, negative_image_embeds, which no file holds" in refused(graphrun, folder)

@@ -1,4 +1,4 @@
-"""Repositories on the hub: small files alone, from its cache where there is no network."""
+"""Import of hub repositories: only small files are fetched, or taken from the cache without a network."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_repository_in_the_cache_is_imported_without_a_network(tmp_path: Path,
 
 
 def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the graph, in its components' sources and in the plan; where a branch moves on, none of it does."""
+    """In the graph, in its components' sources and in the plan. None of them changes when the tag moves to another commit."""
     folder = saved("StableDiffusionPipeline", tmp_path).folder
     commits, root = {"main": "a" * 40, "v1": "b" * 40}, tmp_path / "cache" / "models--owner--tiny"
     (root / "refs").mkdir(parents=True)
@@ -83,6 +83,6 @@ def test_a_revision_is_pinned_as_the_commit_that_it_is(tmp_path: Path, monkeypat
         import_source("owner/tiny", Asked({}, {}, revision="v2"))
 
 
-def test_what_cannot_be_reached_says_so() -> None:
+def test_an_unreachable_repository_is_an_error() -> None:
     with pytest.raises(InputError, match="cannot get the configurations of owner/none at v1 from the hub"):
         import_source("owner/none", Asked({}, {}, revision="v1"))

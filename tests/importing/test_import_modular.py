@@ -1,4 +1,4 @@
-"""Modular pipelines as graphs, a stage for each of their blocks, run by their plans: what the pipeline itself makes."""
+"""Modular pipelines imported with a stage for each of their blocks: a run by the plan gives the pipeline's own output."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def written(pipe: Any, call: Mapping[str, Any], path: Path, workflow: str = "", 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_modular_pipeline_is_cut_at_its_blocks(case: str, tmp_path: Path) -> None:
+def test_a_modular_pipeline_is_split_at_its_blocks(case: str, tmp_path: Path) -> None:
     name, _, workflow = case.partition(":")
     pipe = modular(name)
     call = call_of(name, pipe, workflow)
@@ -84,8 +84,8 @@ def test_a_modular_pipeline_is_cut_at_its_blocks(case: str, tmp_path: Path) -> N
         assert equal(next(iter(trace.outputs.values())), expected(pipe, call | in_call)), changed
 
 
-def test_values_are_handed_on_by_name_and_random_numbers_go_on(tmp_path: Path) -> None:
-    """The encoders wait for each other only where one draws numbers of which the next gets the following ones."""
+def test_values_are_passed_by_name_and_random_numbers_continue(tmp_path: Path) -> None:
+    """An encoder depends on another only where both draw from one generator, whose state passes between them."""
     pipe = modular("FluxPipeline")
     _, graph = written(pipe, call_of("FluxPipeline", pipe, "image2image"), tmp_path / "graph.yaml", "image2image")
     assert graph.stage("text_encoder").outputs == ("prompt_embeds", "pooled_prompt_embeds")
@@ -97,13 +97,13 @@ def test_values_are_handed_on_by_name_and_random_numbers_go_on(tmp_path: Path) -
     assert (graph.inputs["height"].multiple_of, graph.kinds()) == (4, {"image": "image"})
 
 
-def test_what_is_handed_on_is_in_the_groups_that_blocks_ask_for() -> None:
+def test_values_passed_in_are_in_the_groups_that_blocks_read() -> None:
     state = begun(modular("FluxPipeline"), {"height": 16}, {"prompt_embeds": torch.ones(1)})
     assert list(state.get_by_kwargs("denoiser_input_fields")) == ["prompt_embeds"]
     assert (state.height, state.width, state.num_inference_steps) == (16, None, 50)
 
 
-def test_a_batch_is_what_the_pipeline_makes_of_it(tmp_path: Path) -> None:
+def test_a_batch_gives_the_pipelines_own_output(tmp_path: Path) -> None:
     pipe = modular("FluxPipeline")
     call = call_of("FluxPipeline", pipe)
     live, graph = written(pipe, call, tmp_path / "graph.yaml")
@@ -131,7 +131,7 @@ def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
 
 
 class Sized(ModularPipelineBlocks):
-    """Enters nothing, and hands on what no graph holds."""
+    """Enters no component, and passes on a value that a graph cannot hold."""
 
     @property
     def inputs(self) -> list[Any]:
@@ -147,7 +147,7 @@ class Sized(ModularPipelineBlocks):
 
 
 class Decoding(type(d.FluxAutoBlocks().sub_blocks["decode"])):  # type: ignore[misc]
-    """A decoder that looks at it."""
+    """A decoder that reads that value."""
 
     def __call__(self, components: Any, state: Any) -> Any:
         assert isinstance(state.get("asked"), set)
@@ -155,19 +155,19 @@ class Decoding(type(d.FluxAutoBlocks().sub_blocks["decode"])):  # type: ignore[m
 
 
 class SizedBlocks(SequentialPipelineBlocks):
-    """FLUX's blocks, of which the first hands something to the last."""
+    """FLUX's blocks with an extra first block that passes a value to the last."""
 
     model_name = "flux"
     block_classes = [Sized, *(type(block) for block in list(d.FluxAutoBlocks().sub_blocks.values())[:-1]), Decoding]
     block_names = ["size", *d.FluxAutoBlocks().sub_blocks]
 
 
-def test_blocks_that_hand_on_what_no_graph_holds_stay_together(tmp_path: Path) -> None:
+def test_blocks_that_pass_a_value_that_a_graph_cannot_hold_are_one_stage(tmp_path: Path) -> None:
     pipe = modular("FluxPipeline", SizedBlocks())
     call = call_of("FluxPipeline", pipe)
     live, graph = written(pipe, call, tmp_path / "graph.yaml")
     assert [stage.name for stage in graph.stages] == ["make"]
-    assert "hand on to each other what no graph holds" in (tmp_path / "graph.yaml").read_text()
+    assert "pass each other values that a graph cannot hold" in (tmp_path / "graph.yaml").read_text()
     assert graph.pipeline_config == {"blocks": f"{__name__}.SizedBlocks"}
     assert graph.trust == (__name__.partition(".")[0],)
     inputs = inputs_of(call, graph)
@@ -181,7 +181,7 @@ def test_blocks_put_together_by_code_have_no_name(tmp_path: Path) -> None:
         graphrun.from_pipeline(modular("FluxPipeline", blocks)).to_yaml(tmp_path / "graph.yaml")
 
 
-def test_a_workflow_that_there_is_not(tmp_path: Path) -> None:
+def test_an_unknown_workflow_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="workflow image2imag: FluxAutoBlocks has no such workflow; did you mean 'image2image'"):
         written(modular("FluxPipeline"), {}, tmp_path / "graph.yaml", "image2imag")
 
@@ -191,10 +191,10 @@ def test_a_workflow_that_there_is_not(tmp_path: Path) -> None:
     [
         ("blocks: [denoise]", "blocks: [denois]", "FluxAutoBlocks has no 'denois'; did you mean 'denoise'"),
         ("guidance_scale: $guidance_scale", "guidanc_scale: $guidance_scale", "FluxAutoBlocks takes no 'guidanc_scale'; did you"),
-        ("latents: $denoise.latents", "latents: $denoise.latent", "its blocks make no latent"),
+        ("latents: $denoise.latents", "latents: $denoise.latent", "its blocks do not compute latent"),
     ],
 )
-def test_what_blocks_do_not_know_is_an_error_at_its_stage(before: str, after: str, said: str, tmp_path: Path) -> None:
+def test_an_unknown_block_argument_or_output_is_an_error_at_its_stage(before: str, after: str, said: str, tmp_path: Path) -> None:
     pipe, file = modular("FluxPipeline"), tmp_path / "graph.yaml"
     written(pipe, call_of("FluxPipeline", pipe), file)
     assert before in file.read_text()
@@ -207,9 +207,9 @@ def test_what_blocks_do_not_know_is_an_error_at_its_stage(before: str, after: st
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny modular FLUX as `save_pretrained` leaves it."""
-    place = tmp_path_factory.mktemp("saved") / "flux"
-    modular("FluxPipeline").save_pretrained(str(place), overwrite_modular_index=True)
-    return place
+    path = tmp_path_factory.mktemp("saved") / "flux"
+    modular("FluxPipeline").save_pretrained(str(path), overwrite_modular_index=True)
+    return path
 
 
 def changed(folder: Path, **entries: Any) -> None:
@@ -218,7 +218,7 @@ def changed(folder: Path, **entries: Any) -> None:
 
 
 def test_a_folder_is_the_same_graph_with_its_weights(folder: Path, tmp_path: Path) -> None:
-    """Also one that was moved, of which a component lies elsewhere."""
+    """Also where the folder was moved and one component is in another folder."""
     pipe = modular("FluxPipeline")
     call = call_of("FluxPipeline", pipe)
     moved = Path(shutil.copytree(folder, tmp_path / "moved"))
@@ -236,7 +236,7 @@ def test_a_folder_is_the_same_graph_with_its_weights(folder: Path, tmp_path: Pat
     assert equal(run(graph, planned(graph), inputs).outputs["image"], expected(pipe, call))
 
 
-def test_a_class_wants_what_its_workflow_uses(folder: Path, tmp_path: Path) -> None:
+def test_a_class_needs_configurations_of_what_its_workflow_uses(folder: Path, tmp_path: Path) -> None:
     configs = {name: f"{folder / name}/config.json" for name in ("text_encoder", "text_encoder_2", "transformer", "vae")}
     small = {"height": 16, "width": 16, "max_sequence_length": 16}
     for workflow, stages in (("text2image", THREE), ("image2image", IMAGED)):
@@ -250,7 +250,7 @@ def test_a_class_wants_what_its_workflow_uses(folder: Path, tmp_path: Path) -> N
         imported("diffusers.FluxModularPipeline", {}, configs)
 
 
-def test_a_class_wants_no_component_that_its_workflow_has_no_use_for() -> None:
+def test_a_class_needs_no_component_that_its_workflow_does_not_use() -> None:
     for workflow, wanted in (("text2image", False), ("controlnet_text2image", True)):
         with pytest.raises(InputError, match="add --config text_encoder=FILE") as caught:
             imported("diffusers.StableDiffusionXLModularPipeline", {"workflow": workflow})
@@ -260,17 +260,17 @@ def test_a_class_wants_no_component_that_its_workflow_has_no_use_for() -> None:
 
 def test_modular_folders_that_cannot_be_imported(folder: Path, tmp_path: Path) -> None:
     def refused(**entries: Any) -> str:
-        place = Path(shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir())))))
-        changed(place, **entries)
+        broken = Path(shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir())))))
+        changed(broken, **entries)
         with pytest.raises(InputError) as caught:
-            imported(place, {})
+            imported(broken, {})
         return str(caught.value)
 
     assert "MyBlocks is code that came with a checkpoint, and such code is never run" in refused(_blocks_class_name="MyBlocks")
     assert "such code is never run" in refused(_class_name=["mine", "MyPipeline"])
     assert "is of diffusers.FluxPipeline, which is not modular" in refused(_class_name="FluxPipeline")
     said = {"pretrained_model_name_or_path": "/nowhere", "subfolder": "other", "type_hint": ["diffusers", "AutoencoderKL"]}
-    assert "vae lies in /nowhere, and there is no such folder" in refused(vae=["diffusers", "AutoencoderKL", said])
+    assert "vae: there is no folder /nowhere" in refused(vae=["diffusers", "AutoencoderKL", said])
     own = Path(shutil.copytree(folder, tmp_path / "own"))
     (own / "modular_config.json").write_text("{}")
     with pytest.raises(InputError, match="modular_config.json is code that came with a checkpoint"):

@@ -1,4 +1,4 @@
-"""Checkpoints in one file, and GGUF transformers: which components they hold is found, everything else is another source's."""
+"""Import of checkpoints in one file and GGUF transformers: their components are found, the others come from another source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bare(folder: Path) -> Path:
 
 
 def cached(folder: Path, repository: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``folder`` as what the hub's cache has of ``repository``."""
+    """Puts ``folder`` into the hub's cache as ``repository``."""
     root = cache / f"models--{repository.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(COMMIT)
@@ -43,13 +43,13 @@ def cached(folder: Path, repository: str, cache: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """FLUX in small as a folder without weights."""
+    """A tiny FLUX as a folder without weights."""
     return bare(of_graph("flux-tiny", tmp_path_factory.mktemp("flux")).folder)
 
 
 @pytest.fixture(scope="module")
 def transformer() -> dict[str, torch.Tensor]:
-    """Its transformer's tensors, as those who trained FLUX name them."""
+    """Its transformer's tensors, named as in FLUX's original checkpoint."""
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     shapes = layouts.flux_shapes(graph.component("transformer").config)
     generator = torch.Generator().manual_seed(0)
@@ -80,8 +80,8 @@ def test_a_checkpoint_is_imported_with_the_configurations_of_a_folder(tmp_path: 
 
 
 def test_a_transformer_in_one_file_is_known_by_its_tensors(flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repository is that of diffusers' table, from the hub's cache; what the file lacks is read there. FLUX in its true width,
-    which diffusers' conversion asks for, and two layers deep."""
+    """The other components come from the repository in diffusers' table, here from the hub's cache. FLUX at its real width, which
+    diffusers' conversion needs, and two layers deep."""
     folder = Path(shutil.copytree(flux, tmp_path / "wide"))
     config = json.loads((folder / "transformer" / "config.json").read_text())
     config |= {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56], "guidance_embeds": True}
@@ -131,9 +131,9 @@ def test_files_that_cannot_be_imported_say_why(
 
     save_file(transformer, tmp_path / "flux.safetensors")
     said = refused("./flux.safetensors")
-    assert "has no configurations: cannot get the configurations of black-forest-labs/FLUX.1-dev from the hub" in said
+    assert "has no configurations of its own: cannot get the configurations of black-forest-labs/FLUX.1-dev from the hub" in said
     assert "--config FOLDER names a folder" in said
-    assert "of a file it is --config FOLDER" in refused("./flux.safetensors", "--config", "vae=x.json")
+    assert "for a file it is --config FOLDER" in refused("./flux.safetensors", "--config", "vae=x.json")
     assert "no such file" in refused("./none.safetensors")
     save_file({"something": torch.zeros(2)}, tmp_path / "other.safetensors")
     assert "diffusers does not know which pipeline" in refused("./other.safetensors")
@@ -142,16 +142,16 @@ def test_files_that_cannot_be_imported_say_why(
     assert "transformer: it is no FluxTransformer2DModel" in said
     (tmp_path / "model.ckpt").touch()
     assert "nothing is unpickled" in refused("./model.ckpt")
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "flux.safetensors").read_bytes()[:-1])
-    assert "is cut or corrupt" in refused("./cut.safetensors", "--config", str(flux))
+    (tmp_path / "truncated.safetensors").write_bytes((tmp_path / "flux.safetensors").read_bytes()[:-1])
+    assert "is truncated or corrupt" in refused("./truncated.safetensors", "--config", str(flux))
 
 
 def test_a_file_of_another_size_than_its_configurations_is_refused(flux: Path, tmp_path: Path) -> None:
-    """Taken for a component that it is not, it would be left out in silence."""
+    """Otherwise the file's component would be left out silently."""
     graph, file = graphrun.load(GRAPHS / "flux-tiny.yaml"), tmp_path / "flux.safetensors"
     state = dict(build(graph.component("transformer"), graph).state_dict())
     save_file({**state, "context_embedder.weight": torch.zeros(8, 8)}, file)
-    with pytest.raises(GraphError, match=r"context_embedder.weight is \[8, 8\].*--config names whose configurations"):
+    with pytest.raises(GraphError, match=r"context_embedder.weight is \[8, 8\].*--config names the source"):
         import_source(str(file), Asked({"": str(flux)}, {}))
     save_file({name: tensor for name, tensor in state.items() if name != "context_embedder.bias"}, file)
     with pytest.raises(GraphError, match="lacks 1 tensors, such as context_embedder.bias"):

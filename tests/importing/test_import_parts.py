@@ -1,4 +1,4 @@
-"""The pieces of an import: dtypes, bounds of inputs, echoes that tell two ways apart, numbers of a reference graph."""
+"""Parts of an import: dtypes, bounds of inputs, fingerprint runs, and the sizes of a reference graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphrun.diffusers_.importing.imported import Asked, import_source, spec_of
 from graphrun.diffusers_.importing.signature import divisor, maximum
 from graphrun.diffusers_.importing.split import lay_out
 from graphrun.diffusers_.importing.standin import stand_in_words
-from graphrun.diffusers_.importing.trial import rehearse
+from graphrun.diffusers_.importing.trial import build_trial
 from graphrun.diffusers_.importing.written import document_of
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
@@ -66,32 +66,32 @@ def test_a_vae_that_its_pipeline_casts_up_is_declared_in_fp32(tmp_path: Path) ->
     assert [use.component for phase in problem.phases for use in phase.uses][-2:] == ["unet", "vae"]
 
 
-def test_echoes_differ_where_anything_that_was_handed_in_does(tmp_path: Path) -> None:
-    rehearsed = rehearse(with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {}))
+def test_fingerprints_differ_from_the_first_argument_that_differs(tmp_path: Path) -> None:
+    trial = build_trial(with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {}))
     call = {"prompt": "a", "height": 16, "width": 16}
-    one = rehearsed.whole(call)
-    rehearsed.known.clear()
-    assert rehearsed.whole(call) == one
+    one = trial.run_whole(call)
+    trial.whole_runs.clear()
+    assert trial.run_whole(call) == one
     assert [str(entered) for entered in one] == ["text_encoder", "text_encoder", "unet", "unet", "vae.decode"]
-    other = rehearsed.whole({**call, "guidance_scale": 7.0})  # as it is 7.5: the second step sees other latents
+    other = trial.run_whole({**call, "guidance_scale": 7.0})  # the default is 7.5: the second step gets other latents
     assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, True, False, False]
-    assert rehearsed.whole(call, seed=1)[2:] != one[2:]
+    assert trial.run_whole(call, seed=1)[2:] != one[2:]
 
 
 class Halving(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
-    """A pipeline that takes latents from outside for something else than it returns."""
+    """A pipeline that scales latents from its caller, so that latents that it returned are not what it continues from."""
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
         halved = tuple(value / 2 if isinstance(value, torch.Tensor) else value for value in args)
         return super().prepare_latents(*halved, **kwargs)
 
 
-def test_a_call_whose_stages_would_compute_something_else_stays_whole(tmp_path: Path) -> None:
+def test_a_call_whose_stages_would_compute_something_else_is_not_split(tmp_path: Path) -> None:
     spec = with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {})
     sizes = {"height": 16, "width": 16}
-    assert lay_out(rehearse(spec), sizes).why == ""
+    assert lay_out(build_trial(spec), sizes).why == ""
     other = replace(spec, pipeline=f"{__name__}.Halving", trust=(*spec.trust, __name__.partition(".")[0]))
-    assert lay_out(rehearse(other), sizes).why == "cut in three it enters its components with other numbers"
+    assert lay_out(build_trial(other), sizes).why == "cut in three it enters its components with other numbers"
 
 
 def test_a_digest_is_of_numbers_shapes_and_order() -> None:

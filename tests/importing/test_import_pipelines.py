@@ -1,4 +1,4 @@
-"""Imported pipelines run by their plans, each class within the least budget: bit for bit what the pipeline itself makes."""
+"""Imported pipelines run by their plans under the least budget: the pipeline's own output, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHOLE = (
     "StableDiffusionControlNetPipeline-two",
     "KandinskyV22CombinedPipeline",
     "MarigoldDepthPipeline",
-    "ZImagePipeline",  # keeps a table of positions
+    "ZImagePipeline",  # caches a table of positions
 )
 
 
@@ -37,7 +37,7 @@ def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: P
     assert equal(next(iter(trace.outputs.values())), source.expected())
 
 
-def test_four_encoders_are_cut_from_the_rest(tmp_path: Path) -> None:
+def test_four_encoders_are_in_the_encode_stage(tmp_path: Path) -> None:
     source = of_graph("hidream-tiny", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     assert graph.stage("encode").uses == ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
@@ -45,8 +45,8 @@ def test_four_encoders_are_cut_from_the_rest(tmp_path: Path) -> None:
     assert equal(trace.outputs["image"], source.expected())
 
 
-def test_a_negative_prompt_that_is_left_out_is_not_an_empty_one(tmp_path: Path) -> None:
-    """SDXL puts zeros in place of an empty negative prompt only where there is none; the graph does either."""
+def test_no_negative_prompt_differs_from_an_empty_one(tmp_path: Path) -> None:
+    """SDXL uses zeros as the negative embeddings only where there is no negative prompt; the graph supports both."""
     source = saved("StableDiffusionXLPipeline", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     assert not graph.inputs["negative_prompt"].required
@@ -56,7 +56,7 @@ def test_a_negative_prompt_that_is_left_out_is_not_an_empty_one(tmp_path: Path) 
         assert equal(run(graph, solution, inputs).outputs["image"], source.expected(**more)), more
 
 
-def test_other_values_than_the_defaults_lead_the_same_way(tmp_path: Path) -> None:
+def test_inputs_other_than_the_defaults_give_the_pipelines_own_output(tmp_path: Path) -> None:
     source = saved("StableDiffusionPipeline", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
     inputs = {**source.inputs, "batch": 2, "guidance_scale": 1.0, "steps": 3, "height": 32}

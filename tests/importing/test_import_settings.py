@@ -1,4 +1,4 @@
-"""What constructors of pipelines and models keep: lists of numbers, a scheduler of their own, settings noted by themselves."""
+"""Settings of constructors: lists of numbers, a scheduler that the pipeline creates, settings that a model adds itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SD = cases()["StableDiffusionPipeline"]
 
 
 class Own(diffusers.DiffusionPipeline):
-    """As Krea 2 it has a list of numbers, and as LongCat a scheduler of its own if it is given none."""
+    """Like Krea 2 it takes a list of numbers; like LongCat it creates a scheduler if it gets none."""
 
     def __init__(self, unet: Any, vae: Any, scheduler: Any = None, layers: Any = (1, 2)) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Own(diffusers.DiffusionPipeline):
 
 
 class Late(diffusers.StableDiffusionPipeline):
-    """What is wrong comes late; a picture, which is handed to it as the next try, is refused at once."""
+    """Fails after its encoder without a picture, and at once with one, which the import tries next."""
 
     def __call__(self, prompt: Any = None, image: Any = None) -> Any:
         if image is not None:
@@ -63,14 +63,14 @@ def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
     assert graphrun.from_pipeline(own()).graph.pipeline_config == {}
 
 
-def test_of_several_tries_the_error_is_of_the_one_that_got_furthest() -> None:
+def test_the_error_is_that_of_the_try_that_got_furthest() -> None:
     pipe = Case(Late, "", SD.parts, dict).build()
     with pytest.raises(ProbeError, match="after text_encoder was entered, .* this is the trouble"):
         _ = graphrun.from_pipeline(pipe).graph
 
 
-def test_components_that_come_to_share_weights_are_refused_for_a_graph_and_planned_live() -> None:
+def test_components_that_share_weights_are_refused_for_a_graph_and_planned_live() -> None:
     live = graphrun.from_pipeline(Case(diffusers.ZImageControlNetPipeline, "", parts, dict).build())
     assert "transformer_and_controlnet" in live.modules
-    with pytest.raises(InputError, match="gives transformer and controlnet weights in common.*graphrun.attach"):
+    with pytest.raises(InputError, match="makes transformer and controlnet share weights.*graphrun.attach"):
         _ = live.graph

@@ -1,7 +1,8 @@
-"""`docs/pipelines.md` says what each tiny pipeline is imported as: in how many stages, and what speaks against three.
+"""The table in `docs/pipelines.md` of the stages that each tiny pipeline is imported with, and the reason where these are not
+three.
 
-All of them take too long for each run: a sample with every kind of row is imported, and the table names every class and no other.
-`--update-golden` imports and writes all.
+Importing all takes too long for every run: a sample with every kind of row is imported, and the names in the table are compared.
+`--update-golden` imports all and writes the table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SAMPLE = (
     "IFPipeline",  # no latents
     "KandinskyV22CombinedPipeline",
     "KandinskyV22Pipeline",  # not
-    "LatentConsistencyModelPipeline",  # fails when cut
+    "LatentConsistencyModelPipeline",  # fails when split
     "StableAudioPipeline",  # an argument that the ops lack
     "StableCascadeDecoderPipeline",  # not
     "StableDiffusionControlNetPipeline-two",

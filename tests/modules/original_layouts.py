@@ -1,5 +1,6 @@
-"""Checkpoints as those who trained the models name and shape their tensors: the way back from diffusers' modules, for SDXL and
-FLUX; GGUF files."""
+"""Checkpoints with the names and shapes of the original authors, for SDXL and FLUX, made from diffusers' modules; and GGUF
+files.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import gguf
 import torch
 
 GGUF_TYPES = gguf.GGMLQuantizationType
-# What stands where in files that people share: most in one type, what is small or touchy in others.
+# Types as in published files: most tensors in one type, small or sensitive ones in others.
 ROLES = {"norm": GGUF_TYPES.F32, "attn": GGUF_TYPES.Q4_0, "ff": GGUF_TYPES.Q8_0, "proj": GGUF_TYPES.Q5_1}
 ROLES |= {"embed": GGUF_TYPES.F16, "time": GGUF_TYPES.BF16}
 Tensors = dict[str, torch.Tensor]
@@ -38,7 +39,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def unet(state: Tensors, layers: int) -> Tensors:
-    """SDXL's UNet with ``layers`` a block."""
+    """SDXL's UNet with ``layers`` resnets per block."""
     attended = {match[1] for name in state if (match := re.match(r"up_blocks\.(\d+)\.attentions", name))}
 
     def original(name: str) -> str:
@@ -50,12 +51,12 @@ def unet(state: Tensors, layers: int) -> Tensors:
         if side == "mid":
             return f"middle_block.{2 * index if kind == 'resnets' else 1}.{rest}"
         first = int(number) * (layers + 1) + (side == "down")
-        place = f"{'input' if side == 'down' else 'output'}_blocks"
+        blocks = f"{'input' if side == 'down' else 'output'}_blocks"
         if kind == "downsamplers":
-            return f"{place}.{first + layers}.0.{rest.replace('conv', 'op')}"
+            return f"{blocks}.{first + layers}.0.{rest.replace('conv', 'op')}"
         if kind == "upsamplers":
-            return f"{place}.{first + layers}.{2 if number in attended else 1}.{rest}"
-        return f"{place}.{first + index}.{0 if kind == 'resnets' else 1}.{rest}"
+            return f"{blocks}.{first + layers}.{2 if number in attended else 1}.{rest}"
+        return f"{blocks}.{first + index}.{0 if kind == 'resnets' else 1}.{rest}"
 
     return {f"model.diffusion_model.{original(name)}": tensor for name, tensor in state.items()}
 
@@ -96,7 +97,7 @@ def _three(name: str, state: Tensors) -> list[str]:
 
 
 def flux_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """FLUX's own file: names and shapes."""
+    """The names and shapes of FLUX's original checkpoint."""
     n, wide = config["num_attention_heads"] * config["attention_head_dim"], 4
     found: dict[str, tuple[int, ...]] = {}
 
@@ -134,8 +135,9 @@ def flux_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def write_hollow(
     file: Path, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str] | None = None, kind: str = "BF16"
 ) -> int:
-    """A safetensors file of full size whose data are a hole: it takes no room. ``kinds``: of those that are not ``kind``. Returns
-    the bytes of its tensors."""
+    """Writes a sparse safetensors file of full size that takes no disk space. ``kinds``: the dtype of tensors that are not
+    ``kind``. Returns the bytes of its tensors.
+    """
     header, end = {}, 0
     for name, shape in shapes.items():
         dtype = (kinds or {}).get(name, kind)
@@ -150,7 +152,7 @@ def write_hollow(
 
 
 def write_gguf(file: Path, tensors: Tensors, kind: Callable[[str, torch.Tensor], Any]) -> Path:
-    """A GGUF file of ``tensors``, each in the type that ``kind`` says."""
+    """Writes a GGUF file of ``tensors``, each in the type that ``kind`` returns."""
     writer = gguf.GGUFWriter(file, "flux")
     writer.add_uint32("some.number", 7)
     writer.add_array("some.texts", ["one", "two"])
@@ -165,7 +167,7 @@ def write_gguf(file: Path, tensors: Tensors, kind: Callable[[str, torch.Tensor],
 
 
 def by_role(name: str, tensor: torch.Tensor) -> Any:
-    """The type of a tensor by its name."""
+    """The GGUF type of a tensor, chosen by its name."""
     if tensor.dim() < 2:
         return GGUF_TYPES.F32
     return next((kind for role, kind in ROLES.items() if role in name), GGUF_TYPES.Q8_0)

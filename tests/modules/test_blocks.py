@@ -1,4 +1,4 @@
-"""Where each tensor of a module lies: in its block's buffer, aligned, and in one only."""
+"""Block layouts: every tensor belongs to one block, and is aligned in its buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def names(module: nn.Module, layout: BlockLayout) -> set[str]:
     return {found[id(entry.tensor)] for entry in layout.entries}
 
 
-def test_a_tensor_belongs_to_the_longest_path_and_the_root_takes_the_rest() -> None:
+def test_a_tensor_belongs_to_the_longest_matching_path_else_to_the_root() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     layouts = lay_out(module, ["1", "1.0"])
     assert names(module, layouts["1.0"]) == {"1.0.weight", "1.0.bias"}

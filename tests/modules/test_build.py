@@ -1,4 +1,4 @@
-"""Meta modules and modules: true sizes, equal shapes and dtypes, weights that depend on name and seed alone, errors that name files."""
+"""Building components and parts: sizes, shapes and dtypes, random weights, weights from a source, and errors that name files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 T5_XXL, CLIP_L, CLIP_L_PROJECTED, CLIP_G = 4_762_310_656, 123_060_480, 123_650_304, 694_659_840
 VAE_4, VAE_16, VAE_WAN = 83_653_863, 83_819_683, 126_892_531
 
-# Of the checkpoints themselves.
+# Parameter counts of the published checkpoints.
 PARAMETERS = {
     "flux-dev": {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "transformer": 11_901_408_320, "vae": VAE_16},
     "sdxl": {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "unet": 2_567_463_684, "vae": VAE_4},
@@ -77,7 +77,7 @@ def flux() -> Graph:
 
 @pytest.fixture(scope="module")
 def saved(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """flux-tiny as a folder in the layout of diffusers, the transformer in shards."""
+    """flux-tiny as a folder in the layout of diffusers, with a sharded transformer."""
     folder = tmp_path_factory.mktemp("source")
     for name, component in flux.components.items():
         build(component, flux).save_pretrained(folder / name, max_shard_size="4MB")
@@ -115,7 +115,7 @@ def test_a_meta_module_of_flux_takes_less_than_a_second() -> None:
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
-def test_modules_are_their_meta_modules_with_weights(name: str) -> None:
+def test_modules_have_the_shapes_and_dtypes_of_their_meta_modules(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
     for component in graph.components.values():
         module, twin = build(component, graph), meta_module(component, graph.trust)
@@ -130,7 +130,7 @@ def test_modules_are_their_meta_modules_with_weights(name: str) -> None:
 
 
 def test_t5_keeps_wo_in_fp32_in_fp16_only(flux: Graph) -> None:
-    """As transformers' from_pretrained does: +1.875 GiB for T5-XXL, which a plan has to know."""
+    """As transformers' from_pretrained does: +1.875 GiB for T5-XXL, which a plan has to count."""
     for dtype, kept in (("float16", torch.float32), ("bfloat16", torch.bfloat16)):
         module = meta_module(replace(flux.component("text_encoder_2"), dtype=dtype), flux.trust)
         found = {p.dtype for name, p in module.named_parameters() if ".wo." in name}
@@ -158,7 +158,7 @@ def test_building_leaves_torch_as_it_was(flux: Graph) -> None:
     assert nn.Module.register_parameter is register
 
 
-def test_ties_and_large_tensors_are_filled() -> None:
+def test_tied_and_large_tensors_get_random_values() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(1100, 1000), nn.LayerNorm(1000), nn.Linear(1100, 1000))
     module[2].weight = module[0].weight
@@ -185,8 +185,8 @@ def test_tiny_pipelines_make_images_that_depend_on_the_prompt(name: str) -> None
 
     def picture(prompt: str) -> numpy.ndarray:
         generator = torch.Generator().manual_seed(values["seed"])
-        given = {key: value for key, value in values.items() if key not in ("seed", "prompt")}
-        return pipeline(prompt, generator=generator, output_type="np", **given).images[0]
+        arguments = {key: value for key, value in values.items() if key not in ("seed", "prompt")}
+        return pipeline(prompt, generator=generator, output_type="np", **arguments).images[0]
 
     one, other = picture(values["prompt"]), picture("a cat")
     assert one.shape == (values["height"], values["width"], 3)
@@ -217,10 +217,10 @@ UMT5 = {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8, "num_layers": 1, "
 @pytest.mark.parametrize(
     ("class_path", "config", "name", "in_bfloat16"),
     [
-        ("diffusers.WanTransformer3DModel", WAN, "scale_shift_table", torch.float32),  # kept
-        ("diffusers.SD3Transformer2DModel", SD3, "pos_embed.pos_embed", torch.bfloat16),  # a buffer that is saved
-        ("diffusers.PixArtTransformer2DModel", PIXART, "pos_embed.pos_embed", torch.float32),  # a buffer that is not
-        ("transformers.LlamaForCausalLM", LLAMA, "model.rotary_emb.inv_freq", torch.float32),  # nor this
+        ("diffusers.WanTransformer3DModel", WAN, "scale_shift_table", torch.float32),  # kept in fp32
+        ("diffusers.SD3Transformer2DModel", SD3, "pos_embed.pos_embed", torch.bfloat16),  # a persistent buffer
+        ("diffusers.PixArtTransformer2DModel", PIXART, "pos_embed.pos_embed", torch.float32),  # a non-persistent buffer
+        ("transformers.LlamaForCausalLM", LLAMA, "model.rotary_emb.inv_freq", torch.float32),  # another one
         ("transformers.UMT5EncoderModel", UMT5, "encoder.block.0.layer.1.DenseReluDense.wo.weight", torch.bfloat16),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_config_may_come_from_the_source(flux: Graph, saved: Path) -> None:
 
 
 def broken(saved: Path, tmp_path: Path, name: str) -> Path:
-    """A copy of a component's folder to break."""
+    """A copy of a component's folder that a test may damage."""
     folder = tmp_path / name
     folder.mkdir()
     for file in (saved / name).iterdir():
@@ -261,7 +261,7 @@ def refusal(component: Component, graph: Graph) -> str:
 
 def test_missing_folder(flux: Graph, tmp_path: Path) -> None:
     message = refusal(at(flux.component("vae"), tmp_path / "nowhere"), flux)
-    assert message == f"no such folder: {tmp_path}/nowhere; give the source's folder, or remove source: for random weights"
+    assert message == f"no such folder: {tmp_path}/nowhere; give the path of a folder, or remove source: for random weights"
 
 
 def test_folder_without_safetensors(flux: Graph, saved: Path, tmp_path: Path) -> None:
@@ -287,18 +287,18 @@ def test_corrupt_safetensors(flux: Graph, saved: Path, tmp_path: Path, cut: str)
     }
     file.write_bytes(pieces[cut])
     message = refusal(at(flux.component("transformer"), folder), flux)
-    assert message.startswith(f"{file} is c")
-    assert message.endswith("; get it again")
+    assert message.startswith((f"{file} is truncated or corrupt: ", f"{file} is corrupt: "))
+    assert message.endswith("; download it again")
 
 
 def test_missing_shard_and_broken_index(flux: Graph, saved: Path, tmp_path: Path) -> None:
     folder = broken(saved, tmp_path, "transformer")
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.unlink()
-    assert refusal(at(flux.component("transformer"), folder), flux) == f"{shard} is missing; get it again"
+    assert refusal(at(flux.component("transformer"), folder), flux) == f"{shard} is missing; download it again"
     index = next(folder.glob("*.index.json"))
     index.write_text("{}")
-    assert refusal(at(flux.component("transformer"), folder), flux).startswith(f"{index} is no index of safetensors")
+    assert refusal(at(flux.component("transformer"), folder), flux).startswith(f"{index} is not a safetensors index")
 
 
 @pytest.mark.parametrize("name", ["vae", "text_encoder_2"])
@@ -320,7 +320,7 @@ def test_source_with_other_shapes(flux: Graph, saved: Path, name: str, key: str)
     value = component.config[key]
     other = replace(component, config={**component.config, key: [8, *value[1:]] if isinstance(value, list) else 2 * value})
     message = refusal(other, flux)
-    assert message.startswith(f"components.{name}: {saved / name} is not what its config says: ")
+    assert message.startswith(f"components.{name}: {saved / name} does not match its config: ")
     assert "more" in message
 
 
@@ -329,7 +329,7 @@ def test_source_whose_config_does_not_fit_its_tensors(flux: Graph, saved: Path, 
         folder = broken(saved, tmp_path, name)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, key: value}))
-        assert "cannot be made" in refusal(at(flux.component(name), folder), flux)
+        assert "cannot be constructed" in refusal(at(flux.component(name), folder), flux)
 
 
 def test_config_errors(flux: Graph) -> None:
@@ -339,9 +339,9 @@ def test_config_errors(flux: Graph) -> None:
     message = refusal(replace(vae, config={"latent_chanels": 4}), flux)
     assert message == "components.vae.config: unknown key 'latent_chanels'; did you mean 'latent_channels'?"
     message = refusal(replace(clip, config={"hidden_size": "wide"}), flux)
-    assert message.startswith("components.text_encoder: transformers.CLIPTextModel cannot be made: ")
+    assert message.startswith("components.text_encoder: transformers.CLIPTextModel cannot be constructed: ")
     assert "hidden_size" in message
-    assert "cannot be made" in refusal(replace(vae, config={"block_out_channels": 3}), flux)
+    assert "cannot be constructed" in refusal(replace(vae, config={"block_out_channels": 3}), flux)
 
 
 def test_classes(flux: Graph) -> None:
@@ -376,7 +376,7 @@ class Plain(torch.nn.Module):
 
 
 def test_any_module_of_a_trusted_package(flux: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that knows neither diffusers nor transformers: its tensors are read under their own names."""
+    """A class of neither diffusers nor transformers: its tensors are read under their own names."""
     (tmp_path / "plain_package_of_a_test.py").write_text(PLAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     graph = replace(flux, trust=("plain_package_of_a_test",))
@@ -410,7 +410,7 @@ def test_tokenizers(flux: Graph, saved: Path) -> None:
     tokenizer = build_part(part, flux)
     encoded = tokenizer(["a cat", "x" * 200], padding="max_length", truncation=True, max_length=77, return_tensors="pt").input_ids
     assert encoded.shape == (2, 77)
-    assert (encoded == 258).sum(1).tolist() == [1, 1]  # CLIP pools at the end token, and there is one
+    assert (encoded == 258).sum(1).tolist() == [1, 1]  # CLIP pools at the end token, so there must be exactly one
     assert encoded.max() == 258
     assert tokenizer.decode(encoded[0], skip_special_tokens=True) == "a cat"
     source = replace(part, source=str(saved / "tokenizer"), config={**part.config, "model_max_length": 12})
@@ -435,9 +435,7 @@ def test_a_broken_tokenizer_file_is_named(flux: Graph, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sourced", [False, True])
-def test_while_planning_a_text_that_is_not_padded_to_a_length_is_as_long_as_it_may_be(
-    flux: Graph, saved: Path, sourced: bool
-) -> None:
+def test_while_planning_unpadded_texts_get_their_maximum_length(flux: Graph, saved: Path, sourced: bool) -> None:
     part = flux.parts["tokenizer"]
     if sourced:
         part = replace(part, file=None, has_config=False, source=str(saved / "tokenizer"))
@@ -449,8 +447,8 @@ def test_while_planning_a_text_that_is_not_padded_to_a_length_is_as_long_as_it_m
     assert planning("a", **padded).input_ids == real("a", **padded).input_ids
 
 
-class Drawn(TorchDispatchMode):
-    """Notes the operators that draw random numbers."""
+class RandomOps(TorchDispatchMode):
+    """Records the operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,10 +461,10 @@ class Drawn(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["text_encoder_2", "transformer"])
-def test_first_values_on_meta_are_not_drawn(name: str) -> None:
+def test_random_initialization_is_skipped_on_meta(name: str) -> None:
     graph = load(GRAPHS / "flux-tiny.yaml")
     component = graph.component(name)
-    with Drawn() as drawn:
+    with RandomOps() as random_ops:
         meta_module(component, graph.trust)
         draft(component, graph, component.dtype)
-    assert not drawn.names
+    assert not random_ops.names

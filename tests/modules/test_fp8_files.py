@@ -1,4 +1,4 @@
-"""Checkpoints in fp8, with and without scales: held as they are stored, computed as diffusers' layerwise casting does."""
+"""fp8 checkpoints, with and without scales: stored as in the file, computed as diffusers' layerwise casting does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def module(flux: Graph) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def cast(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything in fp8, norms and biases too, as single files of FLUX in fp8 have it."""
+    """Everything in fp8, norms and biases too, as in FLUX's single fp8 files."""
     path = tmp_path_factory.mktemp("fp8") / "flux-fp8.safetensors"
     save_file({name: tensor.to(FP8) for name, tensor in module.state_dict().items()}, path)
     return path
@@ -42,7 +42,7 @@ def cast(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scaled(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Linear weights in fp8 with a scale each (one number, or one a row), and marks: ComfyUI's scaled fp8."""
+    """Linear weights in fp8, each with a scale of one element or one per row, and format markers: ComfyUI's scaled fp8."""
     tensors = dict(module.state_dict())
     for number, path in enumerate(quantizable_layers(module, torch.bfloat16)):
         weight = tensors[f"{path}.weight"].float()
@@ -69,7 +69,9 @@ def picture(graph: Graph, vram: str = "64M") -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["cast", "scaled"])
-def test_held_in_fp8_and_widened_when_read_give_the_same_picture(flux: Graph, kind: str, request: pytest.FixtureRequest) -> None:
+def test_fp8_layers_and_weights_widened_when_read_give_the_same_picture(
+    flux: Graph, kind: str, request: pytest.FixtureRequest
+) -> None:
     file = request.getfixturevalue(kind)
     wide, held = picture(at(flux, file, "bfloat16")), picture(at(flux, file, "fp8"))
     assert wide == held == picture(at(flux, file, "fp8"), "4M")
@@ -94,7 +96,7 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
 
 
 @pytest.mark.parametrize("kind", ["cast", "scaled"])
-def test_bytes_are_those_that_the_file_has(flux: Graph, kind: str, request: pytest.FixtureRequest) -> None:
+def test_planned_bytes_are_those_of_the_file(flux: Graph, kind: str, request: pytest.FixtureRequest) -> None:
     graph = at(flux, request.getfixturevalue(kind), "fp8")
     component = graph.component("transformer")
     held, content = held_meta_module(component, graph.trust, "fp8")
@@ -105,15 +107,17 @@ def test_bytes_are_those_that_the_file_has(flux: Graph, kind: str, request: pyte
     assert sum(n for name, n in found.items() if name.endswith(".scale")) == scales
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
-    whole = sum(len(k.blocks) * n for k, n in zip(numbers.classes, numbers.variants[0].block_bytes, strict=True))
-    padding = 256 * len(found) + 512 * sum(len(k.blocks) for k in numbers.classes)
+    whole = sum(len(k.blocks) * n for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True))
+    padding = 256 * len(found) + 512 * sum(len(k.blocks) for k in numbers.groups)
     assert sum(found.values()) <= whole <= sum(found.values()) + padding
-    assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]  # read as it is: nothing is quantized
+    assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]  # read as stored: nothing is quantized
     assert [variant.transient_bytes for variant in numbers.variants] == [0, 0]
     assert numbers.variants[0].read_seconds[0] == numbers.variants[0].block_bytes[0] / problem.hardware.disk_bytes_per_second
 
 
-def test_in_fp8_weights_are_read_as_they_lie_and_in_16_bit_with_their_scale(flux: Graph, scaled: Path, module: nn.Module) -> None:
+def test_in_fp8_weights_are_read_as_stored_and_in_16_bit_multiplied_by_their_scale(
+    flux: Graph, scaled: Path, module: nn.Module
+) -> None:
     graph = at(flux, scaled, "fp8", "bfloat16")
     name = "transformer_blocks.0.ff.net.2.weight"
     for precision, made in (("fp8", False), ("bfloat16", True)):
@@ -126,8 +130,8 @@ def test_in_fp8_weights_are_read_as_they_lie_and_in_16_bit_with_their_scale(flux
     assert (value - wanted).abs().max() < 0.07 * wanted.abs().max()
 
 
-def test_a_converted_weight_takes_the_rows_of_its_scale_along(tmp_path: Path) -> None:
-    """FLUX's query, key and value are thirds of one weight, and its last norm has its halves swapped: so are their scales."""
+def test_the_scale_of_a_converted_weight_is_converted_with_it(tmp_path: Path) -> None:
+    """FLUX's query, key and value are thirds of one weight, and the halves of its last norm are swapped: so are their scales."""
     import original_layouts as layouts
 
     small = {"num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 64, "joint_attention_dim": 64}
@@ -137,7 +141,7 @@ def test_a_converted_weight_takes_the_rows_of_its_scale_along(tmp_path: Path) ->
     )
     shapes = layouts.flux_shapes(small)
     scales = {f"{name}_scale": (shape[0], 1) for name, shape in shapes.items() if name.endswith(".weight")}
-    scales["double_blocks.0.txt_attn.qkv.weight_scale"] = ()  # one number for all rows
+    scales["double_blocks.0.txt_attn.qkv.weight_scale"] = ()  # one element for all rows
     layouts.write_hollow(tmp_path / "f.safetensors", {**shapes, **scales}, {name: "F32" for name in scales}, "F8_E4M3")
     _, content = held_meta_module(component, ("diffusers",), "fp8")
     assert content is not None
@@ -151,9 +155,11 @@ def test_a_converted_weight_takes_the_rows_of_its_scale_along(tmp_path: Path) ->
     assert content.scales["norm_out.linear.weight"].shape == (6144, 1)
 
 
-def test_scales_of_another_kind_are_refused(flux: Graph, module: nn.Module, tmp_path: Path) -> None:
+def test_scales_of_another_shape_are_refused(flux: Graph, module: nn.Module, tmp_path: Path) -> None:
     tensors = {name: tensor.to(FP8) for name, tensor in module.state_dict().items()}
     save_file({**tensors, "x_embedder.weight_scale": torch.ones(2, 3)}, tmp_path / "f.safetensors")
     component = at(flux, tmp_path / "f.safetensors", "fp8").component("transformer")
-    with pytest.raises(GraphError, match="x_embedder.weight_scale \\[2, 3\\] is no scale of x_embedder.weight \\[128, 16\\]"):
+    with pytest.raises(
+        GraphError, match="x_embedder.weight_scale \\[2, 3\\] is not a supported scale of x_embedder.weight \\[128, 16\\]"
+    ):
         holding(component, meta_module(component, flux.trust))

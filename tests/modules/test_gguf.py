@@ -1,5 +1,6 @@
-"""GGUF files as a precision: counted by their headers, computed as diffusers' own GGUF layers do, bit for bit, resident and
-streamed."""
+"""GGUF files as a precision: counted by their headers, computed bit for bit as diffusers' own GGUF layers, resident and
+streamed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def graph(flux: Graph, file: Path) -> Graph:
     return replace(flux, components={**flux.components, "transformer": held})
 
 
-def filled(component: Component, graph: Graph) -> nn.Module:
+def with_weights(component: Component, graph: Graph) -> nn.Module:
     module, writer = draft(component, graph, "gguf")
     for path, child in module.named_modules():
         for key, like in child._parameters.items():
@@ -67,7 +68,7 @@ def theirs_of(component: Component, graph: Graph, file: Path, folder: Path) -> A
     )
 
 
-def test_the_header_says_what_the_library_reads(file: Path) -> None:
+def test_the_header_agrees_with_the_gguf_library(file: Path) -> None:
     mine = {tensor.name: tensor for tensor in gguf_tensors(file, "")}
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     assert mine.keys() == theirs.keys()
@@ -82,7 +83,7 @@ def test_the_header_says_what_the_library_reads(file: Path) -> None:
 
 def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path, tmp_path: Path) -> None:
     component = graph.component("transformer")
-    mine, theirs = filled(component, graph), theirs_of(component, graph, file, tmp_path)
+    mine, theirs = with_weights(component, graph), theirs_of(component, graph, file, tmp_path)
     names = dict(theirs.named_parameters())
     assert names.keys() == dict(mine.named_parameters()).keys()
     generator, config = torch.Generator().manual_seed(0), theirs.config
@@ -90,7 +91,7 @@ def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
-    given = {
+    arguments = {
         "hidden_states": random(1, 16, config.in_channels),
         "encoder_hidden_states": random(1, 8, config.joint_attention_dim),
         "pooled_projections": random(1, config.pooled_projection_dim),
@@ -101,13 +102,13 @@ def test_outputs_are_those_of_diffusers_own_gguf_layers(graph: Graph, file: Path
         "return_dict": False,
     }
     with torch.no_grad():
-        out, wanted = mine(**given)[0], theirs(**given)[0]
+        out, wanted = mine(**arguments)[0], theirs(**arguments)[0]
     assert torch.equal(out, wanted)
     assert wanted.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
-def test_every_type_of_diffusers_is_held_and_dequantized_as_there(kind: str) -> None:
+def test_every_type_of_diffusers_is_dequantized_as_by_diffusers(kind: str) -> None:
     from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
@@ -119,7 +120,7 @@ def test_every_type_of_diffusers_is_held_and_dequantized_as_there(kind: str) -> 
 
 
 def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
-    """All of the transformer's tensors but padding: quantized ones as they lie in the file, others in the component's dtype."""
+    """The transformer's tensors without padding: quantized ones as stored in the file, others in the component's dtype."""
     module, content = held_meta_module(graph.component("transformer"), graph.trust, "gguf")
     assert content is not None
     quantized = {tensor.name: tensor.nbytes for tensor in content.tensors if tensor.quant}
@@ -127,7 +128,7 @@ def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
     assert {name: held[name] for name in quantized} == quantized
     problem = graphrun.estimate(graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 1})
     numbers = problem.component("transformer")
-    whole = sum(len(k.blocks) * n for k, n in zip(numbers.classes, numbers.variants[0].block_bytes, strict=True))
+    whole = sum(len(k.blocks) * n for k, n in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True))
     assert sum(held.values()) <= whole < 1.02 * sum(held.values())
     assert [variant.backing_store for variant in numbers.variants] == ["pinned", "disk"]
     assert all(variant.transient_bytes == 0 for variant in numbers.variants)
@@ -136,12 +137,12 @@ def test_planned_bytes_are_the_file_s(graph: Graph, file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
-def test_what_dequantizing_takes_is_counted_from_what_it_allocates(kind: str) -> None:
+def test_dequantization_memory_is_counted_from_its_allocations(kind: str) -> None:
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     outputs, inputs = 64, 2048
     ((peak, written),) = widened({"w": (kind, inputs // block * size, (outputs, inputs))}, "bfloat16").values()
     elements = outputs * inputs
-    assert 4 * elements < peak < 40 * elements  # its numbers in fp16 or fp32 and in 16 bit, and indices where there are codes
+    assert 4 * elements < peak < 40 * elements  # the numbers in fp16 or fp32 and in 16 bit, and indices for types with a codebook
     assert written > peak - 1024
     assert peak_of([]) == 0
 
@@ -164,19 +165,19 @@ def test_streamed_resident_and_released_with_the_same_picture(graph: Graph) -> N
     assert seen == {True, False}
 
 
-def test_it_may_be_one_precision_of_several(flux: Graph, file: Path, tmp_path: Path) -> None:
+def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path: Path) -> None:
     plain = flux.component("transformer")
     build(plain, flux).save_pretrained(tmp_path)  # type: ignore[operator]
     both = replace(plain, source=str(tmp_path), precision=("bfloat16", "gguf"), gguf=str(file))
     graph = replace(flux, components={**flux.components, "transformer": both})
-    given = {"vram": "9M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}, "keep": ["transformer"]}
-    with pytest.raises(Infeasible):  # all of it: streamed in 16 bit it takes no more than the rest of the graph
-        graphrun.plan(graphrun.estimate(graph, **given))
-    allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **given))
+    arguments = {"vram": "9M", "ram": "1G", "hardware": "sim", "inputs": {"steps": 1}, "keep": ["transformer"]}
+    with pytest.raises(Infeasible):  # `keep` all of it: streamed in 16 bit it would fit
+        graphrun.plan(graphrun.estimate(graph, **arguments))
+    allowed = graphrun.plan(graphrun.estimate(graph, allow=["gguf"], **arguments))
     assert dict(allowed.plan.variants)["transformer"].startswith("gguf")
 
 
-def test_the_version_table_knows_it() -> None:
+def test_the_version_table_has_gguf() -> None:
     assert flags("gguf", {"gguf": "0.19", "diffusers": "0.42"}).disk_able
     assert "gguf 0.10" in flags("gguf", {"diffusers": "0.42"}).reason
     assert not flags("gguf", {"gguf": "0.9.1", "diffusers": "0.42"}).available
@@ -189,21 +190,21 @@ def refusal(component: Component, graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 20, 200, -200_000, -1])
-def test_a_file_that_is_cut_is_named(graph: Graph, file: Path, tmp_path: Path, cut: int) -> None:
+def test_a_truncated_file_is_named(graph: Graph, file: Path, tmp_path: Path, cut: int) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(file.read_bytes()[:cut] if cut else b"")
     text = refusal(replace(graph.component("transformer"), gguf=str(path)), graph)
-    assert f"{path} is cut or corrupt" in text
+    assert f"{path} is truncated or corrupt" in text
     if cut < 0:
         assert "inside " in text
         assert "proj_out.bias" in text or "single_transformer_blocks" in text
 
 
-def test_damaged_counts_do_not_fill_memory(graph: Graph, tmp_path: Path) -> None:
+def test_damaged_counts_do_not_exhaust_memory(graph: Graph, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for tensors, keys in ((1 << 60, 0), (0, 1 << 60), (1, 0)):
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + struct.pack("<Q", 1 << 60))
-        assert "is not that of a GGUF file" in refusal(replace(graph.component("transformer"), gguf=str(path)), graph)
+        assert "is not a GGUF header" in refusal(replace(graph.component("transformer"), gguf=str(path)), graph)
 
 
 def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_other_shapes_and_types_are_named(graph: Graph, flux: Graph, tmp_path: P
     assert "a.weight is TQ1_0, which diffusers cannot compute with" in refusal(replace(component, gguf=str(path)), graph)
 
 
-def test_a_file_that_is_not_here_says_what_to_do(flux: Graph, tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Path) -> None:
     text = (
         (GRAPHS / "flux-tiny.yaml")
         .read_text()
@@ -246,15 +247,15 @@ def test_a_file_that_is_not_here_says_what_to_do(flux: Graph, tmp_path: Path) ->
     assert refusal(away, flux).endswith(f"nobody/nothing-of-this-name/a.gguf is not on this machine, and {todo}")
 
 
-def test_a_lora_is_not_added_to_bytes(graph: Graph) -> None:
+def test_a_lora_is_not_fused_into_gguf_weights(graph: Graph) -> None:
     from graphrun.graph.graph import Lora
 
     with pytest.raises(GraphError, match="a LoRA cannot be fused into weights in gguf"):
         draft(replace(graph.component("transformer"), loras=(Lora("a.safetensors"),)), graph, "gguf")
 
 
-def test_flux_at_true_size_needs_the_header_alone(tmp_path: Path) -> None:
-    """FLUX in Q4_0 in its authors' layout, 6.7 GiB that are a hole on disk: fused weights are cut, swapped ones made."""
+def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:
+    """FLUX in Q4_0 in its authors' layout, a sparse file of 6.7 GiB: fused weights are split, swapped ones computed."""
     import original_layouts as layouts
 
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")

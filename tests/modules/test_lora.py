@@ -1,4 +1,4 @@
-"""LoRAs: read as diffusers writes them, fused by the formula, and a run with one is diffusers' own with the fused weights."""
+"""LoRAs: read in the layouts of diffusers, and fused by the formula."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def with_metadata(file: Path, weight: torch.Tensor) -> float:
     return 8 / RANK
 
 
-def as_downs_and_ups(file: Path, weight: torch.Tensor) -> float:
+def as_down_and_up(file: Path, weight: torch.Tensor) -> float:
     down, up = halves(weight)
     alpha = torch.tensor(2.0)
     save_file({f"{PATH}.lora.down.weight": down, f"{PATH}.lora.up.weight": up, f"{PATH}.alpha": alpha}, file)
@@ -76,7 +76,7 @@ def as_diffusers_saves(file: Path, weight: torch.Tensor) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("write", [as_peft, with_metadata, as_downs_and_ups, as_diffusers_saves])
+@pytest.mark.parametrize("write", [as_peft, with_metadata, as_down_and_up, as_diffusers_saves])
 def test_the_layouts_that_diffusers_writes_are_fused_by_the_formula(flux: Graph, tmp_path: Path, write: Write) -> None:
     plain = build(flux.components["transformer"], flux)
     weight = plain.get_submodule(PATH).weight
@@ -111,13 +111,13 @@ def test_two_loras_add_up_in_their_order(flux: Graph, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
-        ({"unet.x.lora_A.weight": (4, 8)}, "has nothing for transformer: it has unet.x.lora_A.weight"),
+        ({"unet.x.lora_A.weight": (4, 8)}, "has no tensors for transformer: it has unet.x.lora_A.weight"),
         ({"transformer.nowhere.lora_A.weight": (4, 8)}, "changes nowhere, which diffusers.FluxTransformer2DModel does not have"),
         ({f"transformer.{PATH}.lora_A.weight": (4, 7), f"transformer.{PATH}.lora_B.weight": (7, 4)}, "does not fit"),
         ({f"transformer.{PATH}.lora_A.weight": (4, 8)}, "does not fit"),
     ],
 )
-def test_a_file_that_is_for_something_else_is_refused(flux: Graph, tmp_path: Path, tensors: dict[str, Any], text: str) -> None:
+def test_a_file_for_another_model_is_refused(flux: Graph, tmp_path: Path, tensors: dict[str, Any], text: str) -> None:
     save_file({key: torch.zeros(shape) for key, shape in tensors.items()}, tmp_path / "lora.safetensors")
     with pytest.raises(GraphError, match="components.transformer.loras: .*" + text):
         build(with_lora(flux.components["transformer"], tmp_path / "lora.safetensors"), flux)

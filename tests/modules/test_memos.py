@@ -1,4 +1,4 @@
-"""Tensors that modules memoize go when they are told to forget."""
+"""Tensors that modules cache are freed by `forget`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphrun import sim
 from graphrun.modules.memos import forget, memos
 
 
-def test_what_a_method_memoized_is_gone_wrapped_or_not() -> None:
+def test_cached_results_of_methods_are_freed_wrapped_or_not() -> None:
     def wrapped(function: object) -> object:
         cached = functools.lru_cache(function)  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ def test_what_a_method_memoized_is_gone_wrapped_or_not() -> None:
 
 
 class Tables:
-    """What diffusers' Z-Image keeps its rotary frequencies in: no module, and no cache of a method."""
+    """Like the object in which diffusers' Z-Image keeps its rotary frequencies: neither a module nor a cached method."""
 
     __module__ = "diffusers.models.transformers.some"
 
@@ -59,7 +59,7 @@ class Tables:
         self.first = [table.to(device) for table in self.first]
 
 
-def test_tables_in_an_object_of_a_library_are_what_they_were_before_the_call() -> None:
+def test_tables_of_a_helper_object_are_restored() -> None:
     module = nn.Module()
     module.rotary = Tables()
     with sim.Machine() as machine:
@@ -73,6 +73,6 @@ def test_tables_in_an_object_of_a_library_are_what_they_were_before_the_call() -
         assert module.rotary.later is None
         assert [table.tolist() for table in module.rotary.first] == [[0.0, 1.0, 2.0, 3.0]]
         module.rotary.to(sim.device)
-        forget([module])  # who asks too late gets them to the host
+        forget([module])  # called after the tables were created: they move to the host
         assert machine.allocated_bytes == 0
         assert module.rotary.later[1].device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Quantized layers: the very tensors and results of bitsandbytes' own, made one weight at a time."""
+"""Quantized layers: the same tensors and results as bitsandbytes' own, quantized one weight at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphrun.modules.blocks import lay_out
-from graphrun.modules.quantize import convert, ill_suited, quantizable_layers, quantized, settle_layers
+from graphrun.modules.quantize import convert, ill_suited, normalize_quantized_layers, quantizable_layers, quantized
 from graphrun.modules.sources import Composed, RandomSource, Writer
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -31,7 +31,7 @@ class Two(nn.Module):
         return out
 
 
-def filled(precision: str) -> tuple[nn.Module, nn.Module]:
+def with_weights(precision: str) -> tuple[nn.Module, nn.Module]:
     """A converted module with its weights, and a plain one with the same."""
     plain = Two()
     module = Two()
@@ -50,8 +50,8 @@ def filled(precision: str) -> tuple[nn.Module, nn.Module]:
         view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
         made: Any = nn.Parameter(view, requires_grad=False) if isinstance(entry.tensor, nn.Parameter) else view
         made.__dict__.update(entry.tensor.__dict__)
-        for place in entry.locations:
-            place.put(made)
+        for location in entry.locations:
+            location.put(made)
     return module, plain
 
 
@@ -65,13 +65,13 @@ def of_bitsandbytes(layer: nn.Linear, precision: str) -> nn.Module:
         made.weight = bnb.nn.Int8Params(layer.weight.data, has_fp16_weights=False, requires_grad=False)
     made.bias = nn.Parameter(layer.bias.data, requires_grad=False)
     made = made.to("cpu").eval()
-    settle_layers(made)
+    normalize_quantized_layers(made)
     return made
 
 
 @pytest.mark.parametrize("precision", ["nf4", "int8"])
-def test_a_layer_is_bitsandbytes_own_bit_for_bit(precision: str) -> None:
-    module, plain = filled(precision)
+def test_a_layer_computes_bit_for_bit_as_bitsandbytes_own(precision: str) -> None:
+    module, plain = with_weights(precision)
     other = of_bitsandbytes(plain.first, precision)
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -80,24 +80,24 @@ def test_a_layer_is_bitsandbytes_own_bit_for_bit(precision: str) -> None:
     assert 0 < (found - exact).float().norm() / exact.float().norm() < 0.15
 
 
-@pytest.mark.parametrize(("inputs", "told"), [(96, True), (64, False), (160, True), (128, False)])
-def test_rows_that_the_cpu_dequantizes_wrongly_are_named(inputs: int, told: bool) -> None:
+@pytest.mark.parametrize(("inputs", "wrong"), [(96, True), (64, False), (160, True), (128, False)])
+def test_layers_that_the_cpu_dequantizes_wrongly_are_named(inputs: int, wrong: bool) -> None:
     weight = torch.randn(64, inputs, generator=torch.Generator().manual_seed(1))
     held = quantized(weight.bfloat16(), "nf4")
     values = held["code"][torch.stack([held["data"].view(-1) >> 4, held["data"].view(-1) & 15], -1).view(-1).long()]
     right = (values.view(-1, 64) * held["absmax"].view(-1, 1)).view(64, inputs)
     state = functional.QuantState(held["absmax"], right.shape, held["code"], 64, "nf4", torch.float32)
     found = functional.dequantize_4bit(held["data"], state)
-    assert torch.allclose(found, right) is not told, "bitsandbytes was mended: the warning may go"
+    assert torch.allclose(found, right) is not wrong, "bitsandbytes has fixed this: remove the warning"
     module = nn.Sequential(nn.Linear(inputs, 64, dtype=torch.bfloat16))
     convert(module, "nf4", torch.bfloat16)
     why = ill_suited(module, "transformer")
-    assert bool(why) is told
-    assert not told or why.startswith(f"transformer.0 has rows of {inputs} elements in nf4")
+    assert bool(why) is wrong
+    assert not wrong or why.startswith(f"transformer.0 has rows of {inputs} elements in nf4")
 
 
-def test_fp8_is_stored_in_a_byte_and_computes_in_the_inputs_dtype() -> None:
-    module, plain = filled("fp8")
+def test_fp8_weights_take_one_byte_and_compute_in_the_inputs_dtype() -> None:
+    module, plain = with_weights("fp8")
     assert module.first.weight.dtype == torch.float8_e4m3fn
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -105,8 +105,8 @@ def test_fp8_is_stored_in_a_byte_and_computes_in_the_inputs_dtype() -> None:
         assert torch.equal(module.first(x), expected)
 
 
-def test_what_a_class_keeps_in_fp32_and_what_is_no_linear_layer_stays() -> None:
-    module, plain = filled("nf4")
+def test_modules_kept_in_fp32_and_other_layers_stay() -> None:
+    module, plain = with_weights("nf4")
     assert list(quantizable_layers(plain, torch.bfloat16)) == ["first"]
     assert type(module.kept) is nn.Linear
     assert torch.equal(module.kept.weight, plain.kept.weight)
@@ -114,7 +114,7 @@ def test_what_a_class_keeps_in_fp32_and_what_is_no_linear_layer_stays() -> None:
     assert torch.equal(module.first.bias, plain.first.bias)
 
 
-def test_of_transformers_models_the_output_embedding_and_the_last_module_stay() -> None:
+def test_the_output_embedding_and_last_module_of_transformers_models_stay() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)

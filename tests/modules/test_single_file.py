@@ -1,5 +1,6 @@
-"""One file for many components, in the layout of those who trained it: the tensors that diffusers' own loading gives, none of it
-in memory twice."""
+"""One file for many components in the original authors' layout: the same tensors as diffusers' own loading, without a second copy
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import graphrun
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph
 from graphrun.modules.build import build, draft, meta_module, resolve_class
-from graphrun.modules.conversions import Derivation, Symbols
+from graphrun.modules.conversions import Derivation, SymbolicTensors
 from graphrun.modules.source_files import Stored, stored_tensors
 from graphrun.modules.sources import FileSource
 from graphrun.modules.stored import holding
@@ -49,7 +50,7 @@ def original(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def file(original: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SDXL in small, in one file."""
+    """A tiny SDXL in one file."""
     path = tmp_path_factory.mktemp("single") / "sdxl-tiny.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in original.items()}, path)
     return path
@@ -57,14 +58,14 @@ def file(original: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def graph_file(file: Path) -> Path:
-    """The graph of SDXL in small, with the file as the source of everything."""
+    """The graph of a tiny SDXL, with the file as the source of all components."""
     text = (GRAPHS / "sdxl-tiny.yaml").read_text().replace("name: sdxl-tiny", f"name: sdxl-tiny\nsource: {file.name}")
     path = file.with_name("graph.yaml")
     path.write_text(text.replace("configs/", f"{GRAPHS}/configs/").replace("tokenizers/", f"{GRAPHS}/tokenizers/"))
     return path
 
 
-def test_the_file_is_what_diffusers_reads_too(
+def test_diffusers_reads_the_same_file(
     sdxl: Graph, file: Path, modules: dict[str, nn.Module], original: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
@@ -93,8 +94,8 @@ def test_every_tensor_of_a_component_is_found(graph_file: Path, modules: dict[st
     assert all(torch.equal(tensor, modules[name].state_dict()[key]) for key, tensor in module.state_dict().items())
 
 
-def test_a_component_is_read_range_by_range_and_only_what_is_turned_is_made(graph_file: Path) -> None:
-    """Of SDXL's file three tensors are not ranges of its bytes: the transposed projection, and nothing else."""
+def test_tensors_are_read_as_ranges_and_only_transposed_ones_are_computed(graph_file: Path) -> None:
+    """In SDXL's file every tensor is a range of bytes, except the transposed text projection."""
     graph = graphrun.load(graph_file)
     made = {}
     for name in COMPONENTS:
@@ -106,7 +107,7 @@ def test_a_component_is_read_range_by_range_and_only_what_is_turned_is_made(grap
     assert list(made) == ["text_projection.weight"]
 
 
-def test_a_run_from_one_file_is_the_run_of_its_modules(sdxl: Graph, graph_file: Path) -> None:
+def test_a_run_from_one_file_equals_the_run_of_its_modules(sdxl: Graph, graph_file: Path) -> None:
     graph = graphrun.load(graph_file)
     problem = graphrun.estimate(graph, vram="16M", ram="1G", hardware="sim", inputs={"steps": 1})
     assert all("disk" in {variant.backing_store for variant in component.variants} for component in problem.components)
@@ -117,7 +118,7 @@ def test_a_run_from_one_file_is_the_run_of_its_modules(sdxl: Graph, graph_file: 
     assert trace.left_bytes == 0
 
 
-def test_parts_have_no_part_of_a_single_file(graph_file: Path, tmp_path: Path) -> None:
+def test_a_single_file_has_no_configs_and_no_parts(graph_file: Path, tmp_path: Path) -> None:
     text = graph_file.read_text().replace("sdxl-tiny.safetensors", str(graph_file.with_name("sdxl-tiny.safetensors")))
     bare = text.replace(f", config: {GRAPHS}/configs/sdxl-scheduler.json", "")
     bare = bare.replace(f", config: {GRAPHS}/configs/tiny-sdxl-vae.json", "")
@@ -137,7 +138,7 @@ def refusal(component: Component, graph: Graph) -> str:
     return str(caught.value)
 
 
-def test_a_component_that_the_file_has_not_is_named(
+def test_a_component_missing_in_the_file_is_named(
     sdxl: Graph, file: Path, original: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     without = tmp_path / "model.safetensors"
@@ -146,12 +147,14 @@ def test_a_component_that_the_file_has_not_is_named(
     assert f"components.vae: {without} " in refusal(vae, sdxl)
     flux = graphrun.load(GRAPHS / "flux-tiny.yaml")
     transformer = replace(flux.component("transformer"), source=str(file))
-    assert f"{file} will not do: it is no FluxTransformer2DModel" in refusal(transformer, flux)
+    assert f"{file} cannot be used: it is not a FluxTransformer2DModel" in refusal(transformer, flux)
     t5 = replace(flux.component("text_encoder_2"), source=str(file))
-    assert f"components.text_encoder_2: {file} has nothing for it: give it a source: of its own" in refusal(t5, flux)
+    assert f"components.text_encoder_2: {file} has no tensors for it: give it its own source:" in refusal(t5, flux)
 
 
-def test_a_tensor_that_lacks_or_has_another_shape_is_named(sdxl: Graph, original: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_tensor_that_is_missing_or_has_another_shape_is_named(
+    sdxl: Graph, original: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     path = tmp_path / "model.safetensors"
     lacking = {name: t.contiguous() for name, t in original.items() if name != "model.diffusion_model.time_embed.0.bias"}
     save_file(lacking, path)
@@ -161,11 +164,11 @@ def test_a_tensor_that_lacks_or_has_another_shape_is_named(sdxl: Graph, original
     assert "time_embedding.linear_1.bias is [3] float32, not [128]" in refusal(unet, sdxl)
 
 
-def test_a_file_that_is_cut_or_was_changed_is_named(sdxl: Graph, file: Path, tmp_path: Path) -> None:
+def test_a_truncated_or_changed_file_is_named(sdxl: Graph, file: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file.read_bytes()[:-1])
     vae = replace(sdxl.component("vae"), source=str(path))
-    assert f"{path} is cut or corrupt" in refusal(vae, sdxl)
+    assert f"{path} is truncated or corrupt" in refusal(vae, sdxl)
     path.write_bytes(file.read_bytes())
     _, writer = draft(vae, sdxl, "float32")
     path.write_bytes(file.read_bytes()[:-100])
@@ -174,8 +177,10 @@ def test_a_file_that_is_cut_or_was_changed_is_named(sdxl: Graph, file: Path, tmp
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_flux_at_true_size_is_found_by_its_header_alone(tmp_path: Path, prefix: str) -> None:
-    """23.8 GB that are a hole on disk: nothing but the header is read. One tensor is made of its halves, all others are ranges."""
+def test_flux_at_full_size_needs_the_header_only(tmp_path: Path, prefix: str) -> None:
+    """A sparse file of 23.8 GB, of which only the header is read. One layer's tensors are computed from swapped halves, all others
+    are ranges.
+    """
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")
     path = tmp_path / "flux1-dev.safetensors"
     shapes = layouts.flux_shapes(graph.component("transformer").config | {"in_channels": 64})
@@ -193,11 +198,11 @@ def test_flux_at_true_size_is_found_by_its_header_alone(tmp_path: Path, prefix: 
     assert key.begin - query.begin == query.nbytes == 2 * 3072 * 3072
 
 
-def test_what_a_conversion_does_is_done_again_on_the_values(tmp_path: Path) -> None:
+def test_a_conversion_is_repeated_on_the_values(tmp_path: Path) -> None:
     whole = torch.arange(24, dtype=torch.float32).reshape(6, 4)
     save_file({"w": whole}, tmp_path / "w.safetensors")
     stored = {tensor.name: tensor for tensor in stored_tensors(tmp_path, "")}
-    symbols = Symbols(stored)
+    symbols = SymbolicTensors(stored)
 
     def convert(w: torch.Tensor) -> dict[str, torch.Tensor]:
         first, second = w.chunk(2, dim=0)

@@ -1,4 +1,4 @@
-"""The op `call` on the CPU: what is asked of the pipeline's `__call__`, what of its outputs, and what is refused with its line."""
+"""The op `call` on the CPU: arguments of the pipeline's `__call__`, its outputs, and refusals with their line."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def run(graph: Any, **inputs: Any) -> dict[str, Any]:
     return run_stages(graph, modules, torch.device("cpu"), graph.resolve({"steps": 2, "image": PICTURE, **inputs}))
 
 
-def test_the_seed_decides_the_picture(edited: Callable[..., Any]) -> None:
+def test_the_picture_depends_on_the_seed(edited: Callable[..., Any]) -> None:
     first, same, other = (run(edited(), seed=seed)["image"].tobytes() for seed in (1, 1, 2))
     assert first == same != other
 
 
-def test_latents_are_asked_for_by_reading_them(edited: Callable[..., Any]) -> None:
+def test_latents_are_returned_where_a_stage_reads_them(edited: Callable[..., Any]) -> None:
     made = run(edited(("outputs: {image: $make.image}", "outputs: {latents: $make.latents}")))
     assert tuple(made["latents"].shape) == (1, 4, 8, 8)
 
@@ -56,7 +56,7 @@ def test_several_prompts_and_images_make_several_pictures(edited: Callable[..., 
     assert one[1].tobytes() != other[1].tobytes()
 
 
-def test_one_call_hands_embeddings_and_latents_to_the_next(edited: Callable[..., Any]) -> None:
+def test_latents_pass_from_one_call_to_the_next(edited: Callable[..., Any]) -> None:
     again = """  again:
     op: call
     uses: [text_encoder, text_encoder_2, unet, vae]
@@ -77,16 +77,20 @@ outputs: {image: $again.image}"""
             "strenght: $strength",
             r"with.strenght: .*Img2ImgPipeline.__call__ has no argument.*mean 'strength'",
         ),
-        ("strength: $strength", "generator: $strength", r"with.generator: give a seed: instead"),
+        ("strength: $strength", "generator: $strength", r"with.generator: use seed: instead"),
         ("strength: $strength", "callback_on_step_end: $strength", r"has no argument 'callback_on_step_end'"),
         ("$make.image}", "$make.images_embeds}", r"returns no images_embeds; known are 'image'"),
-        ("$make.image}", "$make.image, l: $make.latents}", r"returns latents or image: read one of them"),
+        ("$make.image}", "$make.image, l: $make.latents}", r"returns either latents or image: read only one of them"),
         ("$make.image}", "$make.audio}", r"returns no audio"),
         ("strength: $strength", "strength: 7.0\n      eta: $strength", r"fails: ValueError: The value of strength should in"),
-        ("[text_encoder, text_encoder_2, unet, vae]", "[text_encoder, text_encoder_2, unet]", r"add vae to stages.make.uses"),
+        (
+            "[text_encoder, text_encoder_2, unet, vae]",
+            "[text_encoder, text_encoder_2, unet]",
+            r"list vae: add it to stages.make.uses",
+        ),
     ],
 )
-def test_what_the_pipeline_does_not_take_or_return_is_said_while_planning(
+def test_unknown_arguments_and_outputs_are_refused_while_planning(
     edited: Callable[..., Any], old: str, new: str, said: str
 ) -> None:
     if "vae]" in old:
@@ -106,7 +110,7 @@ OTHER = """  other:
 outputs:"""
 
 
-def test_a_video_is_as_fast_as_the_graph_or_its_stage_or_its_pipeline_says(edited: Callable[..., Any]) -> None:
+def test_the_frame_rate_comes_from_the_graph_its_stage_or_its_pipeline(edited: Callable[..., Any]) -> None:
     ltx, wan = (graphrun.load(GRAPHS / f"{name}.yaml") for name in ("ltx-tiny", "wan-tiny"))
     assert (frames_per_second(ltx, {}), frames_per_second(wan, {})) == (25.0, None)
     assert frames_per_second(graphrun.load(GRAPHS / "cogvideox-5b.yaml"), {}) == 8.0
@@ -122,5 +126,5 @@ def test_a_mask_of_another_size_than_its_image_is_refused(edited: Callable[..., 
         ("      image: $image\n", "      image: $image\n      mask_image: $mask\n      height: 64\n      width: 64\n"),
     )
     assert run(graph, mask=Image.new("L", (64, 64), 255))["image"].size == (64, 64)
-    with pytest.raises(InputError, match="the mask is 32x64, and the image 64x64: make them the same size"):
+    with pytest.raises(InputError, match="the mask is 32x64 and the image 64x64: make them the same size"):
         run(graph, mask=Image.new("L", (32, 64)))

@@ -1,4 +1,4 @@
-"""Whether a loop can be begun in its middle is read from its source: not if a step hands on more than latents."""
+"""A loop can be resumed in the middle if latents are the only loop-carried values in its source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plain:
         return latents, embeds
 
 
-class HandsOn:
+class ReadsNoiseOfLastStep:
     def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
         old = None
         for _, t in enumerate(timesteps):
@@ -36,7 +36,7 @@ class HandsOn:
         return latents
 
 
-class Sometimes:
+class AssignsInSomeSteps:
     def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
         for i, t in enumerate(timesteps):
             if i % 2 == 0:
@@ -45,7 +45,7 @@ class Sometimes:
         return latents
 
 
-class Collects:
+class AppendsToList:
     def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
         seen: list[Any] = []
         for _, t in enumerate(timesteps):
@@ -54,7 +54,7 @@ class Collects:
         return latents
 
 
-class OnItself:
+class SetsOwnAttribute:
     def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
         for _, t in enumerate(timesteps):
             latents = self.scheduler.step(self.scale, t, latents)
@@ -62,7 +62,7 @@ class OnItself:
         return latents
 
 
-class Counts:
+class Accumulates:
     def __call__(self, timesteps: Any, latents: Any, generator: Any = None, callback_on_step_end: Any = None) -> Any:
         number = 0
         for _, t in enumerate(timesteps):
@@ -71,7 +71,7 @@ class Counts:
         return latents
 
 
-class Sized:
+class BranchesOnConstant:
     def __call__(self, timesteps: Any, latents: Any, big: bool, generator: Any = None, callback_on_step_end: Any = None) -> Any:
         scale = 1
         for _, t in enumerate(timesteps):
@@ -81,21 +81,28 @@ class Sized:
         return latents
 
 
-def test_a_step_that_hands_nothing_on_but_latents() -> None:
+def test_a_loop_that_carries_latents_only() -> None:
     assert why_not(Plain) == ""
-    assert why_not(Sized) == "", "in every step, or in none"
+    assert why_not(BranchesOnConstant) == "", "the branch is the same in every step"
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(HandsOn, "old"), (Sometimes, "noise"), (Collects, "seen"), (OnItself, "self.scale"), (Counts, "number")]
+    ("kind", "what"),
+    [
+        (ReadsNoiseOfLastStep, "old"),
+        (AssignsInSomeSteps, "noise"),
+        (AppendsToList, "seen"),
+        (SetsOwnAttribute, "self.scale"),
+        (Accumulates, "number"),
+    ],
 )
-def test_what_else_is_handed_on_is_named(kind: Any, what: str) -> None:
-    assert why_not(kind) == f"its pipeline's steps hand on {what}, which nothing keeps"
+def test_other_loop_carried_values_are_named(kind: Any, what: str) -> None:
+    assert why_not(kind) == f"its pipeline's steps also read {what} of the step before, which is not saved"
 
 
-def test_pipelines_of_many_kinds() -> None:
+def test_pipelines_of_diffusers() -> None:
     assert "audio_latents" in why_not(diffusers.LTX2Pipeline)
     assert "loops over timesteps" in why_not(diffusers.StableCascadeDecoderPipeline)
-    assert "tells nobody" in why_not(diffusers.LongCatImagePipeline)
+    assert "has no callback for the latents" in why_not(diffusers.LongCatImagePipeline)
     assert not why_not(diffusers.Lumina2Pipeline)
     assert not why_not(diffusers.WanImageToVideoPipeline)

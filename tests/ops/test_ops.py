@@ -1,4 +1,4 @@
-"""The ops on the CPU, without a plan: diffusers' own code, cut into stages."""
+"""The ops on the CPU, without a plan: diffusers' own code, split into stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrun.errors import GraphError
 from graphrun.modules.build import build, build_part
 from graphrun.ops import run_stages
 from graphrun.ops.diffusion import returned_names
-from graphrun.ops.pipeline import finished
+from graphrun.ops.pipeline import without_steps
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")
@@ -61,39 +61,41 @@ outputs: {latents: $again.latents, """
     assert alive == {"encode": False, "denoise": True, "decode": True, "again": False}
 
 
-def test_a_component_that_a_stage_does_not_list_is_refused_when_it_is_entered(edited: Callable[..., Any]) -> None:
+def test_calling_a_component_that_the_stage_does_not_list_is_refused(edited: Callable[..., Any]) -> None:
     graph = edited(
         "flux-tiny",
         ("uses: [text_encoder, text_encoder_2]", "uses: [text_encoder]"),
         ("uses: [vae]", "uses: [vae, text_encoder_2]"),
     )
-    with pytest.raises(GraphError, match=r"encode enters text_encoder_2\.forward.*add text_encoder_2 to stages\.encode\.uses"):
+    with pytest.raises(
+        GraphError, match=r"encode calls text_encoder_2\.forward.*list text_encoder_2: add it to stages\.encode\.uses"
+    ):
         run(graph)
 
 
-def test_a_pipeline_that_lacks_a_component_says_which(edited: Callable[..., Any]) -> None:
+def test_a_missing_component_of_the_pipeline_is_named(edited: Callable[..., Any]) -> None:
     graph = edited("flux-tiny", ("  scheduler: {class", "  planner: {class"))
     with pytest.raises(GraphError, match="needs scheduler: add them under components: or parts:"):
         run(graph)
 
 
-def test_the_seed_decides_the_picture(edited: Callable[..., Any]) -> None:
+def test_the_picture_depends_on_the_seed(edited: Callable[..., Any]) -> None:
     graph = edited("flux-tiny")
     first, same, other = (run(graph, seed=seed)["image"].tobytes() for seed in (1, 1, 2))
     assert first == same != other
 
 
-def test_a_finished_scheduler_has_no_steps_and_leaves_the_first_alone() -> None:
+def test_a_scheduler_without_steps_leaves_the_original_unchanged() -> None:
     graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
     scheduler = build_part(graph.parts["scheduler"], graph)
-    ended = finished(scheduler)
+    ended = without_steps(scheduler)
     ended.set_timesteps(5)
     assert (len(ended.timesteps), ended.init_noise_sigma) == (0, 1.0)
     scheduler.set_timesteps(5)
     assert len(scheduler.timesteps) == 5
 
 
-def test_embeddings_are_named_as_the_pipeline_returns_them() -> None:
+def test_embeddings_have_the_names_of_the_pipelines_return_statement() -> None:
     from diffusers import FluxPipeline, StableDiffusionXLPipeline
 
     assert returned_names(FluxPipeline.encode_prompt, 3) == ("prompt_embeds", "pooled_prompt_embeds", "text_ids")
@@ -112,7 +114,7 @@ def embeds(name: str, **inputs: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_negative_prompt_that_takes_a_call_of_its_own_is_encoded_when_true_guidance_asks_for_it() -> None:
+def test_a_negative_prompt_that_needs_a_second_call_is_encoded_for_true_guidance_only() -> None:
     without = embeds("hunyuan-video-tiny", negative_prompt="dark")
     guided = embeds("hunyuan-video-tiny", negative_prompt="dark", true_cfg_scale=2.0)
     assert list(without) == ["prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"]
@@ -121,7 +123,7 @@ def test_a_negative_prompt_that_takes_a_call_of_its_own_is_encoded_when_true_gui
     assert not torch.equal(guided["pooled_prompt_embeds"], guided["negative_pooled_prompt_embeds"])
 
 
-def test_a_second_encoder_s_embeddings_have_the_names_that_the_pipeline_takes_them_by() -> None:
+def test_embeddings_of_a_second_encoder_have_the_names_of_call_arguments() -> None:
     found = embeds("hunyuan-dit-tiny")
     first = [name for name in found if not name.endswith("_2")]
     assert list(found) == [*first, *(f"{name}_2" for name in first)]
@@ -129,7 +131,7 @@ def test_a_second_encoder_s_embeddings_have_the_names_that_the_pipeline_takes_th
     assert found["prompt_embeds_2"].shape == (1, 256, 96)
 
 
-def test_what_is_not_given_has_the_default_of_the_whole_pipeline(edited: Callable[..., Any]) -> None:
+def test_arguments_default_to_those_of_the_pipelines_call(edited: Callable[..., Any]) -> None:
     line = "  max_sequence_length: {type: int, default: 64, minimum: 1, maximum: 256}\n"
     graph = edited("wan-tiny", (", max_sequence_length: $max_sequence_length}", "}"), (line, ""))
     modules = {key: build(component, graph) for key, component in graph.components.items()}
@@ -137,7 +139,7 @@ def test_what_is_not_given_has_the_default_of_the_whole_pipeline(edited: Callabl
     assert found["prompt_embeds"].shape[1] == 512, "of WanPipeline.__call__; its encode_prompt alone says 226"
 
 
-def test_tiling_is_the_vaes_for_as_long_as_the_stage_says() -> None:
+def test_the_stage_sets_the_vaes_tiling() -> None:
     graph = graphrun.load(GRAPHS / "hunyuan-video-tiny.yaml")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     for tiling in (True, False):
@@ -145,8 +147,8 @@ def test_tiling_is_the_vaes_for_as_long_as_the_stage_says() -> None:
         assert modules["vae"].use_tiling is tiling
 
 
-def test_without_guidance_no_stage_encodes_a_negative_prompt_again(edited: Callable[..., Any]) -> None:
-    """AuraFlow's call would encode an empty one for its default guidance; decoding has no encoder."""
+def test_without_guidance_no_stage_encodes_a_negative_prompt(edited: Callable[..., Any]) -> None:
+    """AuraFlow's call would encode an empty negative prompt for its default guidance, and the decode stage has no text encoder."""
     graph = edited("auraflow-tiny")
     assert "text_encoder" not in graph.stage("decode").uses
     assert run(graph, guidance_scale=1.0)["image"].size == (graph.inputs["width"].default, graph.inputs["height"].default)

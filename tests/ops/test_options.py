@@ -1,4 +1,4 @@
-"""Other ways to run a stage: what they compute, and that nothing of them stays on the pipeline."""
+"""Run options of a stage: what they compute, and that the pipeline is restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import graphrun
 from graphrun.errors import GraphError
 from graphrun.modules.build import build
 from graphrun.modules.interceptor import CallInterceptor
-from graphrun.ops import options as ways
+from graphrun.ops import options as run_options
 from graphrun.ops import run_stages
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def sdxl() -> Any:
-    """The tiny SDXL: graph, modules, inputs, and the pixels [height width 3] of the plain way."""
+    """The tiny SDXL: graph, modules, inputs, and the pixels [height width 3] without an option."""
     graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
     modules = {name: build(component, graph) for name, component in graph.components.items()}
     inputs = graph.for_planning({"steps": 2})
@@ -38,7 +38,7 @@ def settings(vae: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(vae).items() if key.startswith(("use_", "tile_"))}
 
 
-def test_split_enters_the_denoiser_once_a_sample_and_changes_last_bits_only(sdxl: Any) -> None:
+def test_split_calls_the_denoiser_once_per_sample_and_changes_last_bits_only(sdxl: Any) -> None:
     graph, modules, inputs, plain = sdxl
     batches: list[int] = []
 
@@ -47,9 +47,9 @@ def test_split_enters_the_denoiser_once_a_sample_and_changes_last_bits_only(sdxl
         return proceed(*args, **kwargs)
 
     with CallInterceptor({"unet": modules["unet"]}, CPU, around=around):
-        cut = pixels(graph, modules, inputs, denoise="split")
+        split = pixels(graph, modules, inputs, denoise="split")
     assert batches == [1, 1] * 2  # guidance makes two samples of a picture, for each of two steps
-    assert np.abs(cut - plain).max() <= 1
+    assert np.abs(split - plain).max() <= 1
 
 
 def test_slicing_changes_nothing(sdxl: Any) -> None:
@@ -59,7 +59,7 @@ def test_slicing_changes_nothing(sdxl: Any) -> None:
 
 def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, modules, inputs, plain = sdxl
-    monkeypatch.setattr(ways, "TILE_PIXELS", 64)
+    monkeypatch.setattr(run_options, "TILE_PIXELS", 64)
     before, sizes = settings(modules["vae"]), set()
     hook = modules["vae"].decoder.register_forward_pre_hook(lambda module, args: sizes.add(tuple(args[0].shape[-2:])))
     try:
@@ -71,7 +71,7 @@ def test_tiling_decodes_in_tiles_and_leaves_the_vae_as_it_was(sdxl: Any, monkeyp
     assert settings(modules["vae"]) == before
 
 
-def test_a_stage_that_cannot_is_refused(sdxl: Any) -> None:
+def test_an_option_that_no_component_supports_is_refused(sdxl: Any) -> None:
     graph, modules, inputs, _ = sdxl
-    with pytest.raises(GraphError, match="option tiling: none of text_encoder, text_encoder_2 can do that"):
+    with pytest.raises(GraphError, match="option tiling: none of text_encoder, text_encoder_2 supports it"):
         pixels(graph, modules, inputs, encode="tiling")

@@ -1,4 +1,4 @@
-"""Embeddings go when the last stage that reads their numbers is done; the decoder's pipeline is told their shapes alone."""
+"""Embeddings are freed after the last stage that reads their numbers; the decoder's pipeline gets their shapes only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from graphrun.graph.graph import Reference
 from graphrun.graph.order import read_by
 from graphrun.modules.build import build
 from graphrun.ops import Stages
-from graphrun.ops.outlines import Outline, filled, outlined
+from graphrun.ops.outlines import Outline, materialized, outlined
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")
 
 
-def test_a_sequence_is_one_long_and_all_else_is_as_it_was() -> None:
+def test_only_the_sequence_dimension_is_reduced_to_one() -> None:
     value = {
         "prompt_embeds": torch.rand(2, 64, 32, dtype=torch.bfloat16),
         "pooled": torch.rand(2, 48),
@@ -33,15 +33,15 @@ def test_a_sequence_is_one_long_and_all_else_is_as_it_was() -> None:
     }
     kept = outlined(value)
     assert kept["layers"] == Outline((6, 2, 1, 32), torch.float32)
-    made = filled(kept, CPU)
+    made = materialized(kept, CPU)
     assert {name: tuple(made[name].shape) for name in ("prompt_embeds", "pooled", "mask")} == {
         "prompt_embeds": (2, 1, 32),
         "pooled": (2, 48),
         "mask": (2, 1),
     }
     assert made["prompt_embeds"].dtype == torch.bfloat16
-    assert made["mask"].all()  # a mask is one of tokens, never empty
-    assert made["each"][0].shape == (7, 32)  # it could as well be pooled
+    assert made["mask"].all()  # a mask must not be empty
+    assert made["each"][0].shape == (7, 32)  # [b d]: may be pooled, so its width stays
     assert made["scale"] == 0.5
 
 
@@ -58,8 +58,8 @@ def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
     assert problem.phases[embeds.last_phase].stage == "denoise"
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_while_the_decoder_computes_no_embedding_is_there(given: bool) -> None:
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_no_embedding_is_in_memory_while_the_decoder_computes(precomputed: bool) -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     modules = {name: build(component, graph) for name, component in graph.components.items()}
     inputs, values, alive, seen = graph.resolve({"steps": 1}), dict[str, Any](), list[weakref.ref[torch.Tensor]](), list[int]()
@@ -67,7 +67,7 @@ def test_while_the_decoder_computes_no_embedding_is_there(given: bool) -> None:
     def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
         if stage == "encode":
             alive.extend(weakref.ref(tensor) for tensor in outputs["embeds"].values())
-        values.update({f"{stage}.{name}": value for name, value in outputs.items() if given})
+        values.update({f"{stage}.{name}": value for name, value in outputs.items() if precomputed})
 
     def before_decoding(*_: Any) -> None:
         gc.collect()
@@ -75,10 +75,10 @@ def test_while_the_decoder_computes_no_embedding_is_there(given: bool) -> None:
 
     modules["vae"].decoder.register_forward_pre_hook(before_decoding)
     whole = Stages(graph, modules, CPU, inputs, after_stage=after_stage).run()["image"]
-    if given:  # handed in, as where stages are run apart
+    if precomputed:
         alone = graph.with_precomputed(["encode", "denoise"])
-        handed = {str(of)[1:]: values[str(of)[1:]] for of in alone.given}
-        stages = Stages(alone, modules, CPU, inputs, precomputed=handed)
+        outputs = {str(of)[1:]: values[str(of)[1:]] for of in alone.precomputed}
+        stages = Stages(alone, modules, CPU, inputs, precomputed=outputs)
         assert isinstance(stages.named["encode.embeds"]["prompt_embeds"], Outline)
         assert stages.run()["image"].tobytes() == whole.tobytes()
     else:

@@ -1,4 +1,4 @@
-"""A denoising loop begun in its middle ends with the same bits as one that was never broken, whatever its scheduler remembers."""
+"""A denoising loop resumed in the middle ends with the same bits as an unbroken one, whatever state its scheduler has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphrun.ops.loops import why_not
 from graphrun.ops.steps import Steps, StepState, journaled
 
 STEPS = 5
-CONFIGS: dict[str, dict[str, Any]] = {  # of schedulers other than the graph's
+CONFIGS: dict[str, dict[str, Any]] = {  # for schedulers other than the graph's
     "sdxl-tiny": {"beta_schedule": "scaled_linear", "steps_offset": 1},
     "wan-tiny": {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0},
 }
@@ -29,11 +29,11 @@ sys.path.append(str(GRAPHS.parent / "tests/standins"))  # Pyramid Flow's pipelin
 
 
 class Killed(Exception):
-    """Stands for whatever ends a run."""
+    """Represents anything that ends a run."""
 
 
-class Notes:
-    """Keeps each state as a file would, and ends the run once step ``end`` is kept (0: never)."""
+class MemoryJournal:
+    """A journal that keeps each state as a file would, and ends the run after saving step ``end`` (0: never)."""
 
     def __init__(self, begin: StepState | None = None, end: int = 0) -> None:
         self.begin, self.end, self.found = begin, end, dict[int, bytes]()
@@ -56,12 +56,12 @@ class Notes:
 
 
 class Loops:
-    """Pipelines in small, up to the end of their loops."""
+    """Tiny pipelines, run up to the end of their loops."""
 
     def __init__(self) -> None:
         self._built = dict[str, tuple[dict[str, Any], dict[str, Any]]]()  # by name: modules, and meta modules of all components
 
-    def stages(self, name: str, scheduler: str, notes: Notes | None = None) -> Stages:
+    def stages(self, name: str, scheduler: str, journal: MemoryJournal | None = None) -> Stages:
         graph = graphrun.load(GRAPHS / f"{name}.yaml", trust=["pyramid_flow"])
         if scheduler:
             part = replace(graph.parts["scheduler"], class_path=f"diffusers.{scheduler}")
@@ -74,10 +74,10 @@ class Loops:
             self._built[name] = modules, {c: meta_module(of, graph.trust) for c, of in graph.components.items()}
         modules, meta_modules = self._built[name]
         inputs = graph.resolve({"steps": STEPS, **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {})})
-        return Stages(graph, modules, torch.device("cpu"), inputs, journal=notes, meta_modules=meta_modules)
+        return Stages(graph, modules, torch.device("cpu"), inputs, journal=journal, meta_modules=meta_modules)
 
-    def __call__(self, name: str, scheduler: str, notes: Notes | None) -> torch.Tensor:
-        found: torch.Tensor = self.stages(name, scheduler, notes).run()["latents"]
+    def __call__(self, name: str, scheduler: str, journal: MemoryJournal | None) -> torch.Tensor:
+        found: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]
         return found
 
 
@@ -88,7 +88,9 @@ def loops() -> Loops:
 
 @contextmanager
 def breaking(stages: Stages, call: int, break_it: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """The denoiser's call number ``call`` ends the run, behind ``break_it``; yields one entry for each of its calls."""
+    """Ends the run at the denoiser's call number ``call``, after ``break_it``. Yields a list with one entry for each of its
+    calls.
+    """
     calls: list[int] = []
     denoiser = stages.modules["unet" if "unet" in stages.modules else "transformer"]
 
@@ -108,16 +110,16 @@ def breaking(stages: Stages, call: int, break_it: Callable[[], None] = lambda: N
 CASES = [
     ("flux-tiny", ""),
     ("sdxl-tiny", ""),
-    ("sdxl-tiny", "EulerAncestralDiscreteScheduler"),  # draws a number in every step
-    ("sdxl-tiny", "DPMSolverMultistepScheduler"),  # remembers what the model said before, and does the last steps otherwise
+    ("sdxl-tiny", "EulerAncestralDiscreteScheduler"),  # draws random numbers in every step
+    ("sdxl-tiny", "DPMSolverMultistepScheduler"),  # stores earlier model outputs, and computes the last steps differently
     ("sdxl-tiny", "UniPCMultistepScheduler"),
     ("sdxl-tiny", "DDIMScheduler"),
     ("cogview4-tiny", ""),
     ("auraflow-tiny", ""),
     ("cogvideox-5b-tiny", ""),
-    ("cogvideox-5b-tiny", "CogVideoXDPMScheduler"),  # hands its last guess on through the pipeline's loop
+    ("cogvideox-5b-tiny", "CogVideoXDPMScheduler"),  # passes its last prediction on through the pipeline's loop
     ("hidream-tiny", ""),
-    ("hunyuan-dit-tiny", ""),  # draws a number in every step
+    ("hunyuan-dit-tiny", ""),  # draws random numbers in every step
     ("hunyuan-video-tiny", ""),
     ("ltx-tiny", ""),
     ("pixart-sigma-tiny", ""),  # an older pipeline: `callback`
@@ -130,23 +132,23 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "scheduler"), CASES)
 def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
-    whole = Notes()
+    whole = MemoryJournal()
     expected = loops(name, scheduler, None)
     assert torch.equal(loops(name, scheduler, whole), expected)
     assert sorted(whole.found) == list(range(1, STEPS)), "a state for every step but the last"
-    broken = Notes(end=3)
+    broken = MemoryJournal(end=3)
     with pytest.raises(Killed):
         loops(name, scheduler, broken)
     assert sorted(broken.found) == [1, 2, 3]
     for kept, done in ((whole, 1), (broken, 3), (whole, STEPS - 1)):
-        rest = Notes(begin=kept.after(done))
-        assert torch.equal(loops(name, scheduler, rest), expected)
-        assert sorted(rest.found) == list(range(done + 1, STEPS)), "and not one step twice"
+        resumed = MemoryJournal(begin=kept.after(done))
+        assert torch.equal(loops(name, scheduler, resumed), expected)
+        assert sorted(resumed.found) == list(range(done + 1, STEPS)), "no step runs twice"
 
 
 @pytest.mark.parametrize(("name", "scheduler"), CASES)
-def test_a_run_that_breaks_in_a_step_goes_on_with_that_step_and_has_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
-    whole, stages = Notes(), loops.stages(name, scheduler)
+def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
+    whole, stages = MemoryJournal(), loops.stages(name, scheduler)
     with breaking(stages, 0) as calls:
         expected = loops(name, scheduler, whole)
     a_step = len(calls) // STEPS
@@ -156,16 +158,16 @@ def test_a_run_that_breaks_in_a_step_goes_on_with_that_step_and_has_the_same_bit
     state = stages.steps.state("denoise")
     assert state is not None
     assert (state.done, state.steps) == (3, STEPS)
-    with breaking(stages, a_step + 1) as rest, pytest.raises(Killed):  # and again in the fifth
+    with breaking(stages, a_step + 1) as resumed, pytest.raises(Killed):  # the first call of the fifth step
         stages.run()
     stages.leave()
     with breaking(stages, 0) as last:
         assert torch.equal(stages.run()["latents"], expected)
-    assert (len(rest), len(last)) == (a_step + 1, a_step)
-    assert stages.steps.state("denoise") is None, "nothing of a loop is kept behind its end"
+    assert (len(resumed), len(last)) == (a_step + 1, a_step)
+    assert stages.steps.state("denoise") is None, "no state is kept after the loop's end"
 
 
-def test_a_state_that_the_broken_step_changed_is_none(loops: Loops) -> None:
+def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> None:
     stages = loops.stages("flux-tiny", "")
 
     def change() -> None:
@@ -177,18 +179,20 @@ def test_a_state_that_the_broken_step_changed_is_none(loops: Loops) -> None:
         stages.run()
     stages.leave()
     assert stages.steps.state("denoise") is None
-    assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", Notes()))
+    assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", MemoryJournal()))
 
 
-def test_every_reference_graph_s_loop_goes_on_but_one() -> None:
+def test_the_loops_of_all_reference_graphs_but_one_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path, trust=["pyramid_flow"]) for path in GRAPHS.glob("*-tiny.yaml")}
     cannot = {name for name, graph in graphs.items() if why_not(resolve_class(graph.pipeline, graph.trust))}
-    assert cannot == {"pyramid-flow-tiny"}, "makes a video piece by piece, at three sizes each"
-    told = {graph.pipeline for name, graph in graphs.items() if name not in cannot and "denoise" in {s.name for s in graph.stages}}
-    assert told == {graphs[name].pipeline for name, _ in CASES}
+    assert cannot == {"pyramid-flow-tiny"}, "generates a video in pieces, each at three sizes"
+    tested = {
+        graph.pipeline for name, graph in graphs.items() if name not in cannot and "denoise" in {s.name for s in graph.stages}
+    }
+    assert tested == {graphs[name].pipeline for name, _ in CASES}
 
 
-def test_latents_that_have_another_name_are_not_kept() -> None:
+def test_latents_that_another_variable_refers_to_are_not_saved() -> None:
     class Inpaint:
         def __call__(self, generator: Any = None, callback: Any = None) -> Any:
             timesteps = torch.arange(3)
@@ -200,15 +204,15 @@ def test_latents_that_have_another_name_are_not_kept() -> None:
             return latents, noise
 
     for shared in (False, True):
-        pipeline, notes = Inpaint(), Notes()
+        pipeline, journal = Inpaint(), MemoryJournal()
         pipeline.shared, pipeline.scheduler = shared, Scheduler()  # type: ignore[attr-defined]
-        with journaled(pipeline, "denoise", torch.Generator(), Steps(notes)) as hears:
-            pipeline(**hears)
-        assert sorted(notes.found) == ([] if shared else [1, 2])
+        with journaled(pipeline, "denoise", torch.Generator(), Steps(journal)) as callbacks:
+            pipeline(**callbacks)
+        assert sorted(journal.found) == ([] if shared else [1, 2])
 
 
 class Scheduler:
-    """Nothing to remember."""
+    """A scheduler without state."""
 
     order = 1
 

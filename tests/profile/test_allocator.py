@@ -1,4 +1,4 @@
-"""The replay through an allocator: what is counted, what is reserved, and that no two live ranges ever overlap."""
+"""The allocator models: allocated and reserved bytes, and that no two live ranges overlap."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_free_tail_is_taken_last_because_it_can_grow() -> None:
     ("nbytes", "reserved"),
     [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)],
 )
-def test_what_a_native_segment_is_asked_for(nbytes: int, reserved: int) -> None:
+def test_size_of_a_native_segment(nbytes: int, reserved: int) -> None:
     allocator = Native()
     allocator.allocate(1, nbytes)
     assert allocator.used_bytes == reserved
@@ -182,7 +182,7 @@ SNAPSHOT = Path(os.environ.get("GRAPHRUN_MEMORY_SNAPSHOT", "snapshot.pickle"))
 
 
 @pytest.mark.skipif(not SNAPSHOT.is_file(), reason="no snapshot: torch.cuda.memory._record_memory_history, then _dump_snapshot")
-def test_a_memory_snapshot_of_a_card_is_reserved_as_the_card_did() -> None:
+def test_the_model_reserves_what_a_recorded_card_reserved() -> None:
     snapshot = pickle.loads(SNAPSHOT.read_bytes())
     expandable = any(segment.get("is_expandable") for segment in snapshot["segments"])
     for trace in filter(None, snapshot["device_traces"]):

@@ -1,4 +1,4 @@
-"""A plan that was made once is there at once: no torch, no solver; and never a wrong one."""
+"""Cached dry runs, problems and plans: no torch and no solver on a hit, and never a wrong entry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = GRAPHS / "flux-tiny.yaml"
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
-    """The dry runs that were made, by their height; flux-tiny's own is answered by the one that all tests share."""
+    """The heights of the dry runs that were made; each returns flux-tiny's own dry run, which all tests share."""
     found: list[str] = []
 
     def probe(graph: Any, inputs: Any, options: Any = None) -> Any:
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch, dry: Any) -> list[str]:
 
 @pytest.fixture
 def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The digests of the problems that were really solved."""
+    """The digests of the problems that were solved."""
     from graphrun.solve import solve
 
     found: list[str] = []
@@ -79,7 +79,7 @@ def test_a_dry_run_is_made_once_for_all_budgets_and_again_for_other_sizes(made: 
     assert made == ["128", "64"]
 
 
-def test_without_a_folder_nothing_is_kept(made: list[str], tmp_path: Path) -> None:
+def test_without_a_folder_nothing_is_stored(made: list[str], tmp_path: Path) -> None:
     assert estimate(None) == estimate(None)
     assert made == ["128", "128"]
 
@@ -93,7 +93,7 @@ def test_a_plan_is_solved_once(made: list[str], solved: list[str], tmp_path: Pat
     assert len(solved) == 3
 
 
-def test_a_point_of_a_frontier_is_a_plan_that_is_kept(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_frontier_point_is_a_stored_plan(made: list[str], solved: list[str], tmp_path: Path) -> None:
     problem = estimate(tmp_path)
     found = cache.fitting_for(problem, Store(tmp_path))
     assert graphrun.plan(problem, cache=tmp_path) == found == cache.fitting_for(problem, Store(tmp_path))
@@ -113,7 +113,7 @@ def test_other_versions_and_another_source_are_other_keys(monkeypatch: pytest.Mo
     assert len({before, other_versions, cache.trace_key(graph, inputs)}) == 3
 
 
-def test_what_a_prompt_says_does_not_count_but_whether_it_says_anything(tmp_path: Path) -> None:
+def test_the_key_depends_on_whether_a_prompt_is_empty_but_not_on_its_text(tmp_path: Path) -> None:
     graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
     text = next(name for name, item in graph.inputs.items() if item.type == "str")
     keys = [cache.trace_key(graph, {**graph.for_planning({}), text: value}) for value in ("a", "b c", "", None)]
@@ -121,7 +121,7 @@ def test_what_a_prompt_says_does_not_count_but_whether_it_says_anything(tmp_path
     assert len(set(keys)) == 3
 
 
-def test_a_graph_that_depends_on_something_without_a_version_is_not_kept() -> None:
+def test_a_graph_that_depends_on_unversioned_code_is_not_stored() -> None:
     graph = graphrun.load(TINY)
     inputs = graph.for_planning({})
     assert cache.trace_key(replace(graph, trust=(*graph.trust, "somebodys_module")), inputs) is None
@@ -143,7 +143,7 @@ def test_an_entry_of_another_shape_is_replaced(made: list[str], solved: list[str
     assert Store(tmp_path).get(kind, key) != data
 
 
-def test_a_kept_plan_that_breaks_a_rule_does_not_count(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_stored_plan_that_breaks_a_rule_is_ignored(made: list[str], solved: list[str], tmp_path: Path) -> None:
     problem = estimate(tmp_path)
     solution = graphrun.plan(problem, cache=tmp_path)
     key = digest_of([problem.digest, cache.own_source()])
@@ -155,7 +155,7 @@ def test_a_kept_plan_that_breaks_a_rule_does_not_count(made: list[str], solved: 
     assert len(solved) == 2
 
 
-def test_a_plan_by_layer_is_kept_with_what_was_cut(made: list[str], solved: list[str], tmp_path: Path) -> None:
+def test_a_plan_split_into_layers_is_stored_with_the_split_components(made: list[str], solved: list[str], tmp_path: Path) -> None:
     problem = estimate(tmp_path)
     tight = replace(problem, budget_bytes=smallest_budget(problem))
     solution = graphrun.plan(tight, cache=tmp_path)
@@ -164,16 +164,16 @@ def test_a_plan_by_layer_is_kept_with_what_was_cut(made: list[str], solved: list
     assert len(solved) == 1
 
 
-def test_a_warm_plan_imports_no_torch_no_solver_and_says_the_same(made: list[str], tmp_path: Path, cache_home: Path) -> None:
+def test_a_cached_plan_imports_no_torch_and_no_solver_and_is_equal(made: list[str], tmp_path: Path, cache_home: Path) -> None:
     folder = tmp_path / "graphrun"
     solution = graphrun.plan(estimate(folder), cache=folder)
     kept = sorted(folder.iterdir())
     code = f"""
 import sys
-from graphrun import cli
+from graphrun.cli.main import main
 sys.argv = ["graphrun", "plan", {str(TINY)!r}, "--vram", "64M", "--ram", "8G", "--hardware", "sim", "--json"]
 try:
-    cli.main()
+    main()
 finally:
     heavy = {{"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}}
     heavy &= sys.modules.keys()
@@ -186,9 +186,27 @@ finally:
     assert sorted(folder.iterdir()) == kept
 
 
+@pytest.mark.parametrize("module", ["graphrun", "graphrun.cli.main"])
+def test_importing_is_light(module: str) -> None:
+    heavy = {"torch", "diffusers", "transformers", "numpy", "scipy", "highspy", "networkx", "graphrun.solve.solve"}
+    code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
+    environment = {"PATH": "", "PYTHONPATH": str(GRAPHS.parent)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == []
+
+
+def test_only_the_source_of_graphrun_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Path]()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    cache.own_source.__wrapped__()
+    package = Path(graphrun.__file__).parent
+    assert package / "store.py" in read
+    assert {path for path in read if package not in path.parents} == set()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
+def test_the_garbage_collector_state_is_restored(monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool) -> None:
     import gc
 
     from graphrun.profile import dry_run as probe
@@ -211,3 +229,18 @@ def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, dry: A
     most = before + len(later) // 2 if frozen else 0
     assert gc.get_freeze_count() <= most, "who froze what there was knows why; more is not added to it"
     gc.freeze()
+
+
+def test_the_source_digest_reads_only_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    content = Path.read_bytes
+
+    def recorded(path: Path) -> bytes:
+        read.append(path)
+        return content(path)
+
+    monkeypatch.setattr(Path, "read_bytes", recorded)
+    cache.own_source.__wrapped__()
+    package = Path(graphrun.__file__).parent
+    assert package / "store.py" in read
+    assert [path for path in read if not path.is_relative_to(package)] == []

@@ -1,4 +1,4 @@
-"""A machine is measured, the profile is found by name and by its card, and damaged ones are none. No card is needed."""
+"""Calibration, and hardware profiles found by name or by card; damaged ones are ignored. No card is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrun.profile import hardware as devices
 from graphrun.profile import hardware_profiles as profiles
 
 
-def test_the_simulated_accelerator_comes_out_as_it_is_declared(tmp_path: Path) -> None:
+def test_calibrating_the_simulated_accelerator_gives_what_it_declares(tmp_path: Path) -> None:
     measured, figures = measuring.calibrate("sim", tmp_path, allowed_seconds=0.1)
     declared = devices.simulated()
     for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "flops_per_second"):
@@ -23,17 +23,17 @@ def test_the_simulated_accelerator_comes_out_as_it_is_declared(tmp_path: Path) -
     assert measured.copy_start_seconds == pytest.approx(0.0, abs=1e-12)
     assert (measured.basis, measured.device, measured.context_bytes) == ("measured", "sim", 0)
     assert figures["disk_bytes_per_second"] > 0
-    assert not list(tmp_path.iterdir()), "the file that was read is gone"
+    assert not list(tmp_path.iterdir()), "the file that was read is deleted"
 
 
-def test_the_processor_is_measured_too(tmp_path: Path) -> None:
+def test_the_processor_can_be_calibrated(tmp_path: Path) -> None:
     measured, _ = measuring.calibrate("cpu", tmp_path, "mine", allowed_seconds=0.1)
     assert (measured.name, measured.device, measured.basis) == ("mine", "cpu", "measured")
     assert 1e8 < measured.h2d_bytes_per_second < 1e12
     assert 1e8 < measured.flops_per_second < 1e15
 
 
-def test_compute_is_flux_s_mixture_of_products_and_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Card(measuring._Cpu):
         nbytes = 100
         clock = 0.0
@@ -66,23 +66,23 @@ GB = 10**9
     ("before", "after", "uuid", "context"),
     [
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-a", 700_000_000),
-        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden or sorted otherwise by torch
+        ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-b", 700_000_000),  # hidden from torch, or in another order
         ({"GPU-a": GB}, {"GPU-a": 2 * GB}, "GPU-", 700_000_000),  # the only one there is
         ({"GPU-a": GB, "GPU-b": 0}, {"GPU-a": GB, "GPU-b": GB}, "GPU-", None),
-        ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process left meanwhile
-        ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or came
+        ({"GPU-a": GB}, {"GPU-a": GB}, "GPU-a", None),  # another process ended meanwhile
+        ({"GPU-a": GB}, {"GPU-a": 9 * GB}, "GPU-a", None),  # or started
         ({"GPU-a": GB}, {}, "GPU-a", None),
         ({}, {}, "GPU-a", None),
     ],
 )
-def test_a_context_is_what_the_card_itself_lost(
+def test_context_bytes_are_what_the_card_itself_lost(
     before: dict[str, int], after: dict[str, int], uuid: str, context: int | None
 ) -> None:
-    assert measuring.taken(before, after, uuid, 300_000_000) == context
+    assert measuring.context_bytes_taken(before, after, uuid, 300_000_000) == context
 
 
 @pytest.mark.parametrize(("assumed", "context"), [(300_000_000, 740_000_000), (900_000_000, 900_000_000)])
-def test_a_context_is_measured_behind_every_kind_of_kernel_and_only_raised(
+def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assumed: int, context: int
 ) -> None:
     loads = {"matmul": 10_000_000, "attention": 30_000_000, "convolution": 200_000_000}  # when a kernel first runs
@@ -121,7 +121,7 @@ def card(name: str = "card", **changes: object) -> Hardware:
     return replace(devices.hardware("rtx4090"), name=name, **changes)  # type: ignore[arg-type]
 
 
-def test_a_profile_is_hardware_by_its_name(tmp_path: Path) -> None:
+def test_a_profile_is_found_by_its_name(tmp_path: Path) -> None:
     mine = card("mine", basis="measured", h2d_bytes_per_second=12.5e9)
     profiles.keep(tmp_path, mine, "geforcertx4090", {})
     assert profiles.hardware("mine", tmp_path) == mine
@@ -132,7 +132,7 @@ def test_a_profile_is_hardware_by_its_name(tmp_path: Path) -> None:
         profiles.hardware("mine", None)
 
 
-def test_the_newest_profile_of_the_card_that_is_found_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_profile_of_the_detected_card_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "found", lambda: card("geforcertx4090"))
     assert profiles.found(tmp_path) == card("geforcertx4090")
     profiles.keep(tmp_path, card("other-size", capacity_bytes=5), "geforcertx4090", {})
@@ -145,7 +145,7 @@ def test_the_newest_profile_of_the_card_that_is_found_is_the_default(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "sim", "", "../escape", "a b"])
-def test_names_that_are_taken_or_no_file_s_are_refused(tmp_path: Path, name: str) -> None:
+def test_taken_and_invalid_profile_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="name"):
         profiles.keep(tmp_path, card(name), "card", {})
     assert not list(tmp_path.rglob("*.json"))
@@ -154,7 +154,7 @@ def test_names_that_are_taken_or_no_file_s_are_refused(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"hardware": {"name": "x"}, "device": "d"}', '{"hardware": 3, "device": ""}']
 )
-def test_a_damaged_profile_is_none(tmp_path: Path, text: str) -> None:
+def test_a_damaged_profile_is_ignored(tmp_path: Path, text: str) -> None:
     profiles.keep(tmp_path, card("good"), "card", {})
     (tmp_path / "profiles/bad.json").write_text(text)
     assert list(profiles.kept(tmp_path)) == ["good"]

@@ -1,4 +1,4 @@
-"""What a card takes beyond what the dispatcher sees, rule by rule."""
+"""Device memory beyond what the dispatcher sees, rule by rule."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def test_a_convolution_in_16_bit_copies_its_tensors_and_in_32_bit_not_its_output
     assert scratch(100, 50, 7, 4) == (107, 0)
 
 
-def test_a_convolution_of_a_picture_copies_nothing() -> None:
+def test_a_convolution_with_few_input_channels_copies_nothing() -> None:
     assert [scratch(100, 50, 7, size, channels) for size in (2, 4) for channels in (3, 7)] == [(0, 0)] * 4
     assert scratch(100, 50, 7, 2, 8) == (157, 0)
 
 
-def test_a_convolution_that_skips_pixels_copies_nothing_in_32_bit() -> None:
+def test_a_strided_convolution_copies_nothing_in_32_bit() -> None:
     assert scratch(100, 25, 7, 4, strided=True) == (0, 0)
     assert scratch(100, 25, 7, 2, strided=True) == (132, 0)
 
 
-def test_with_many_channels_32_bit_take_copies_of_copies_in_parts_of_a_gib() -> None:
+def test_in_32_bit_many_channels_take_two_copies_the_second_in_parts_of_a_gib() -> None:
     unit = 512 * MIB  # 512 channels at 512 x 512: what upsampling to half of 1024 takes
     for times, parts in ((1, 1), (2.25, 0.75), (4, 0.5), (16, 0)):
         nbytes = int(times * unit)
@@ -38,18 +38,18 @@ def test_with_many_channels_32_bit_take_copies_of_copies_in_parts_of_a_gib() -> 
     assert scratch(unit, unit, 9 * MIB, 2, 512, 512) == (2 * unit + 9 * MIB, 0)
 
 
-def test_from_2_gib_on_the_copy_of_the_output_is_one_that_some_cards_spare() -> None:
+def test_from_2_gib_on_some_cards_do_not_copy_the_output() -> None:
     assert scratch(2 * GIB - 1, GIB, 7, 2) == (3 * GIB + 6, 0)
     assert scratch(2 * GIB, GIB, 7, 2) == (3 * GIB + 7, GIB)
     assert scratch(GIB, 2 * GIB, 7, 2) == (3 * GIB + 7, 2 * GIB)
 
 
-def test_fused_attention_has_no_square_and_the_math_backend_has_two() -> None:
+def test_fused_attention_has_no_square_tensor_and_the_math_backend_has_two() -> None:
     assert attention_scratch(24 * 4608, 4608, 128, 2, fused=True) == 4 * 24 * 4608
     assert attention_scratch(24 * 4608, 4608, 128, 2, fused=False) == 2 * (2 * 24 * 4608 * 4608 + 2 * 24 * 4608 * 128)
 
 
-def test_quantized_layers_need_room_for_their_product() -> None:
+def test_scratch_of_quantized_layers() -> None:
     assert nf4_scratch(3072 * 12288, 2) == 72 * 2**20
     assert int8_scratch(4608, 3072, 9216, half=True) == (4608 * (3072 * 4 + 4), 4608 * (3072 + 4) + 4 * 4608 * 9216)
     assert int8_scratch(4608, 3072, 9216) == (4608 * (3072 * 6 + 4), 4608 * (3072 + 4) + 6 * 4608 * 9216)

@@ -1,4 +1,4 @@
-"""What a machine has is read from where the system says it, and versions are judged by rules that stand as data."""
+"""What the doctor reads from the system, and its version rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def available(root: Path) -> Path:
     return root / "meminfo"
 
 
-def test_the_limits_of_all_groups_around_this_process_count_v2(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_of_all_parent_groups_count(tmp_path: Path) -> None:
     files(tmp_path, user__job__memory_dot_max=f"{3 * GIB}\n", user__job__memory_dot_current="5\n")
     files(tmp_path, user__memory_dot_max=f"{2 * GIB}\n", memory_dot_max="max\n", own="0::/user/job\n")
     limits = memory_limits(tmp_path, tmp_path / "own")
@@ -34,7 +34,7 @@ def test_the_limits_of_all_groups_around_this_process_count_v2(tmp_path: Path) -
     assert host_ram_bytes(tmp_path, tmp_path / "own", available(tmp_path)) == 2 * GIB
 
 
-def test_cgroup_v1_says_no_limit_with_a_number(tmp_path: Path) -> None:
+def test_cgroup_v1_reports_no_limit_as_a_number(tmp_path: Path) -> None:
     (tmp_path / "memory/job").mkdir(parents=True)
     (tmp_path / "own").write_text("5:cpu:/\n4:memory:/job\n0::/\n")
     (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
@@ -43,7 +43,7 @@ def test_cgroup_v1_says_no_limit_with_a_number(tmp_path: Path) -> None:
     assert [(limit.nbytes, limit.version) for limit in memory_limits(tmp_path, tmp_path / "own")] == [(GIB, 1)]
 
 
-def test_a_container_that_sees_its_group_at_the_root_has_its_limit(tmp_path: Path) -> None:
+def test_a_container_finds_its_limit_at_the_cgroup_root(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("4:memory:/docker/0123\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text(f"{GIB}\n")
@@ -58,12 +58,12 @@ def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
     ("number", "allowed", "broken"),
     [("0.43.1", 0, 2), ("0.43.2", 1, 1), ("0.47.0", 1, 1), ("0.48.0", 2, 0), ("0.50.2", 2, 0), ("not a version", 0, 2)],
 )
-def test_what_a_version_of_bitsandbytes_allows(number: str, allowed: int, broken: int) -> None:
+def test_what_a_version_of_bitsandbytes_supports(number: str, allowed: int, broken: int) -> None:
     found = doctor.about("bitsandbytes", number)
     assert (len(found["allows"]), len(found["breaks"])) == (allowed, broken)
 
 
-def test_a_package_that_is_not_there_is_a_problem() -> None:
+def test_a_missing_package_is_a_problem() -> None:
     assert doctor.about("bitsandbytes", None)["breaks"] == ["no nf4 and no int8 components"]
 
 
@@ -86,7 +86,7 @@ def test_the_driver_s_version_is_read_from_the_kernel_module(tmp_path: Path) -> 
     assert doctor.driver(tmp_path / "nothing") is None
 
 
-def test_everything_found_is_json_and_has_a_screen(tmp_path: Path) -> None:
+def test_all_findings_are_json_and_on_the_screen(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(json.dumps(doctor.examine(tmp_path / "cache")))
     assert {item["name"] for item in found["versions"]} >= {"torch", "diffusers", "transformers", "accelerate", "bitsandbytes"}
     screen = doctor_screen(found)

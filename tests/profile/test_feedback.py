@@ -1,4 +1,4 @@
-"""What a run measured is in the next plan, on the same device, versions, graph and settings; and that plan holds too."""
+"""Measurements of runs are in the next plan for the same device, versions, graph and settings, and that plan holds too."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 
 @pytest.fixture(scope="module")
 def planned(make_problem: Any) -> Any:
-    """By block: what is measured of layers says nothing of blocks."""
+    """Without layers: measurements of layers do not apply to blocks."""
     of = make_problem("flux-tiny", 6 * MIB)
     return graphrun.plan(replace(of, components=tuple(replace(component, layers=None) for component in of.components)))
 
 
 def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str = "") -> Trace:
-    """A run that takes ``more_bytes`` and is ``slower`` than planned, in the phases whose name holds ``only``."""
+    """A run that takes ``more_bytes`` and is ``slower`` than planned in the phases whose name contains ``only``."""
     problem, plan = solution.problem, solution.plan
     slots, events = [], []
     for number, report in enumerate(simulate(problem, plan).slots):
@@ -39,10 +39,10 @@ def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str 
         phase = next((phase for phase in problem.phases if phase.name == report.phase), None)
         for use in phase.uses if phase is not None and report.part == "steady" else ():
             groups = problem.component(use.component).groups
-            for k, block, seconds in use.order:
-                if groups[k].streamable:
+            for group, block, seconds in use.order:
+                if groups[group].streamable:
                     end = seconds * slower
-                    events.append(Event("block", use.component, number, groups[k].blocks[block], 0, 0.0, end))
+                    events.append(Event("block", use.component, number, groups[group].blocks[block], 0, 0.0, end))
     return Trace("", "sim", tuple(slots), tuple(events), 0, 0)
 
 
@@ -57,13 +57,13 @@ def test_measured_activation_and_block_times_are_in_the_next_problem(planned: An
     before, after = phase_of(problem, "denoise"), phase_of(informed, "denoise")
     assert (after.first_bytes - before.first_bytes, after.steady_bytes - before.steady_bytes) == (4096, 4096)
     assert (before.basis, after.basis) == ("traced", "measured")
-    for number, k in enumerate(problem.component("transformer").groups):
-        by = 1.5 if k.streamable else 1.0
+    for number, group in enumerate(problem.component("transformer").groups):
+        by = 1.5 if group.streamable else 1.0
         assert after.uses[0].seconds[number] == pytest.approx(by * before.uses[0].seconds[number], rel=0.05)
     assert informed.digest != problem.digest
 
 
-def test_it_counts_for_the_same_device_versions_graph_and_settings_only(planned: Any, tmp_path: Path) -> None:
+def test_measurements_apply_to_the_same_device_versions_graph_and_settings_only(planned: Any, tmp_path: Path) -> None:
     problem, store = planned.problem, Store(tmp_path)
     feedback.remember(problem, planned.plan, trace_of(planned, 4096), store)
     others = (
@@ -77,7 +77,7 @@ def test_it_counts_for_the_same_device_versions_graph_and_settings_only(planned:
     assert feedback.informed(replace(problem, budget_bytes=9 * MIB), store).phases == feedback.informed(problem, store).phases
 
 
-def test_the_largest_activation_counts_and_noise_changes_nothing(planned: Any, tmp_path: Path) -> None:
+def test_the_largest_activation_is_used_and_noise_changes_nothing(planned: Any, tmp_path: Path) -> None:
     problem, store = planned.problem, Store(tmp_path)
     feedback.remember(problem, planned.plan, trace_of(planned, 4096, 2.0), store)
     first = feedback.informed(problem, store)
@@ -90,7 +90,7 @@ def test_the_largest_activation_counts_and_noise_changes_nothing(planned: Any, t
 
 
 @pytest.mark.parametrize(("vram", "seconds"), [(6 * MIB, {}), (64 * MIB, {"transformer": 2.0})], ids=["waited", "stayed"])
-def test_calls_give_seconds_where_their_component_stayed(make_problem: Any, vram: int, seconds: dict[str, float]) -> None:
+def test_calls_give_seconds_if_their_component_was_resident(make_problem: Any, vram: int, seconds: dict[str, float]) -> None:
     solution = graphrun.plan(make_problem("flux-tiny", vram))
     slots = solution.plan.slots
     number = next(n for n, slot in enumerate(slots) if slot.part == "steady")
@@ -104,7 +104,7 @@ DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_byt
 
 @pytest.mark.parametrize("data", DAMAGED, ids=str)
 @pytest.mark.parametrize("kind", ["activation", "seconds", "shapes"])
-def test_damaged_measurements_are_none(planned: Any, tmp_path: Path, kind: str, data: Any) -> None:
+def test_damaged_measurements_are_ignored(planned: Any, tmp_path: Path, kind: str, data: Any) -> None:
     problem, store = planned.problem, Store(tmp_path)
     feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5), store)
     assert feedback.informed(problem, store) != problem
@@ -117,8 +117,8 @@ def test_damaged_measurements_are_none(planned: Any, tmp_path: Path, kind: str, 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Where a run of flux-tiny left its measurements, as if each phase had taken a KiB more than it did; the graph; by how much
-    each phase's activation thus exceeds the traced one."""
+    """Folder with the measurements of a run of flux-tiny, each phase with 1 KiB more than it took; the graph; by how much each
+    phase's activation exceeds the traced one."""
     folder = tmp_path_factory.mktemp("measured")
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     problem = graphrun.estimate(graph, vram=64 * MIB, hardware="sim", cache=folder)
@@ -126,13 +126,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     trace = graphrun.run(solution, graph)
     more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
     feedback.remember(problem, solution.plan, more, Store(folder))
-    known = feedback.measured_in(problem, solution.plan, more)
-    by = {phase.name: known[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
+    measured = feedback.measured_in(problem, solution.plan, more)
+    by = {phase.name: measured[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
     loads = [action for slot in solution.plan.slots for action in slot.actions if isinstance(action, Load)]
     held = sum(
-        len(blocks) for load in loads if load.component == "text_encoder_2" for k, blocks in load.blocks or () if k == "encoder"
+        len(blocks)
+        for load in loads
+        if load.component == "text_encoder_2"
+        for group, blocks in load.blocks or ()
+        if group == "encoder"
     )
-    # T5's class counts its largest block, the first, which is 512 bytes larger: not its activation's doing.
+    # Every block of T5 is planned with the bytes of the largest, the first, which has 512 more; that is no activation.
     assert by == {**dict.fromkeys(by, 1024), ENCODERS[1]: 1024 - 512 * (held - 1)}
     return folder, graph, {name: max(0, more) for name, more in by.items()}
 
@@ -162,7 +166,7 @@ def other_t5(graph: Any) -> Any:
     ],
     ids=["same components", "another T5", "more steps", "higher", "shorter text"],
 )
-def test_another_graph_with_the_same_component_and_shapes_profits(
+def test_another_graph_with_the_same_component_and_shapes_uses_the_measurements(
     ran: Any, change: Any, inputs: dict[str, Any], shared: set[str]
 ) -> None:
     folder, graph, by = ran

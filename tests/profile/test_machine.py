@@ -1,4 +1,4 @@
-"""The RAM that counts is what the kernel has available, and what the cgroups leave of it."""
+"""Available RAM: what the kernel reports, limited by the cgroups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMINFO = "MemTotal:  8388608 kB\nMemFree:  1024 kB\nMemAvailable:  6291456 kB\n
 
 
 def left(tmp_path: Path, meminfo: str = MEMINFO, **texts: str) -> int:
-    """RAM that is left by ``texts``: files of a cgroup tree, by name with ``__`` for ``/``."""
+    """RAM left with the cgroup files in ``texts``, by name with ``__`` for ``/``."""
     (tmp_path / "meminfo").write_text(meminfo)
     (tmp_path / "own").write_text("4:memory:/a/job\n0::/a/job\n")
     for name, text in texts.items():
@@ -27,18 +27,18 @@ def left(tmp_path: Path, meminfo: str = MEMINFO, **texts: str) -> int:
 
 
 @pytest.mark.parametrize("total", [1024, 8388608, 1 << 30])
-def test_what_is_available_counts_and_not_the_total_or_swap(tmp_path: Path, total: int) -> None:
+def test_available_memory_counts_not_the_total_or_swap(tmp_path: Path, total: int) -> None:
     assert left(tmp_path, MEMINFO.replace("8388608", str(total))) == 6 * GIB
 
 
 @pytest.mark.parametrize("text", ["max\n", str(2**63 - 4096)])
-def test_no_limit_leaves_what_is_available(tmp_path: Path, text: str) -> None:
+def test_without_a_limit_the_available_memory_counts(tmp_path: Path, text: str) -> None:
     assert left(tmp_path, memory_dot_max=text, memory_dot_current=f"{5 * GIB}") == 6 * GIB
 
 
 @pytest.mark.parametrize("group", ["", "a__", "a__job__"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_group_leaves_its_limit_less_its_usage(tmp_path: Path, group: str, version: int) -> None:
+def test_a_cgroup_has_its_limit_minus_its_usage_left(tmp_path: Path, group: str, version: int) -> None:
     folder = group if version == 2 else f"memory__{group}"
     limit, usage = [("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes"), ("memory_dot_max", "memory_dot_current")][
         version - 1
@@ -50,7 +50,7 @@ def test_a_group_leaves_its_limit_less_its_usage(tmp_path: Path, group: str, ver
     assert left(tmp_path, **{folder + usage: f"{9 * GIB}\n"}) == 0
 
 
-def test_what_is_handed_in_is_in_the_budget_once_though_it_is_no_part_of_what_is_left() -> None:
+def test_loaded_modules_are_in_the_budget_once() -> None:
     module = nn.Linear(MIB // 4, 4, bias=False)
     twice = nn.Linear(1, 1)
     twice.weight = module.weight
@@ -64,7 +64,7 @@ def test_what_is_handed_in_is_in_the_budget_once_though_it_is_no_part_of_what_is
         ram_budget("much", [module], lambda: 64 * GIB)
 
 
-def test_what_is_left_may_vary_a_little() -> None:
+def test_small_changes_of_free_memory_give_the_same_budget() -> None:
     found = {ram_budget("auto", (), lambda nbytes=nbytes: nbytes) for nbytes in range(40 * GIB, 41 * GIB, 100 * MIB)}
     assert found == {40 * GIB}
     assert ram_budget("auto", (), lambda: 0) == 0

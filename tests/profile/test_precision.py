@@ -1,4 +1,4 @@
-"""What a precision allows by version, what its layers take in a call, what quantizing takes: against bitsandbytes where it can."""
+"""What a precision supports by version, the scratch of its layers, and the memory of quantizing; compared with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphrun.profile.precision import (
     quantizing_bytes,
     requantized,
 )
-from graphrun.profile.quantized import PRECISIONS, block_bytes, held_in, weights_by_precision
+from graphrun.profile.quantized import PRECISIONS, block_bytes, tensor_bytes_in, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, Product
 from graphrun.units import round_up
@@ -36,7 +36,7 @@ GRAPHS = Path(__file__).parents[2] / "graphs"
 NOW = {"torch": "2.13", "diffusers": "0.42", "transformers": "5.23", "accelerate": "1.15", "bitsandbytes": "0.50"}
 
 
-def test_everything_that_is_not_quantized_moves_streams_and_lies_on_disk() -> None:
+def test_unquantized_precisions_move_stream_and_can_be_on_disk() -> None:
     for precision in ("float32", "bfloat16", "float16"):
         found = flags(precision, {})
         assert (found.available, found.movable, found.streamable, found.leaf_streamable, found.disk_able) == (True,) * 5
@@ -88,49 +88,52 @@ def flux() -> Any:
     return graphrun.load(GRAPHS / "flux-tiny.yaml")
 
 
-def test_in_its_own_precision_a_component_s_blocks_are_those_of_the_dry_run(dry: Any) -> None:
+def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
         graph, probed, _ = dry(name)
-        for key, profiles in probed.profiles.items():
+        for key, of_component in probed.profiles.items():
             component = graph.components[key]
             assert (
-                block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, component.dtype) == profiles.block_bytes
+                block_bytes(probed.meta_modules[key], of_component.groups, component.dtype, component.dtype)
+                == of_component.block_bytes
             ), key
-            assert profiles.precisions[component.dtype] == profiles.block_bytes
-            assert profiles.precisions["nf4"] == block_bytes(probed.meta_modules[key], profiles.groups, component.dtype, "nf4")
+            assert of_component.precisions[component.dtype] == of_component.block_bytes
+            assert of_component.precisions["nf4"] == block_bytes(
+                probed.meta_modules[key], of_component.groups, component.dtype, "nf4"
+            )
 
 
-def test_a_dry_run_knows_every_product_of_a_quantized_layer(dry: Any) -> None:
-    """FLUX's transformer calls each of its linear layers once; the trace names them as the facts do."""
+def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
+    """FLUX's transformer calls each of its linear layers once; the trace names them as the profile does."""
     _, probed, _ = dry("flux-dev")
-    profiles = probed.profiles["transformer"]
+    of_component = probed.profiles["transformer"]
     call = next(call for _, call in probed.recording.entries() if call.component == "transformer")
-    assert sorted(product.name for product in call.products) == sorted(profiles.layers)
-    elements = sum(outputs * inputs for outputs, inputs in profiles.layers.values())
-    assert 0.999 * profiles.parameters < elements < profiles.parameters
+    assert sorted(product.name for product in call.products) == sorted(of_component.layers)
+    elements = sum(outputs * inputs for outputs, inputs in of_component.layers.values())
+    assert 0.999 * of_component.parameters < elements < of_component.parameters
     single = {product.name for product in call.products if product.rows == 1}
-    assert dequantized_bytes(call, profiles.layers, "nf4") == 2 * sum(
-        o * i for name, (o, i) in profiles.layers.items() if name not in single
+    assert dequantized_bytes(call, of_component.layers, "nf4") == 2 * sum(
+        o * i for name, (o, i) in of_component.layers.items() if name not in single
     )
     assert all("norm" in name or "time_text" in name for name in single)
 
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    profiles, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
+    of_component, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
     whole, int8, nf4, nested, fp8 = (
-        block_bytes(module, profiles.groups, "bfloat16", precision, nested=deep)
+        block_bytes(module, of_component.groups, "bfloat16", precision, nested=deep)
         for precision, deep in (("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True), ("fp8", False))
     )
-    for k, k_whole in enumerate(whole):
-        assert int8[k] / k_whole == pytest.approx(0.5, abs=0.005)
-        assert nf4[k] / k_whole == pytest.approx(0.5625 / 2, abs=0.005)
-        assert nested[k] / k_whole == pytest.approx(0.5159 / 2, abs=0.005)
-        assert 0.5 <= fp8[k] / k_whole < 0.75
+    for index, unquantized in enumerate(whole):
+        assert int8[index] / unquantized == pytest.approx(0.5, abs=0.005)
+        assert nf4[index] / unquantized == pytest.approx(0.5625 / 2, abs=0.005)
+        assert nested[index] / unquantized == pytest.approx(0.5159 / 2, abs=0.005)
+        assert 0.5 <= fp8[index] / unquantized < 0.75
 
 
 def replaced(module: nn.Module, precision: str, nested: bool) -> None:
-    """Every linear layer of ``module`` by bitsandbytes' own, quantized on the CPU."""
+    """Replaces every linear layer of ``module`` by bitsandbytes' own, quantized on the CPU."""
     layers = {id(layer) for layer in quantizable_layers(module, torch.bfloat16).values()}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -172,12 +175,12 @@ def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precis
     expected = block_bytes(probed.meta_modules["transformer"], groups, "bfloat16", precision, nested=nested)
     module = build(flux.component("transformer"), flux)
     replaced(module, precision, nested)
-    for k, nbytes in zip(groups, expected, strict=True):
-        if k.blocks != ("",):
-            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in k.blocks} == {nbytes}, k.name
+    for group, nbytes in zip(groups, expected, strict=True):
+        if group.blocks != ("",):
+            assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks} == {nbytes}, group.name
 
 
-def test_a_language_model_s_head_stays_as_it_is(flux: Any) -> None:
+def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
     config = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
     component = replace(flux.component("vae"), class_path="transformers.LlamaForCausalLM", config=config)
     module: Any = meta_module(component, flux.trust)
@@ -186,11 +189,11 @@ def test_a_language_model_s_head_stays_as_it_is(flux: Any) -> None:
     assert len(quantizable_layers(module, torch.bfloat16)) == 7
 
 
-def test_bytes_by_precision_are_those_held(flux: Any) -> None:
+def test_weights_by_precision_sum_the_bytes_of_all_tensors(flux: Any) -> None:
     module = meta_module(flux.component("transformer"), flux.trust)
     found = weights_by_precision(module, "bfloat16")
     for precision in PRECISIONS:
-        assert found[precision] == sum(sum(held) for held in held_in(module, "bfloat16", precision).values())
+        assert found[precision] == sum(sum(held) for held in tensor_bytes_in(module, "bfloat16", precision).values())
     assert found["nf4"] < found["fp8"] < found["int8"] < found["bfloat16"] == found["float16"] < found["float32"]
 
 
@@ -219,7 +222,7 @@ def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
 
 
 def peak(call: Call) -> int:
-    """As the simulated accelerator counts."""
+    """The peak as the simulated accelerator counts it."""
     counter, most = Counting(), 0
     for key, nbytes in call.events:
         if nbytes:
@@ -231,13 +234,13 @@ def peak(call: Call) -> int:
     return most
 
 
-def test_products_with_weights_are_known_by_name_and_tokens() -> None:
+def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
     assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
     assert [call.events[product.event][1] for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
 
 
-def test_nf4_takes_the_weight_beside_its_product() -> None:
+def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     tokens = 16
     call, shapes = traced(tokens)
     found = requantized(call, shapes, "nf4")
@@ -256,7 +259,7 @@ def test_one_token_needs_no_weight_in_16_bit() -> None:
     assert dequantized_bytes(call, shapes, "nf4") == 0
 
 
-def test_int8_takes_its_input_and_its_product_in_other_forms() -> None:
+def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     tokens = 1024
     call, shapes = traced(tokens)
     found = requantized(call, shapes, "int8")
@@ -267,23 +270,23 @@ def test_int8_takes_its_input_and_its_product_in_other_forms() -> None:
     assert dequantized_bytes(call, shapes, "fp8", "float32") == 4 * (96 * 64 + 32 * 96)
 
 
-def test_a_layer_that_is_not_quantized_takes_nothing() -> None:
+def test_an_unquantized_layer_takes_no_scratch() -> None:
     call, shapes = traced(64)
     only = {"second.weight": shapes["second.weight"]}
     assert len(requantized(call, only, "nf4").events) == len(call.events) + 2
     assert requantized(call, {}, "nf4") == requantized(call, shapes, "bfloat16") == call
 
 
-def test_the_peak_of_events_leaves_scratch_apart() -> None:
+def test_the_peak_of_events_excludes_scratch() -> None:
     assert peak_of(((1, 512), (0, -4096), (2, 1024), (1, 0), (3, 512), (2, 0), (3, 0))) == 1536
 
 
-def test_a_product_is_of_one_weight() -> None:
+def test_a_product_has_one_weight() -> None:
     assert Product(3, "x.weight", 7).rows == 7
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
-def test_quantizing_on_the_cpu_takes_no_more_than_is_said(precision: str) -> None:
+def test_quantizing_on_the_cpu_takes_no_more_than_predicted(precision: str) -> None:
     shape = (512, 2048)
     weight = torch.randn(*shape, dtype=torch.bfloat16)
     kind = {"nf4": lambda: bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)}

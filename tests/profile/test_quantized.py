@@ -1,4 +1,4 @@
-"""Weights by precision: the formulas against real layers of bitsandbytes, quantized on the CPU."""
+"""Weights by precision: the formulas compared with real bitsandbytes layers, quantized on the CPU."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def test_int8_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
     assert layer_bytes(outputs, inputs, "int8") == layer.weight.data.nbytes + layer.weight.SCB.nbytes
 
 
-def test_a_whole_component_is_the_sum_of_its_layers() -> None:
+def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
     module = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)).bfloat16()
-    rest = 10 * 64 + 96 + 2 * 96
+    remainder = 10 * 64 + 96 + 2 * 96
     linear = 64 * 96 + 96 * 64
     found = weights_by_precision(module, "bfloat16")
-    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [n * (rest + linear) for n in (2, 2, 4)]
-    assert found["int8"] == 2 * rest + linear + 4 * (96 + 64)
-    assert found["nf4"] == 2 * rest + layer_bytes(96, 64, "nf4") + layer_bytes(64, 96, "nf4")
+    assert [found[p] for p in ("bfloat16", "float16", "float32")] == [n * (remainder + linear) for n in (2, 2, 4)]
+    assert found["int8"] == 2 * remainder + linear + 4 * (96 + 64)
+    assert found["nf4"] == 2 * remainder + layer_bytes(96, 64, "nf4") + layer_bytes(64, 96, "nf4")
 
 
-def test_tied_and_kept_layers_stay_as_they_are() -> None:
+def test_tied_layers_and_layers_of_another_dtype_are_not_quantized() -> None:
     embedding, head, kept = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(8, 8)
     head.weight = embedding.weight
     module = nn.ModuleList([embedding.bfloat16(), head.bfloat16(), kept.float()])

@@ -1,4 +1,4 @@
-"""What a call on meta would allocate, read and compute, against what the CPU really does."""
+"""What a call on meta would allocate, read and compute, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype:
 
 
 @pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 * 33 * 33 + 8 * 16 * 16 + 8 * 16 * 9), (torch.float32, 0)])
-def test_a_convolution_that_skips_pixels_takes_scratch_in_16_bit_alone(dtype: torch.dtype, elements: int) -> None:
+def test_a_strided_convolution_takes_scratch_in_16_bit_only(dtype: torch.dtype, elements: int) -> None:
     module = nn.Conv2d(16, 8, 3, stride=2, bias=False).to("meta", dtype)
     recorder = record(module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta")))
     assert sum(-nbytes for _, nbytes in recorder.events if nbytes < 0) == dtype.itemsize * elements
 
 
-def test_math_attention_takes_its_square() -> None:
+def test_math_attention_takes_a_square_tensor() -> None:
     module = Attention(64).to("meta")
     x = torch.zeros(1, 256, 64, device="meta")
     scratch = {}
@@ -95,7 +95,7 @@ def test_math_attention_takes_its_square() -> None:
     assert scratch == {True: [4 * rows], False: [4 * (2 * rows * 256 + 2 * rows * 16)]}
 
 
-def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None:
+def test_only_read_tensors_are_touched_and_every_allocation_is_released() -> None:
     module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
     recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))
     assert recorder.touched == {"used.weight", "used.bias"}
@@ -103,7 +103,7 @@ def test_only_what_is_read_is_touched_and_every_allocation_is_released() -> None
     assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
 
 
-def test_what_has_no_bytes_is_no_event() -> None:
+def test_an_empty_tensor_is_no_event() -> None:
     module = nn.Linear(8, 8).to("meta")
 
     def empty_and_full() -> torch.Tensor:
@@ -115,14 +115,14 @@ def test_what_has_no_bytes_is_no_event() -> None:
     assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
 
 
-def test_flops_belong_to_the_block_that_runs() -> None:
+def test_flops_are_assigned_to_the_running_block() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
     recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
     assert recorder.flops == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
     assert recorder.entered == ["0", "1"]
 
 
-def test_hooks_are_gone_afterwards() -> None:
+def test_hooks_are_removed_afterwards() -> None:
     module = nn.Sequential(nn.Linear(8, 8)).to("meta")
     record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0",))
     assert not module[0]._forward_hooks
@@ -135,7 +135,7 @@ def test_bytes_are_counted_as_an_allocator_rounds_them() -> None:
     assert record(module, lambda: module(x), inputs=(x,)).peak_bytes == 512
 
 
-def test_a_mask_is_taken_to_have_gaps_so_that_its_memory_is_counted() -> None:
+def test_mask_all_is_false_so_that_the_memory_of_a_mask_is_counted() -> None:
     class Masked(nn.Module):
         def forward(self, mask: torch.Tensor) -> torch.Tensor:
             return mask.float() if not mask.all() else mask
@@ -149,17 +149,18 @@ def test_a_mask_is_taken_to_have_gaps_so_that_its_memory_is_counted() -> None:
     assert recorder.peak_bytes >= 4 * 4 * 1024
 
 
-def test_blocks_that_run_twice_in_a_call_stay_with_the_rest(dry: Any) -> None:
-    """Wan's decoder passes one frame after another; its transformer's blocks run once a call."""
+def test_blocks_that_run_twice_in_a_call_are_in_the_remainder(dry: Any) -> None:
+    """Wan's decoder processes one frame after another; its transformer's blocks run once per call."""
     _, probed, _ = dry("wan-tiny")
     streamed = {
-        name: [path for k in profiles.groups if k.streamable for path in k.blocks] for name, profiles in probed.profiles.items()
+        name: [path for group in of_component.groups if group.streamable for path in group.blocks]
+        for name, of_component in probed.profiles.items()
     }
     assert not any(path.startswith("decoder") for path in streamed["vae"])
     assert len(streamed["transformer"]) == 8
 
 
-def test_an_empty_tensor_leaves_no_mark() -> None:
+def test_an_empty_slice_is_no_event() -> None:
     class Padded(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x[:0].clone(), x])
@@ -185,7 +186,7 @@ class Inner(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Its last lines reach into blocks that have passed, as DiT's do."""
+    """Its last lines use modules of blocks that have already run, as DiT's do."""
 
     def __init__(self, reach: str) -> None:
         super().__init__()
@@ -207,13 +208,13 @@ class Reaching(nn.Module):
 @pytest.mark.parametrize(
     ("reach", "loose"), [("", set()), ("call", {"blocks.0.embed"}), ("read", {"blocks.1"}), ("weight", {"blocks.2.linear"})]
 )
-def test_what_is_needed_of_a_block_while_it_does_not_run_is_noted(reach: str, loose: set[str]) -> None:
+def test_modules_used_while_their_block_does_not_run_are_loose(reach: str, loose: set[str]) -> None:
     net, x = Reaching(reach).to("meta"), torch.empty(2, 8, device="meta")
     recorder = record(net, lambda: net(x), tuple(f"blocks.{n}" for n in range(3)), (x,))
     assert recorder.loose == loose
 
 
-def test_a_call_into_a_block_is_noted_where_weights_lie_in_one_storage() -> None:
+def test_a_call_into_a_block_is_loose_if_weights_share_a_storage() -> None:
     net, x = Reaching("call"), torch.zeros(2, 8)
     recorder = Recorder(net, [f"blocks.{n}" for n in range(3)], torch.device("cpu"))
     with torch.no_grad(), recorder:
@@ -225,8 +226,8 @@ def test_a_call_into_a_block_is_noted_where_weights_lie_in_one_storage() -> None
 ROUNDS = 64  # so that an address that was free is taken again
 
 
-def test_what_is_made_where_an_input_lay_is_counted() -> None:
-    """A component may let go of what it was handed: a UNet takes an adapter's features out of their list one by one."""
+def test_a_tensor_at_the_address_of_a_released_input_is_counted() -> None:
+    """A component may release its inputs: a UNet removes an adapter's features from their list one by one."""
 
     class Taking(nn.Module):
         def forward(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -246,7 +247,7 @@ def test_what_is_made_where_an_input_lay_is_counted() -> None:
     assert sum(nbytes for _, nbytes in recorder.events) == ROUNDS * 512
 
 
-def test_what_is_made_where_a_buffer_lay_is_no_weight() -> None:
+def test_a_tensor_at_the_address_of_a_released_buffer_is_no_weight() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Calls inside a component that repeat are run once, and their record is the same as if each had been run."""
+"""Repeated calls inside a component are run once, and the record equals that of running each."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def record(net: Net, *, repeats: bool, kept: list[torch.Tensor] | None = None) -
     return recorder
 
 
-def told(recorder: Recorder) -> Any:
+def contents(recorder: Recorder) -> Any:
     flops: dict[str, float] = {}
     for path, number in recorder.flops:
-        if number:  # else a place in the order
+        if number:  # entries without FLOPs only keep the order
             flops[path] = flops.get(path, 0.0) + number
     layers = recorder.spans, recorder.outside, recorder.loose
     return recorder.events, recorder.peak_bytes, recorder.entered, recorder.touched, flops, layers
@@ -73,49 +73,49 @@ def net() -> Net:
     return Net([Block() for _ in range(6)]).to("meta")
 
 
-def test_the_record_is_the_one_of_running_everything(net: Net) -> None:
-    assert told(record(net, repeats=True)) == told(record(net, repeats=False))
+def test_the_record_equals_that_of_running_every_call(net: Net) -> None:
+    assert contents(record(net, repeats=True)) == contents(record(net, repeats=False))
 
 
 def runs(net: Net) -> list[int]:
     return [int(block.runs) for block in net.blocks]
 
 
-def test_one_of_the_blocks_that_are_alike_is_run(net: Net) -> None:
+def test_one_of_several_equal_blocks_is_run(net: Net) -> None:
     record(net, repeats=True)
     assert runs(net) == [1, 0, 0, 0, 0, 0]
     assert int(net.blends) == 1
 
 
-def test_a_block_with_another_attribute_is_not_alike() -> None:
+def test_a_block_with_another_attribute_is_not_equal() -> None:
     net = Net([Block(), Block(3.0), Block()]).to("meta")
     record(net, repeats=True)
     assert runs(net) == [1, 1, 0]
 
 
-def test_a_block_that_keeps_something_is_always_run(net: Net) -> None:
+def test_a_block_with_a_side_effect_is_always_run(net: Net) -> None:
     kept: list[torch.Tensor] = []
     record(net, repeats=True, kept=kept)
     assert runs(net) == [1] * 6
     assert len(kept) == 6
 
 
-def test_a_block_that_somebody_listens_to_is_always_run(net: Net) -> None:
-    heard: list[int] = []
+def test_a_block_with_hooks_is_always_run(net: Net) -> None:
+    hooked: list[int] = []
     for block in net.blocks:
-        block.register_forward_hook(lambda *_: heard.append(1))
+        block.register_forward_hook(lambda *_: hooked.append(1))
     record(net, repeats=True)
     assert runs(net) == [1] * 6
-    assert len(heard) == 6
+    assert len(hooked) == 6
 
 
-def test_afterwards_every_class_is_its_own(net: Net) -> None:
+def test_classes_are_restored_afterwards(net: Net) -> None:
     record(net, repeats=True)
     assert [type(module) for module in (net, net.blocks[0], net.head)] == [Net, Block, nn.Linear]
 
 
 class Swapping(nn.Module):
-    """Puts a view of its table in the place of what it was handed in a list, and where that lay in memory."""
+    """Replaces the tensor in its list argument by a view of its table, at the same address if possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Swapping(nn.Module):
         return torch.empty(8, 8, device="meta")
 
 
-def test_a_block_that_replaces_what_it_was_handed_in_a_list_is_always_run() -> None:
+def test_a_block_that_replaces_an_element_of_a_list_argument_is_always_run() -> None:
     net = nn.Module()
     net.blocks = nn.ModuleList([Swapping() for _ in range(6)])
     recorder = Recorder(net, [])

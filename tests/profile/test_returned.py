@@ -1,4 +1,4 @@
-"""What an entry returns shares memory in the dry run as it does in the run: views of one storage, and of what was handed."""
+"""Results share memory with each other and with arguments in the dry run as they do in the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB = 1024
 
 
 class Encoder(nn.Module):
-    """1 KiB in, and what ``picked`` makes of that and of 4 KiB computed from it."""
+    """1 KiB in; returns what ``picked`` makes of that and of 4 KiB computed from it."""
 
     def __init__(self, picked: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "a column, and all of it in other dtypes": (lambda _, made: (made[:, 0], made.view(torch.int32)), 4 * KIB),
     "another order": (lambda _, made: made.T, 4 * KIB),
     "one number many times": (lambda _, made: made[:1, :1].clone().expand(256, 4), 512),
-    "what it was handed": (lambda x, _: x, 0),
+    "the argument itself": (lambda x, _: x, 0),
     "a part of that, and a sum": (lambda x, made: {"part": x[128:], "sum": made.sum(1)}, KIB),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_takes_as_much_in_the_dry_run_as_on_the_device(name: str) -> None:
+def test_a_result_takes_the_same_memory_in_the_dry_run_as_on_the_device(name: str) -> None:
     picked, expected_bytes = CASES[name]
     with sim.Machine() as machine:
         x = torch.ones(256, device="sim")
@@ -55,7 +55,7 @@ def test_it_takes_as_much_in_the_dry_run_as_on_the_device(name: str) -> None:
     with sim.Machine() as machine, prober.interceptor:
         x = torch.ones(256, device="sim")
         before = machine.allocated_bytes
-        for _ in range(2):  # traced, and known
+        for _ in range(2):  # traced, then cached
             got = prober.meta_modules["encoder"](x)
             assert machine.allocated_bytes - before == expected_bytes
         assert shapes(got) == shapes(want)
@@ -67,24 +67,24 @@ def shapes(value: Any) -> Any:
     return [shapes(item) for item in (value.values() if isinstance(value, dict) else value)]
 
 
-def test_what_is_handed_in_another_order_is_not_returned_as_a_view_of_it() -> None:
-    """One trace serves all strides."""
+def test_an_argument_with_other_strides_is_not_returned_as_a_view() -> None:
+    """One trace is used for all strides."""
     x = torch.ones(4, 4, device="meta")
     found = returned(x[1:], (x,), set())
     one = torch.ones(4, 4)
-    assert found.made((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
-    assert found.made((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
+    assert found.materialize((one,), torch.device("cpu")).data_ptr() == one[1:].data_ptr()
+    assert found.materialize((one.T,), torch.device("cpu")).untyped_storage().data_ptr() != one.data_ptr()
     assert found.nbytes == 0
 
 
 class Brought(nn.Module):
-    """As Lumina's transformer: a table that the pipeline made on the host goes to the device in here, and another one back."""
+    """Like Lumina's transformer: copies a table from the host to the device, and returns another one on the host."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + table.to(x.device), table.cpu()
 
 
-def test_what_the_host_hands_in_takes_memory_when_it_is_brought_to_the_device_and_stays_there_otherwise() -> None:
+def test_a_host_argument_takes_device_memory_only_when_it_is_copied_there() -> None:
     module = Brought()
     prober = Prober({"brought": module})
     with sim.Machine() as machine, prober.interceptor:
@@ -102,7 +102,7 @@ def test_what_the_host_hands_in_takes_memory_when_it_is_brought_to_the_device_an
 
 
 class Renderer(nn.Module):
-    """As Shap-E's renderer: a method that is told where it computes."""
+    """Like Shap-E's renderer: a method with a device argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class Renderer(nn.Module):
         return x[:, None] * self.weight + torch.ones(4, device=device)
 
 
-def test_an_entry_that_is_told_its_device_is_told_where_it_is_traced() -> None:
+def test_a_device_argument_is_replaced_by_the_traced_device() -> None:
     prober = Prober({"renderer": Renderer().to("meta")})
     with sim.Machine(), prober.interceptor:
         made = prober.meta_modules["renderer"].render(torch.ones(8, device="sim"), torch.device("sim"))
     assert (made.shape, made.device.type) == ((8, 4), "sim")
 
 
-def test_a_view_of_a_weight_is_a_tensor_of_its_own() -> None:
+def test_a_view_of_a_weight_is_a_separate_tensor() -> None:
     weight = torch.ones(64, 4, device="meta")
     found = returned((weight[:2], weight[2:4]), (), {weight.untyped_storage()._cdata})
     assert found.nbytes == 2 * 2 * 4 * 4

@@ -1,4 +1,4 @@
-"""Entries are whole or absent, whoever writes, dies or scribbles meanwhile; and there is an end to them."""
+"""Stored entries are whole or absent under concurrent writes, crashes and damage, and their total size is limited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from graphrun.files import STALE_SECONDS, Store, digest_of
 
 
-def test_what_was_put_is_got_and_nothing_else(tmp_path: Path) -> None:
+def test_get_returns_what_was_put(tmp_path: Path) -> None:
     store = Store(tmp_path / "made" / "when needed")
     assert store.get("plan", "a") is None
     store.put("plan", "a", {"x": [1, 2.5, None, "t"]})
@@ -30,7 +30,7 @@ def test_a_damaged_entry_is_absent_until_it_is_written_again(tmp_path: Path, dam
     assert store.get("plan", "a") == {"seconds": 2}
 
 
-def test_many_at_once_read_whole_entries_or_none(tmp_path: Path) -> None:
+def test_concurrent_readers_see_whole_entries_or_none(tmp_path: Path) -> None:
     def work(number: int) -> bool:
         store, whole = Store(tmp_path, limit_bytes=4000), True
         for turn in range(30):
@@ -44,7 +44,7 @@ def test_many_at_once_read_whole_entries_or_none(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".new-*"))
 
 
-def test_the_least_recently_used_go_first_when_it_grows_too_large(tmp_path: Path) -> None:
+def test_least_recently_used_entries_are_deleted_first(tmp_path: Path) -> None:
     store = Store(tmp_path, limit_bytes=3 * 700)
     for number, key in enumerate("abc"):
         store.put("plan", key, "x" * 600)
@@ -54,14 +54,14 @@ def test_the_least_recently_used_go_first_when_it_grows_too_large(tmp_path: Path
     assert [store.get("plan", key) is not None for key in "abcd"] == [True, False, True, True]
 
 
-def test_an_entry_larger_than_the_limit_is_kept_alone(tmp_path: Path) -> None:
+def test_an_entry_larger_than_the_limit_replaces_all_others(tmp_path: Path) -> None:
     store = Store(tmp_path, limit_bytes=10)
     store.put("plan", "a", "x")
     store.put("plan", "b", "x" * 100)
     assert (store.get("plan", "a"), store.get("plan", "b")) == (None, "x" * 100)
 
 
-def test_what_a_dead_process_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+def test_old_temporary_files_are_deleted_and_new_ones_are_not(tmp_path: Path) -> None:
     (tmp_path / ".new-old").write_text("half")
     (tmp_path / ".new-now").write_text("half")
     past = (tmp_path / ".new-now").stat().st_mtime - 2 * STALE_SECONDS
@@ -70,7 +70,7 @@ def test_what_a_dead_process_left_is_swept_and_what_a_living_one_writes_is_not(t
     assert [path.name for path in tmp_path.glob(".new-*")] == [".new-now"]
 
 
-def test_a_folder_that_cannot_be_made_keeps_nothing_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_stores_nothing_and_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file" / "cache")
     store.put("plan", "a", 1)

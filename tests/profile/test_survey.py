@@ -1,4 +1,4 @@
-"""What ``graphrun estimate`` shows: every number with its basis, and equal to what a plan is made from."""
+"""The data of ``graphrun estimate``: every number has its basis and equals the problem's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: 
     assert denoise["flops"] / 28 == pytest.approx(59.5e12 + 14.9e12, rel=0.01)
 
 
-def test_the_estimate_shows_the_numbers_a_plan_is_made_from(dry: Any, flux: dict[str, Any]) -> None:
+def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str, Any]) -> None:
     graph, probed, inputs = dry("flux-dev")
     problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
@@ -54,7 +54,7 @@ def test_the_estimate_shows_the_numbers_a_plan_is_made_from(dry: Any, flux: dict
         assert row["phase"] == phase.name
 
 
-def test_without_meta_modules_as_from_the_cache_it_is_the_same(dry: Any, flux: dict[str, Any]) -> None:
+def test_a_cached_dry_run_without_meta_modules_gives_the_same_survey(dry: Any, flux: dict[str, Any]) -> None:
     graph, probed, inputs = dry("flux-dev")
     assert survey(graph, replace(probed, meta_modules={}), hardware("rtx4090"), inputs) == flux
 
@@ -66,7 +66,7 @@ def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any])
     assert sum("traced, prior" in line for line in lines) == 4
 
 
-def test_the_simulated_accelerator_takes_exactly_what_is_counted(dry: Any) -> None:
+def test_on_sim_reserved_bytes_equal_allocated_bytes(dry: Any) -> None:
     graph, probed, inputs = dry("sdxl-tiny")
     found = survey(graph, probed, hardware("sim"), inputs)
     assert found["corrections"] == []

@@ -1,5 +1,5 @@
-"""Every reference graph at its true size, with no weights: a denoising step's FLOPs against a formula made by hand from the paper's
-sizes, calls in the right number, and nothing kept in memory that a fused attention would not keep."""
+"""Every reference graph at its true size, without weights: FLOPs of a denoising step compared with a formula from the
+published sizes, the number of calls, and no memory that fused attention would not use."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def attention(queries: int, keys: int, width: int) -> float:
 
 
 def joint(width: int, image: int, text: int, layers: int) -> float:
-    """Blocks in which pictures and texts attend to each other, with four times the width inside: 12 width**2 for each token."""
+    """Blocks in which images and texts attend to each other, with a feed-forward of four times the width: 12 width**2 for each
+    token."""
     tokens = image + text
     return layers * (linear(tokens, 12 * width**2) + attention(tokens, tokens, width))
 
 
 def crossed(width: int, inner: int, tokens: int, text: int, source: int, layers: int) -> float:
-    """Blocks with attention of a picture's tokens to each other, then to a text of width ``source``."""
+    """Blocks with self-attention of an image's tokens and cross-attention to a text of width ``source``."""
     own = linear(tokens, 6 * width**2, 2 * width * inner) + attention(tokens, tokens, width)
     return layers * (own + linear(text, 2 * width * source) + attention(tokens, text, width))
 
 
 def hidream() -> float:
-    """A token passes the shared expert and two of four; texts are T5, Llama's last layer, and one more of its layers in a block."""
+    """A token passes the shared expert and two of four; texts are T5, Llama's last layer, and one more of its layers per
+    block."""
     d, expert, shared, image, text = 2560, 6912, 3584, 4096, 3 * 128
     mixture = 3 * d * (2 * expert + shared)
     double = linear(image, 4 * d**2, mixture) + linear(text, 4 * d**2, 3 * d * expert)
@@ -70,7 +72,7 @@ def calls(dry: Any, name: str, component: str) -> list[Call]:
     return [call for _, call in dry(name)[1].recording.entries() if call.component == component]
 
 
-def test_a_step_takes_the_flops_that_its_sizes_say(dry: Any, name: str) -> None:
+def test_flops_of_a_step_match_the_formula(dry: Any, name: str) -> None:
     expected, each_step = STEPS[name]
     found = calls(dry, name, "transformer")
     assert len(found) == each_step * dry(name)[2]["steps"]
@@ -78,18 +80,18 @@ def test_a_step_takes_the_flops_that_its_sizes_say(dry: Any, name: str) -> None:
         assert sum(flops for _, flops in call.flops) == pytest.approx(expected, rel=0.03)
 
 
-def test_every_component_is_entered_and_its_large_parts_can_be_streamed(dry: Any, name: str) -> None:
+def test_every_component_is_entered_and_mostly_streamable(dry: Any, name: str) -> None:
     graph, probed, _ = dry(name)
     assert {call.component for _, call in probed.recording.entries()} == set(graph.components)
     for component in ("text_encoder", "transformer"):
-        profiles = probed.profiles[component]
-        nbytes = [len(k.blocks) * size for k, size in zip(profiles.groups, profiles.block_bytes, strict=True)]
-        streamable = sum(total for k, total in zip(profiles.groups, nbytes, strict=True) if k.streamable)
+        profile = probed.profiles[component]
+        nbytes = [len(group.blocks) * size for group, size in zip(profile.groups, profile.block_bytes, strict=True)]
+        streamable = sum(total for group, total in zip(profile.groups, nbytes, strict=True) if group.streamable)
         assert streamable > 0.6 * sum(nbytes)
 
 
-def test_the_activation_of_a_step_is_that_of_its_tokens(dry: Any, name: str) -> None:
-    """Some ten to fifty vectors of the model's width live at once for each token, in its dtype: nothing grows with their square."""
+def test_the_activation_of_a_step_is_linear_in_tokens(dry: Any, name: str) -> None:
+    """Ten to fifty vectors of the model's width are live per token, in its dtype: nothing is quadratic in the tokens."""
     call = calls(dry, name, "transformer")[0]
     graph, _, inputs = dry(name)
     config = graph.components["transformer"].config

@@ -1,4 +1,4 @@
-"""A trace for a viewer: tracks that do not overlap themselves, counters that end where they should."""
+"""A trace for a viewer: spans on a track do not overlap, counters end at the baseline."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_every_event_is_on_its_track_at_its_time() -> None:
     events = perfetto(TRACE)["traceEvents"]
     assert [(e["name"], e["ts"], e["dur"]) for e in named(events, "compute")] == [("a.forward", 1e6, 2e6)]
     assert [(e["name"], e["ts"], e["dur"], e["args"]["bytes"]) for e in named(events, "copies")] == [
-        ("load a rest", 0, 1e6, 60),
+        ("load a remainder", 0, 1e6, 60),
         ("stream a blocks.0", 1e6, 0.5e6, 20),
         ("stream a blocks.1", 1.5e6, 1e6, 20),
     ]
     assert [e["name"] for e in named(events, "slots")] == ["s/0:a load", "s/0:a first", "end"]
-    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("evict a rest", 3e6)]
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("evict a remainder", 3e6)]
 
 
 def test_memory_of_each_tier_is_a_counter() -> None:
@@ -69,7 +69,7 @@ def test_the_files_name_says_which_form_it_takes() -> None:
 
 @pytest.fixture(scope="module")
 def real() -> Trace:
-    """FLUX in small, streamed on the simulated accelerator."""
+    """A run of the small FLUX, streamed on the simulated accelerator."""
     import graphrun
 
     graph = graphrun.load(Path(__file__).parents[2] / "graphs/flux-tiny.yaml")

@@ -1,4 +1,4 @@
-"""The plan screens of FLUX.1-dev as they are printed, at three budgets, and the screen of one that does not fit.
+"""The plan screens of FLUX.1-dev at three budgets, and the screen of a budget that does not fit.
 
 Update with ``make golden`` after looking at every difference.
 """

@@ -60,7 +60,7 @@ def test_an_mp4_holds_every_frame_at_its_rate(tmp_path: Path, size: tuple[int, i
     (written,) = save_outputs({"film": frames(9, size)}, tmp_path / "a.mp4", fps=12.5)
     with av.open(str(written)) as container:
         assert float(container.streams.video[0].average_rate) == 12.5
-    found = media.given("video", written).open()
+    found = media.accept("video", written).open()
     assert (len(found), found[0].size) == (9, size)
     assert abs(found[8].getpixel((3, 3))[0] - 160) <= 4, "compressed, and still this frame"
 
@@ -74,10 +74,10 @@ def test_formats_are_what_their_names_say(tmp_path: Path) -> None:
 def test_sound_is_as_it_was_made(tmp_path: Path) -> None:
     samples = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
     (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.wav")
-    assert media.given("audio", written, rate=16000).open().tolist() == samples.tolist()
+    assert media.accept("audio", written, rate=16000).open().tolist() == samples.tolist()
     pytest.importorskip("soundfile")
     (written,) = save_outputs({"sound": Sound(samples, 16000)}, tmp_path / "a.flac")
-    assert np.abs(media.given("audio", written, rate=16000).open() - samples).max() < 2**-14
+    assert np.abs(media.accept("audio", written, rate=16000).open() - samples).max() < 2**-14
 
 
 def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
 def test_named_outputs_go_where_each_is_sent_and_others_nowhere(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    place = output_file_of([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
+    target = output_file_of([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
     outputs = {"image": frames(1)[0], "film": frames(3), "latents": torch.ones(2), "sound": Sound(np.zeros((1, 2)), 8)}
-    written = save_outputs(outputs, place)
+    written = save_outputs(outputs, target)
     assert [str(path.relative_to(tmp_path)) for path in written] == ["l.safetensors", *(f"film/000{n}.png" for n in range(3))]
     assert load_file(written[0])["latents"].tolist() == [1.0, 1.0]
     assert names(sorted(tmp_path.iterdir())) == ["film", "l.safetensors"]
@@ -128,14 +128,14 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
     [
         (["imgae=a.png"], "there is no output 'imgae'; there are film, image, latents, sound"),
         (["image="], "names no file"),
-        (["image=a.xyz"], "a.xyz: .xyz is not known; files are .png"),
+        (["image=a.xyz"], "a.xyz: .xyz is not known; output files are .png"),
         (["a.xyz"], ".xyz is not known"),
         (["image=a.wav"], "image is image, and .wav is not; .png"),
         (["film=a.wav"], "film is video, and .wav is not; .mp4"),
         (["sound=a.png"], "sound is audio, and .png is not; .wav"),
         (["latents=a"], "latents is latents, and a folder is not; .safetensors"),
-        (["a.png", "b.png"], "say of which output it is"),
-        (["image=a.png", "b.png"], "say of which output it is"),
+        (["a.png", "b.png"], "say for which output"),
+        (["image=a.png", "b.png"], "say for which output"),
         (["image=a.png", "film=a.png"], "two outputs go to one file"),
         (["image=/proc/none/a.png"], "cannot be written"),
     ],

@@ -1,4 +1,4 @@
-"""The page of a run: what stands in it, and that a browser shows it on a desk and on a phone without any network."""
+"""The HTML page of a run: its content, and that a browser shows it on large and small screens without network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
-KEPT = Path(__file__).parents[2] / "out"  # screenshots stay here, to be looked at
+SCREENSHOTS = Path(__file__).parents[2] / "out"  # to be looked at
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 
 # Writes what a browser made of the page into the page, where --dump-dom shows it.
@@ -29,9 +29,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
     folder = tmp_path_factory.mktemp("pages")
     plan, trace, run, planned = (folder / name for name in ("plan.json", "trace.json", "run.html", "plan.html"))
-    given = ["--vram", "6M", "--ram", "1G", "--device", "sim", "--output", str(folder / "a.png")]
+    options = ["--vram", "6M", "--ram", "1G", "--device", "sim", "--output", str(folder / "a.png")]
     for arguments in (
-        ["run", str(GRAPHS / "flux-tiny.yaml"), *given, "--reuse", "none", "--plan", str(plan), "--trace", str(trace)],
+        ["run", str(GRAPHS / "flux-tiny.yaml"), *options, "--reuse", "none", "--plan", str(plan), "--trace", str(trace)],
         ["report", str(trace), "-o", str(run)],
         ["report", str(plan), "-o", str(planned)],
     ):
@@ -82,8 +82,8 @@ def test_a_browser_shows_it(pages: tuple[Path, Path], tmp_path: Path, width: int
     page = pages[0].read_text()
     probed = tmp_path / "page.html"
     probed.write_text(page.replace("</body>", PROBE))
-    KEPT.mkdir(exist_ok=True)
-    picture = KEPT / f"report-{width}{'-dark' if dark else ''}.png"
+    SCREENSHOTS.mkdir(exist_ok=True)
+    picture = SCREENSHOTS / f"report-{width}{'-dark' if dark else ''}.png"
     picture.unlink(missing_ok=True)
     options = [
         "--headless",

@@ -1,14 +1,14 @@
-"""What is left of a run is what the plan says, at the pace so far; lines where there is no terminal."""
+"""The remaining time of a run is predicted by its plan, at the pace so far; lines where there is no terminal."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from graphrun.model.plan import Plan, Slot
-from graphrun.report.progress import BatchProgress, Pace, Progress, behind
+from graphrun.report.progress import BatchProgress, Pace, Progress, seconds_before
 
 
-def test_what_is_left_is_predicted_at_the_pace_so_far() -> None:
+def test_the_remaining_time_is_predicted_at_the_pace_so_far() -> None:
     now = [10.0]
     pace = Pace(8.0, lambda: now[0])
     assert pace.left_seconds == 8.0
@@ -17,10 +17,10 @@ def test_what_is_left_is_predicted_at_the_pace_so_far() -> None:
     assert pace.text() == "about 12.0 s left"
 
 
-def test_the_seconds_behind_a_call() -> None:
-    assert behind([1.0, 2.0, 8.0], 2, 0, 4) == 3.0
-    assert behind([1.0, 2.0, 8.0], 2, 3, 4) == 7.0
-    assert behind([1.0, 2.0], 1, 0, 0) == 1.0
+def test_the_seconds_before_a_call() -> None:
+    assert seconds_before([1.0, 2.0, 8.0], 2, 0, 4) == 3.0
+    assert seconds_before([1.0, 2.0, 8.0], 2, 3, 4) == 7.0
+    assert seconds_before([1.0, 2.0], 1, 0, 0) == 1.0
 
 
 def test_a_run_says_a_line_for_each_slot() -> None:
@@ -33,10 +33,10 @@ def test_a_run_says_a_line_for_each_slot() -> None:
         now[0] = 102.0
         for call in range(5):
             progress(1, call, 4)
-    assert lines == ["  slot 1/2 a/0:x load, about 5.0 s left", "  slot 2/2 a/0:x rest, about 8.0 s left"]
+    assert lines == ["  slot 1/2 a/0:x load, about 5.0 s left", "  slot 2/2 a/0:x steady, about 8.0 s left"]
 
 
-def test_a_batch_says_a_line_for_each_run_with_its_rate_and_what_is_left() -> None:
+def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time() -> None:
     now, lines = [0.0], list[str]()
     slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
     segment = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
@@ -44,7 +44,7 @@ def test_a_batch_says_a_line_for_each_run_with_its_rate_and_what_is_left() -> No
     with BatchProgress(2, lines.append, lambda: now[0]) as progress:
         progress.left_out(request)
         progress.restarts("denoise", "its pipeline has 2 loops")
-        progress.schedule(SimpleNamespace(seconds=4.0, requests=2, name="item by item"), {})
+        progress.schedule(SimpleNamespace(seconds=4.0, requests=2, name="request by request"), {})
         progress.segment(segment, 2)
         progress.run(segment, request)(0, 1, 1)
         now[0] = 3.0
@@ -53,8 +53,8 @@ def test_a_batch_says_a_line_for_each_run_with_its_rate_and_what_is_left() -> No
         progress.done(request, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
     assert lines[:5] == [
         "graphrun: p.jsonl:3: is not JSON",
-        "  denoise begins anew where it is broken off: its pipeline has 2 loops",
-        "  2 of 2 items item by item: predicted 4.0 s",
+        "  denoise restarts at its first step after an interruption: its pipeline has 2 loops",
+        "  2 of 2 requests, request by request: predicted 4.0 s",
         "  a 1/2, about 4.0 s left",
         "  a 2/2, 3.0 s each, about 3.0 s left",
     ]

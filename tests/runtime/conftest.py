@@ -1,4 +1,4 @@
-"""Lets this folder's tests import `executor_small`; the long sweeps run when they are asked for."""
+"""Makes the helper modules of this folder importable; skips the long fault sweeps unless they are requested."""
 
 from __future__ import annotations
 

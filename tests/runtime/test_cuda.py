@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device, where there is one."""
+"""Bitwise results, cleanup and the memory limit on a CUDA device; skipped without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from executor_small import PREFETCH, WIDE, Small, calls_to, hardware, plan_of, problem, tensors, use
+from small_component import PREFETCH, WIDE, Small, calls_to, hardware, plan_of, problem, tensors, use
 
 from graphrun.errors import OutOfMemory
 from graphrun.runtime.executor import follow

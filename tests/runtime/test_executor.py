@@ -1,4 +1,4 @@
-"""Runs follow their plan, twice the same; plans that do not fit are refused before anything is built."""
+"""Runs follow their plan and are repeatable; plans that do not fit the problem are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from executor_small import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
+from small_component import ON, PREFETCH, WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, run, use
 
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.plan import Plan
@@ -70,8 +70,8 @@ def test_progress_is_told_of_slots_and_calls(of: Problem, plan: Plan) -> None:
     told: list[tuple[int, int, int]] = []
     device = device_of(of)
     run(of, plan, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS, progress=lambda *at: told.append(at))
-    first, rest = [(0, 0, 0), (1, 0, 1), (1, 1, 1)], [(2, 0, 3), (2, 1, 3), (2, 2, 3), (2, 3, 3)]
-    assert told == [*first, *rest, (3, 0, 0), (4, 0, 1), (4, 1, 1), (5, 0, 0)]
+    first, steady = [(0, 0, 0), (1, 0, 1), (1, 1, 1)], [(2, 0, 3), (2, 1, 3), (2, 2, 3), (2, 3, 3)]
+    assert told == [*first, *steady, (3, 0, 0), (4, 0, 1), (4, 1, 1), (5, 0, 0)]
 
 
 def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) -> None:
@@ -91,7 +91,7 @@ def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) 
 def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(of: Problem, plan: Plan) -> None:
     device = device_of(of)
     broken = replace(plan, slots=(replace(plan.slots[0], actions=()), *plan.slots[1:]))
-    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*rest"):
+    with pytest.raises(PlanError, match=r"may not be run:\n.*slot 1.*remainder"):
         run(of, broken, Host({"a": Small(), "b": Small(1)}, of, device), device, CALLS)
     assert device.machine.allocations == 0
 

@@ -1,4 +1,4 @@
-"""Whatever fails: a typed error, an empty device while the error is still held, untouched modules, and the next run is fine."""
+"""Injected failures: a typed error, an empty device while the error is held, unchanged modules, and a correct next run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from executor_small import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
+from small_component import ON, PREFETCH, WIDE, Small, device_of, plain, plan_of, problem, run, untouched, use
 
 from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
 from graphrun.model.plan import Plan
@@ -125,8 +125,8 @@ def test_an_error_that_came_from_the_devices_is_typed(case: Case) -> None:
         case.modules["a"].inside = None
 
 
-def test_a_component_entered_out_of_turn_breaks_the_plan_before_it_computes(case: Case) -> None:
-    with pytest.raises(BrokenPlan, match="b was entered out of turn at the start"):
+def test_a_component_called_out_of_order_is_an_error_before_it_computes(case: Case) -> None:
+    with pytest.raises(BrokenPlan, match="b was called out of order at the start"):
         run(case.problem, case.plan, case.host, case.device, ["b"])
     case.ends_clean()
     with pytest.raises(BrokenPlan, match="before the plan did"):

@@ -1,4 +1,4 @@
-"""Killed at any moment, on a disk that is full, in a group with little RAM: nothing half-written counts, and the next run works."""
+"""Killed processes, a full disk, a cgroup with little RAM: no partial files count, and the next run works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from executor_whole import Whole, pixels, planned
+from tiny_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.choices import apply_choices
@@ -32,7 +32,7 @@ class OnDisk:
     """FLUX in small, its random weights spooled to disk: a run that writes, reads, computes and saves a picture."""
 
     def __init__(self) -> None:
-        self.whole = Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32})
+        self.whole = TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32})
         least = self.whole.smallest()
         components = []
         for c in least.components:
@@ -106,7 +106,7 @@ def test_killed_at_fifty_moments(case: OnDisk, tmp_path: Path) -> None:
 
 def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    folder = spool._made()
+    folder = spool._create_folder()
     assert remove_stale(tmp_path) == []
     assert folder.is_dir()
     stale = tmp_path / f"{PREFIX}{2**22 + 1}-gone"

@@ -1,4 +1,4 @@
-"""S2.2 and S4.4: a module that something else moves is found before a run, and a move during a run is an error that says so."""
+"""S2.2 and S4.4: modules that another library moves are refused before a run; moving a component during a run is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
-from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, untouched, use
+from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, untouched, use
 from torch import nn
 
 from graphrun.errors import BrokenPlan, InputError
@@ -74,7 +74,7 @@ def unread() -> Small:
         (cast_by_layer, "carries diffusers' layerwise_casting hook"),
         (mapped, "device_map that places parts of it on 0, disk"),
         (with_lora, r"a\.wide\.1\.up carries the LoRA cozy.*unload_lora_weights"),
-        (unread, "is on meta.*hand a in on the CPU"),
+        (unread, "is on the meta device.*pass a in on the CPU"),
     ],
 )
 def test_s2_2_a_second_mover_is_found_before_anything_moves(made: Any, told: str) -> None:

@@ -1,9 +1,9 @@
-"""Copies hide behind compute: a streamed stage takes at most 1.03 x max(compute, transfer) and one block."""
+"""Copies overlap with compute: a streamed stage takes at most 1.03 x max(compute, transfer) plus one block."""
 
 from __future__ import annotations
 
 import pytest
-from executor_small import WIDE, Small, device_of, hardware, plan_of, problem, run, use
+from small_component import WIDE, Small, device_of, hardware, plan_of, problem, run, use
 
 from graphrun.runtime.host import Host
 from graphrun.verify.simulate import simulate

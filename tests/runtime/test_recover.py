@@ -1,4 +1,4 @@
-"""When reality differs: what ran out of memory is planned again with what was seen, and the run goes on; else values are saved."""
+"""Out of memory: the remaining stages are planned again and the run continues; if no plan fits, values are saved."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_whole import Whole, pixels, planned
 from safetensors.torch import load_file
+from tiny_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import OutOfMemory
 from graphrun.model.problem import Problem
@@ -22,17 +22,17 @@ from graphrun.verify.simulate import simulate
 
 
 @pytest.fixture(scope="module")
-def whole() -> Whole:
-    return Whole("flux-tiny", {"steps": 2, "height": 64, "width": 64})
+def whole() -> TinyPipeline:
+    return TinyPipeline("flux-tiny", {"steps": 2, "height": 64, "width": 64})
 
 
-def run(whole: Whole, problem: Problem, told: list[str], keep: Path | None = None) -> Trace:
+def run(whole: TinyPipeline, problem: Problem, told: list[str], keep: Path | None = None) -> Trace:
     plan = planned(problem)
     return execute(problem, plan, whole.graph, whole.inputs, whole.device, host=whole.host, tell=told.append, keep=keep)
 
 
 @contextmanager
-def shrinking(whole: Whole, component: str, capacity_bytes: int, call: int = 1) -> Iterator[list[str]]:
+def shrinking(whole: TinyPipeline, component: str, capacity_bytes: int, call: int = 1) -> Iterator[list[str]]:
     """The machine has ``capacity_bytes`` from call number ``call`` of ``component`` on; yields the components entered."""
     entered: list[str] = []
 
@@ -57,12 +57,12 @@ def shrinking(whole: Whole, component: str, capacity_bytes: int, call: int = 1) 
         whole.device.machine.capacity_bytes = None
 
 
-def roomy(whole: Whole) -> Problem:
+def roomy(whole: TinyPipeline) -> Problem:
     """With room for the transformer to stay whole."""
     return whole.within(whole.largest_with_activation() + (1 << 20))
 
 
-def test_memory_that_vanishes_in_a_stage_has_the_rest_planned_again(whole: Whole) -> None:
+def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(whole: TinyPipeline) -> None:
     problem, told = roomy(whole), list[str]()
     less = whole.smallest().budget_bytes + 200_000
     with shrinking(whole, "transformer", less) as entered:
@@ -71,7 +71,7 @@ def test_memory_that_vanishes_in_a_stage_has_the_rest_planned_again(whole: Whole
     assert len(told) == len(trace.notes) == 1
     assert "slot denoise/0:transformer first: sim out of memory" in told[0]
     assert "planned again with" in told[0]
-    assert told[0].endswith("going on from denoise, from its begin")
+    assert told[0].endswith("continuing from denoise, from its start")
     assert entered.count("text_encoder") == entered.count("text_encoder_2") == 1, "what was finished is not done again"
     assert max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith(("denoise", "decode"))) <= less
     assert [slot.part for slot in trace.slots][-1] == "end"
@@ -79,30 +79,30 @@ def test_memory_that_vanishes_in_a_stage_has_the_rest_planned_again(whole: Whole
 
 
 @pytest.mark.parametrize("call", [2, 5])
-def test_it_goes_on_behind_the_last_finished_step(call: int) -> None:
-    whole, told = Whole("flux-tiny", {"steps": 5, "height": 64, "width": 64}), list[str]()
+def test_it_continues_after_the_last_finished_step(call: int) -> None:
+    whole, told = TinyPipeline("flux-tiny", {"steps": 5, "height": 64, "width": 64}), list[str]()
     problem = roomy(whole)
     with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, call) as entered:
         trace = run(whole, problem, told)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
-    assert told[0].endswith(f"going on from denoise, behind step {call - 1} of 5")
+    assert told[0].endswith(f"continuing from denoise, after step {call - 1} of 5")
     assert entered.count("transformer") == 5 + 1, "the step that broke is taken twice, and no other one"
     assert sum(slot.calls for slot in trace.slots if slot.phase.startswith("denoise") and slot.part != "load") == 6 - call
     assert whole.device.allocated_bytes == 0
 
 
-def test_a_loop_that_cannot_be_begun_in_its_middle_begins_again_and_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphrun.ops.steps.why_not", lambda _: "as for pipelines whose loops are not understood")
-    whole, told = Whole("wan-tiny", {"steps": 2}), list[str]()
+    whole, told = TinyPipeline("wan-tiny", {"steps": 2}), list[str]()
     with shrinking(whole, "transformer", whole.smallest().budget_bytes + 200_000, 4) as entered:
         trace = run(whole, roomy(whole), told)
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
-    assert told[0].endswith("going on from denoise, from its begin")
+    assert told[0].endswith("continuing from denoise, from its start")
     assert entered.count("transformer") == 3 + 1 + 4
 
 
-def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: Whole) -> None:
+def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: TinyPipeline) -> None:
     problem, told = roomy(whole), list[str]()
     encoding = max(slot.peak_bytes for slot in simulate(problem, planned(problem)).slots if slot.phase.startswith("encode/1"))
     with shrinking(whole, "text_encoder_2", max(encoding, whole.smallest().budget_bytes)) as entered:
@@ -110,11 +110,11 @@ def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: Whole) -> 
     assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
     assert len(told) == 1
     assert "before denoise, " in told[0]
-    assert " are left of the " in told[0]
+    assert " are available of the " in told[0]
     assert entered.count("transformer") == 2, "the stage did not have to fail"
 
 
-def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(whole: Whole) -> None:
+def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(whole: TinyPipeline) -> None:
     told: list[str] = []
     least = whole.smallest()
     low = tuple(
@@ -128,26 +128,26 @@ def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(who
     assert trace.peak_bytes <= problem.effective_bytes
 
 
-def test_when_no_plan_fits_it_stops_with_what_was_made_saved_and_named(whole: Whole, tmp_path: Path) -> None:
+def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(whole: TinyPipeline, tmp_path: Path) -> None:
     problem, told = roomy(whole), list[str]()
     with shrinking(whole, "transformer", 100_000, 2), pytest.raises(OutOfMemory) as caught:
         run(whole, problem, told, tmp_path / "kept")
     assert not told
     text = str(caught.value)
-    assert "no plan fits what is left (nothing fits: " in text
-    assert f"what was made is in {tmp_path}/kept/values.safetensors: " in text
-    assert text.endswith(": denoise.latents behind step 1 of 2, encode.embeds")
+    assert "no plan fits the remaining stages (nothing fits: " in text
+    assert f"finished values are saved in {tmp_path}/kept/values.safetensors: " in text
+    assert text.endswith(": denoise.latents after step 1 of 2, encode.embeds")
     found = load_file(tmp_path / "kept" / "values.safetensors")
     embeds = whole.run(whole.problem, planned(whole.problem))  # nothing is left behind by the failure
     assert np.array_equal(pixels(embeds.outputs["image"]), whole.image)
     assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= found.keys()
-    assert "denoise.latents behind step 1 of 2" in found
+    assert "denoise.latents after step 1 of 2" in found
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
     assert [file.name for file in (tmp_path / "kept").iterdir()] == ["values.safetensors"]
     assert whole.device.allocated_bytes == 0
 
 
-def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: Whole, tmp_path: Path) -> None:
+def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: TinyPipeline, tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
     with (
         shrinking(whole, "transformer", 100_000),
@@ -156,7 +156,7 @@ def test_values_that_the_disk_does_not_take_are_said_to_be_lost(whole: Whole, tm
         run(whole, roomy(whole), [], tmp_path / "kept")
 
 
-def test_a_run_as_planned_is_not_planned_again(whole: Whole) -> None:
+def test_a_run_as_planned_is_not_planned_again(whole: TinyPipeline) -> None:
     told: list[str] = []
     problem = whole.smallest()
     trace = run(whole, problem, told)
@@ -165,7 +165,7 @@ def test_a_run_as_planned_is_not_planned_again(whole: Whole) -> None:
     assert [slot.phase for slot in trace.slots] == [slot.phase for slot in simulate(problem, planned(problem)).slots]
 
 
-def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: Whole) -> None:
+def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: TinyPipeline) -> None:
     def broken(*_: Any) -> None:
         whole.device.machine.fail_copy = 1
 
@@ -176,5 +176,5 @@ def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: Whole) 
     finally:
         hook.remove()
         whole.device.machine.fail_copy = None
-    assert "no plan fits what is left (encode.embeds could not be copied from the device)" in str(caught.value)
+    assert "no plan fits the remaining stages (encode.embeds could not be copied from the device)" in str(caught.value)
     assert whole.device.allocated_bytes == 0

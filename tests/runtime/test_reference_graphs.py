@@ -1,4 +1,4 @@
-"""Every reference pipeline in small under the least budget: the plain pipeline's bits, the planned bytes, nothing left behind."""
+"""Every tiny reference pipeline under the smallest budget: the plain pipeline's bits, planned bytes, nothing left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import Whole, pixels, planned, streamed
+from tiny_pipelines import TinyPipeline, pixels, planned, streamed
 
 from graphrun.verify.simulate import simulate
 
@@ -32,13 +32,13 @@ TEXTS = {name: {"prompt": LONG, "negative_prompt": LONG} for name in ("cogview4-
 # A dry run counts a mask of S x S that Qwen2.5-VL makes where some text is padded; a single prompt has none.
 MASKED = {"qwen-image-tiny": "encode/"}
 
-# Two blocks of its decoder are one class; the smaller one counts as much as the larger.
+# Two blocks of its decoder form one group, in which the smaller one counts as much as the larger.
 UNEQUAL = {"qwen-image-tiny": 1024}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_output_is_the_plain_pipelines_in_exactly_the_planned_bytes(name: str) -> None:
-    whole = Whole(name, {"steps": 2, **TEXTS.get(name, {})})
+    whole = TinyPipeline(name, {"steps": 2, **TEXTS.get(name, {})})
     problem = whole.smallest()
     plan = planned(problem)
     assert streamed(plan)
@@ -52,7 +52,7 @@ def test_the_output_is_the_plain_pipelines_in_exactly_the_planned_bytes(name: st
 
 
 def test_a_short_prompt_takes_no_more_than_was_planned_for_the_longest() -> None:
-    whole = Whole("qwen-image-tiny", {"steps": 2, "height": 32, "width": 32})
+    whole = TinyPipeline("qwen-image-tiny", {"steps": 2, "height": 32, "width": 32})
     problem = whole.smallest()
     plan = planned(problem)
     trace = whole.run(problem, plan)
@@ -62,7 +62,7 @@ def test_a_short_prompt_takes_no_more_than_was_planned_for_the_longest() -> None
 
 
 def test_several_pictures_of_one_prompt_are_the_plain_pipelines() -> None:
-    whole = Whole("hidream-tiny", {"steps": 1, "batch": 2, "prompt": "a"})
+    whole = TinyPipeline("hidream-tiny", {"steps": 1, "batch": 2, "prompt": "a"})
     problem = whole.smallest()
     images = whole.run(problem, planned(problem)).outputs["image"]
     assert len(images) == 2
@@ -71,7 +71,7 @@ def test_several_pictures_of_one_prompt_are_the_plain_pipelines() -> None:
 
 def test_rotary_tables_come_to_the_device_once_in_a_call() -> None:
     """CogView4's are made on the host, and its code copies them there in every attention."""
-    whole, seen = Whole("cogview4-tiny", {"steps": 1}), list[tuple[str, int]]()
+    whole, seen = TinyPipeline("cogview4-tiny", {"steps": 1}), list[tuple[str, int]]()
 
     def note(_: object, __: object, given: dict[str, Any]) -> None:
         seen.extend((table.device.type, table.allocation.key) for table in given["image_rotary_emb"])

@@ -1,16 +1,16 @@
-"""A module's tensors go to the device and come back as they were: values, ties, dtypes, identity; and there is one host copy."""
+"""Moving a module's tensors to the device and back keeps values, ties, dtypes and identity; there is one host copy."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from executor_small import CLASSES, Small, device_of, hardware, numbers, problem, tensors
+from small_component import GROUPS, Small, device_of, hardware, numbers, problem, tensors
 
 from graphrun.errors import InputError
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.residency import Residency, blocks_of
 
-PATHS = [path for k in CLASSES for path in k.blocks]
+PATHS = [path for k in GROUPS for path in k.blocks]
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_module_that_was_not_planned_for_is_refused(device: SimulatedDevice) -
 
 def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> None:
     module = Small().to("meta")
-    with pytest.raises(InputError, match="on meta; hand it in on the CPU"):
+    with pytest.raises(InputError, match="on meta; pass it in on the CPU"):
         Residency(module, numbers("a", module, hardware()), device)
 
 

@@ -1,4 +1,4 @@
-"""Runs of one plan, one after another: what is kept stays, further runs follow their own slots, closing returns everything."""
+"""Several runs of one plan: kept weights stay, later runs execute their own slots, closing releases everything."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from executor_drafts import at_home, hosted, machine_of, saved
-from executor_small import WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+from small_component import WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+from stored_component import host_of, in_backing_store, machine_of, saved
 
 from graphrun.errors import PlanError, TransferFailed
 from graphrun.runtime.executor import Session
@@ -47,10 +47,10 @@ TEXT = f"""
 class Case:
     def __init__(self, folder: Path) -> None:
         of = problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
-        self.problem = replace(of, runs=3, components=tuple(at_home("pinned", name, ON) for name in ("a", "b")))
+        self.problem = replace(of, runs=3, components=tuple(in_backing_store("pinned", name, ON) for name in ("a", "b")))
         self.plan = plan_of(self.problem, TEXT)
         self.device = machine_of(self.problem)
-        self.host = hosted(self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device)
+        self.host = host_of(self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
 
     def work(self) -> dict[str, torch.Tensor]:

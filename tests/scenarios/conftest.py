@@ -1,4 +1,4 @@
-"""Lets the scenarios use what other tests and the side-by-side runs are made of; the small FLUX, estimated once."""
+"""Makes the helpers of other tests and of the benchmarks importable; the tiny FLUX, profiled once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ sys.path.append(str(HERE.parent.parent / "benchmarks"))
 @pytest.fixture(scope="session")
 def flux() -> Any:
     """Its graph, plans, host memory, and the picture of the plain pipeline."""
-    from executor_whole import Whole
+    from tiny_pipelines import TinyPipeline
 
-    return Whole("flux-tiny", {"steps": 2, "height": 64, "width": 64})
+    return TinyPipeline("flux-tiny", {"steps": 2, "height": 64, "width": 64})

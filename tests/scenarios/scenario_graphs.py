@@ -54,7 +54,7 @@ outputs: {embeds: $encode.embeds}
 
 
 def graph_of(text: str, folder: Path) -> Graph:
-    """The graph in ``text``, with the configs and tokenizers of the reference graphs beside it."""
+    """The graph in ``text``, with the configs and tokenizers of the reference graphs next to it."""
     for name in ("configs", "tokenizers"):
         (folder / name).symlink_to(GRAPHS / name)
     (folder / "graph.yaml").write_text(text)
@@ -111,7 +111,7 @@ def equal(one: Mapping[str, torch.Tensor], other: list[torch.Tensor]) -> bool:
 def offloaded(pipeline: Any, tool: str = "model offload") -> Iterator[sim.Machine]:
     """``pipeline`` under diffusers' own ``enable_model_cpu_offload``, or another mode of its, on the simulated accelerator."""
     plain = type(pipeline).__mro__[1]
-    pipeline.__class__ = plain  # without the device that `assemble` says
+    pipeline.__class__ = plain  # without the device override of `assemble`
     on = Sim(None)
     with on.open(), torch.no_grad():
         TOOLS[f"diffusers {tool}"].put(pipeline, Cell(on.device, None, None, 0))

@@ -1,13 +1,13 @@
-"""S0: only the prompt is encoded (HiDream's four encoders). What stays, what a second time costs, what is evicted when."""
+"""S0: only the prompt is encoded (HiDream's four encoders). What stays loaded, peaks of a second run, order of evictions."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from executor_small import Small, hardware, problem, use
-from executor_whole import Whole, pixels
 from scenario_graphs import GRAPHS, Encoding, Pages, encode, equal, nbytes, offloaded
+from small_component import Small, hardware, problem, use
+from tiny_pipelines import TinyPipeline, pixels
 
 from graphrun import sim
 from graphrun.graph.loading import load
@@ -138,7 +138,7 @@ class Reserving(SimulatedDevice):
         self.pages.trim()
 
 
-def test_s0_5_what_was_evicted_is_no_longer_reserved(flux: Whole) -> None:
+def test_s0_5_what_was_evicted_is_no_longer_reserved(flux: TinyPipeline) -> None:
     of, device = flux.within(flux.largest_with_activation() + (1 << 18)), Reserving()
     plan = solve(of).plan
     slots = [slot.phase for slot in plan.slots if any(isinstance(a, Evict) and a.component == "transformer" for a in slot.actions)]

@@ -1,4 +1,4 @@
-"""S1: quantized components are loaded, streamed, evicted and released like others, and what is left behind is named."""
+"""S1: quantized components are loaded, streamed, evicted and released like others; unreleased memory is named."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from executor_small import Small, device_of, hardware, problem, run, use
 from scenario_graphs import GRAPHS
+from small_component import Small, device_of, hardware, problem, run, use
 from torch import nn
 
 from graphrun import sim
@@ -151,7 +151,7 @@ def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None
     assert sum(entry.nbytes for entry in layout.entries) == wanted
 
 
-def test_s1_4_its_size_is_measured_again_behind_the_first_call(encoder: Encoder) -> None:
+def test_s1_4_its_size_is_measured_again_after_the_first_call(encoder: Encoder) -> None:
     layer = encoder.module.encoder.block[0].layer[0].SelfAttention.q
     hook = layer.register_forward_pre_hook(lambda module, args: (args[0] * 100, *args[1:]))
     try:
@@ -165,7 +165,7 @@ def test_s1_4_its_size_is_measured_again_behind_the_first_call(encoder: Encoder)
     assert encoder.device.allocated_bytes == 0, "until they are evicted"
 
 
-def test_s1_a_module_that_somebody_else_quantized_may_be_handed_in(encoder: Encoder) -> None:
+def test_s1_a_module_quantized_elsewhere_may_be_passed_in(encoder: Encoder) -> None:
     precision = encoder.precision
     if precision == "fp8":
         pytest.skip("a layer of graphrun's own")

@@ -1,4 +1,4 @@
-"""S2.5: an autoregressive video, whose history grows: stages x units x steps, planned at its true size, run in small."""
+"""S2.5: an autoregressive video with a growing history (stages x units x steps), planned at true size and run tiny."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_whole import GRAPHS, Whole, pixels, planned, streamed
 from scenario_graphs import nbytes, offloaded
-from test_twins import pipeline
+from test_diffusers_offload import pipeline
+from tiny_pipelines import GRAPHS, TinyPipeline, pixels, planned, streamed
 
 from graphrun.graph.loading import load
 from graphrun.model.directives import directed
@@ -70,11 +70,11 @@ def test_time_grows_with_the_history(true_size: tuple[Any, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def small() -> Whole:
-    return Whole("pyramid-flow-tiny", {})
+def small() -> TinyPipeline:
+    return TinyPipeline("pyramid-flow-tiny", {})
 
 
-def test_s2_5_it_makes_the_plain_pipelines_video_in_the_planned_bytes(small: Whole) -> None:
+def test_s2_5_it_makes_the_plain_pipelines_video_in_the_planned_bytes(small: TinyPipeline) -> None:
     problem = small.smallest()
     plan = planned(problem)
     trace = small.run(problem, plan)
@@ -83,7 +83,7 @@ def test_s2_5_it_makes_the_plain_pipelines_video_in_the_planned_bytes(small: Who
     assert trace.left_bytes == 0
 
 
-def test_streamed_it_makes_the_same_video(small: Whole) -> None:
+def test_streamed_it_makes_the_same_video(small: TinyPipeline) -> None:
     problem = directed(small.smallest(), [Directive("exclude", "transformer")])
     plan = planned(problem)
     assert "transformer" in streamed(plan)
@@ -92,7 +92,7 @@ def test_streamed_it_makes_the_same_video(small: Whole) -> None:
     assert all(m.peak_bytes <= p.peak_bytes for m, p in zip(trace.slots, simulate(problem, plan).slots, strict=True))
 
 
-def test_s2_5_under_diffusers_offloading_the_peak_grows_with_the_history_and_comes_with_the_last_unit(small: Whole) -> None:
+def test_s2_5_under_diffusers_offloading_the_peak_grows_with_the_history_and_comes_with_the_last_unit(small: TinyPipeline) -> None:
     """No defect but that a run finds out: the first unit's peak says nothing of the last one's."""
     pipe, peaks = pipeline("pyramid-flow-tiny"), list[int]()
     accepted = inspect.signature(type(pipe).__call__).parameters

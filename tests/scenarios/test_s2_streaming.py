@@ -1,4 +1,4 @@
-"""S2: streaming. The device comes from the plan, one mover per module, the same bits, the planned bytes, honest seconds."""
+"""S2: streaming. Device from the plan, one mover per module, same bits, planned bytes, time not underestimated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, run, use
-from executor_small import problem as small_problem
-from executor_whole import Whole, pixels, planned, streamed
+from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, run, use
+from small_component import problem as small_problem
+from tiny_pipelines import TinyPipeline, pixels, planned, streamed
 
 import graphrun
 from graphrun.errors import InputError
@@ -20,11 +20,11 @@ from graphrun.verify.simulate import simulate
 
 
 @pytest.fixture(scope="module", params=["cogview4-tiny", "wan-tiny"])
-def whole(request: pytest.FixtureRequest) -> Whole:
+def whole(request: pytest.FixtureRequest) -> TinyPipeline:
     """A GLM encoder and guidance in two calls; a video whose frames pass the decoder one by one."""
     long = "a lighthouse at dusk, " * 8  # a plan is for the longest text, and CogView4 pads no further than a text goes
     texts = {"prompt": long, "negative_prompt": long} if request.param == "cogview4-tiny" else {}
-    return Whole(request.param, {"steps": 2, **texts})
+    return TinyPipeline(request.param, {"steps": 2, **texts})
 
 
 def test_s2_1_the_device_is_the_plans_although_the_parameters_are_elsewhere() -> None:
@@ -54,7 +54,7 @@ def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(make_prob
 
 
 @pytest.mark.parametrize("room", [0.0, 0.5])
-def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_plans(whole: Whole, room: float) -> None:
+def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_plans(whole: TinyPipeline, room: float) -> None:
     least = whole.smallest().budget_bytes
     of = whole.within(int(least + room * (whole.largest_with_activation() - least)))
     plan = planned(of)
@@ -68,22 +68,22 @@ def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_pl
     assert trace.left_bytes == whole.device.allocated_bytes == 0
 
 
-def test_s2_3_resident_output_is_the_same(whole: Whole) -> None:
+def test_s2_3_resident_output_is_the_same(whole: TinyPipeline) -> None:
     plan = planned(whole.problem)
     assert np.array_equal(pixels(whole.run(whole.problem, plan).outputs["image"]), whole.image)
 
 
-def test_s2_4_tables_and_rings_are_counted(whole: Whole) -> None:
+def test_s2_4_tables_and_rings_are_counted(whole: TinyPipeline) -> None:
     """The largest leaf, an embedding table, is never streamed: it is resident in every slot of its component."""
     numbers = whole.problem.component("text_encoder")
-    rest = numbers.variants[0].block_bytes[[k.name for k in numbers.groups].index("remainder")]
+    remainder_bytes = numbers.variants[0].block_bytes[[k.name for k in numbers.groups].index("remainder")]
     module = whole.modules["text_encoder"]
     table = max(m.weight.nbytes for m in module.modules() if isinstance(m, torch.nn.Embedding))
-    assert rest >= table
+    assert remainder_bytes >= table
     of = whole.smallest()
     for slot in simulate(of, planned(of)).slots:
         if "text_encoder" in slot.phase and slot.part == "first":
-            assert slot.resident_bytes >= rest
+            assert slot.resident_bytes >= remainder_bytes
 
 
 @pytest.mark.parametrize("mib", [6, 8, 16])

@@ -1,4 +1,4 @@
-"""S3 on the host: RAM is a budgeted tier. What no later stage needs is freed, what does not fit is read from disk."""
+"""S3 on the host: RAM is budgeted. Backing stores without later use are dropped; what does not fit is read from disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_whole import AMPLE, Whole, pixels
+from tiny_pipelines import AMPLE, TinyPipeline, pixels
 
 from graphrun.errors import OutOfMemory
 from graphrun.graph.graph import Graph
@@ -29,7 +29,7 @@ class Stored:
     """FLUX in small with its weights in files."""
 
     def __init__(self, folder: Path) -> None:
-        self.whole = Whole("flux-tiny", {"steps": 1, "height": 32, "width": 32})
+        self.whole = TinyPipeline("flux-tiny", {"steps": 1, "height": 32, "width": 32})
         for name, module in self.whole.modules.items():
             module.save_pretrained(folder / name)  # type: ignore[operator]
         components = {name: replace(c, source=str(folder / name)) for name, c in self.whole.graph.components.items()}
@@ -75,27 +75,27 @@ def test_s3_1_without_a_disk_it_is_infeasible_and_says_what_binds(stored: Stored
         solve(stored.within(max(stored.sizes().values()) // 2, backing_stores=("pinned",)))
 
 
-def test_s3_2_a_component_without_a_later_use_is_freed_when_ram_binds(stored: Stored) -> None:
+def test_s3_2_a_component_without_a_later_use_is_dropped_when_ram_binds(stored: Stored) -> None:
     sizes = stored.sizes()
     problem = stored.within(sizes["transformer"] + sizes["text_encoder_2"] // 2, backing_stores=("pinned",))
     plan = solve(problem).plan
-    freed = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Drop)]
-    filled = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Read)]
-    assert "text_encoder_2" in freed
-    assert set(filled) == set(sizes)
+    dropped = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Drop)]
+    read = [a.component for slot in plan.slots for a in slot.actions if isinstance(a, Read)]
+    assert "text_encoder_2" in dropped
+    assert set(read) == set(sizes)
     trace = stored.run(problem, plan)
     assert trace.host_bytes < sum(sizes.values())
     assert sum(event.nbytes for event in trace.events if event.kind == "drop") >= sizes["text_encoder_2"]
 
 
-def test_s3_2_with_ram_to_spare_nothing_is_freed_before_the_end(stored: Stored) -> None:
+def test_s3_2_with_ram_to_spare_nothing_is_dropped_before_the_end(stored: Stored) -> None:
     problem = stored.within(AMPLE, backing_stores=("pinned",))
     plan = solve(problem).plan
     assert not [a for slot in plan.slots[:-1] for a in slot.actions if isinstance(a, Drop)]
     stored.run(problem, plan)
 
 
-def test_s3_4_what_the_plan_did_not_count_on_is_refused_and_not_spilled(flux: Whole) -> None:
+def test_s3_4_what_the_plan_did_not_count_on_is_refused_and_not_spilled(flux: TinyPipeline) -> None:
     """Another program's memory, or a low estimate: the device has the budget and no more, and a run that meets it stops there."""
     problem = flux.smallest()
     plan, wanted = solve(problem).plan, problem.effective_bytes

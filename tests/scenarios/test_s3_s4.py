@@ -1,4 +1,4 @@
-"""S3.3: the hundredth run is the first. S4: a GLM encoder whose inputs go where the plan says."""
+"""S3.3: a hundred runs without drift. S4: a GLM encoder whose inputs go to the plan's device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import accelerate
 import psutil
 import pytest
 import torch
-from executor_small import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, use
 from scenario_graphs import AMPLE, GLM_ENCODE, Encoding, encode, equal, graph_of
+from small_component import PREFETCH, WIDE, Small, device_of, hardware, plan_of, problem, run, use
 
 from graphrun.model.plan import Load, Stream
 from graphrun.runtime.host import Host
@@ -18,7 +18,7 @@ from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 
 RUNS = 100
-WARM = 20  # behind them Python's own caches (classes, code, free lists) hold what they will hold
+WARM = 20  # runs after which Python's own caches (classes, code, free lists) are full
 
 
 def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift() -> None:
@@ -81,22 +81,22 @@ def test_s4_1_under_accelerates_offloading_the_inputs_go_to_meta(glm: Encoding) 
     assert all(torch.equal(a, b) for a, b in zip(encode(glm.pipeline(torch.device("cpu")), glm.inputs), glm.plain, strict=True))
 
 
-@pytest.mark.parametrize("way", ["resident", "swapped", "by block", "by layer"])
-def test_s4_2_glm_gives_the_same_bits_every_way(glm: Encoding, way: str) -> None:
-    of = glm.smallest() if way == "by block" else glm.ample
-    if way == "by layer":
+@pytest.mark.parametrize("mode", ["resident", "swapped", "by block", "by layer"])
+def test_s4_2_glm_gives_the_same_bits_resident_swapped_and_streamed(glm: Encoding, mode: str) -> None:
+    of = glm.smallest() if mode == "by block" else glm.ample
+    if mode == "by layer":
         whole = glm.within(AMPLE, by_layer=True)
         assert smallest_budget(whole) < glm.smallest().budget_bytes
         of = glm.within(smallest_budget(whole), by_layer=True)
     solution = solve(of)
     of, plan = solution.problem, solution.plan
-    if way == "swapped":  # all of it before the first call, nothing beside the compute
+    if mode == "swapped":  # loaded whole before the first call, no copies during compute
         text = "slot encode/0:text_encoder load\n  load text_encoder all from pinned\nslot encode/0:text_encoder first\n  run\n"
         plan = plan_of(of, text + "slot encode/0:text_encoder steady x1\n  run\nslot end\n  evict text_encoder all")
     actions = [a for slot in plan.slots for a in slot.actions]
-    assert any(isinstance(a, Stream) for a in actions) == way.startswith("by")
-    assert any(isinstance(a, Load) for a in actions) or way == "by layer"
-    assert of.component("text_encoder").granularity == ("layers" if way == "by layer" else "blocks")
+    assert any(isinstance(a, Stream) for a in actions) == mode.startswith("by")
+    assert any(isinstance(a, Load) for a in actions) or mode == "by layer"
+    assert of.component("text_encoder").granularity == ("layers" if mode == "by layer" else "blocks")
     trace = glm.run(of, plan)
     assert equal(trace.outputs["embeds"], glm.plain)
     assert trace.left_bytes == glm.device.allocated_bytes == 0

@@ -1,4 +1,4 @@
-"""S4.3: bitsandbytes' 4-bit layers are never streamed by themselves. A plan that would have to is refused before anything runs."""
+"""S4.3: bitsandbytes' 4-bit layers are never streamed one by one. A plan that requires it is refused before the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphrun.model.problem import Problem
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.solve.granularity import cuttable
+from graphrun.solve.granularity import splittable
 from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
@@ -39,7 +39,7 @@ def by_blocks(problem: Problem) -> Problem:
 
 def test_s4_3_a_budget_that_takes_4_bit_layers_one_by_one_is_infeasible() -> None:
     problem = encoding("nf4")
-    assert cuttable(problem) == ("text_encoder",)
+    assert splittable(problem) == ("text_encoder",)
     least = smallest_budget(by_blocks(problem))
     with pytest.raises(Infeasible) as caught:
         solve(replace(problem, budget_bytes=least - 1))
@@ -48,7 +48,7 @@ def test_s4_3_a_budget_that_takes_4_bit_layers_one_by_one_is_infeasible() -> Non
 
 
 def test_s4_3_8_bit_layers_pass_one_by_one() -> None:
-    """With the bits of resident ones: tests/runtime/test_by_layer.py."""
+    """With the bits of resident ones: tests/runtime/test_layer_granularity.py."""
     assert smallest_budget(encoding("int8")) < smallest_budget(by_blocks(encoding("int8")))
 
 
@@ -59,7 +59,7 @@ def test_s4_3_a_plan_that_says_so_is_refused() -> None:
     least = solve(replace(both, budget_bytes=smallest_budget(both)))
     assert least.problem.component(T5).granularity == "layers"
     nf4 = next(name for name in names if "nf4" in name)
-    told = replace(least.plan, variants=tuple((name, nf4 if name == T5 else way) for name, way in least.plan.variants))
+    told = replace(least.plan, variants=tuple((name, nf4 if name == T5 else chosen) for name, chosen in least.plan.variants))
     refused = [violation.rule for violation in check(replace(least.problem, allow=("nf4",)), told)]
     assert "not-streamable" in refused
     assert check(least.problem, least.plan) == ()

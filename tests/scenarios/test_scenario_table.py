@@ -1,4 +1,4 @@
-"""The table of scenarios: each line has a test of graphrun and one of another tool, and no test is of a scenario it lacks."""
+"""Every row of the table in docs/scenarios.md has a test of graphrun and one of another tool, and every such test has a row."""
 
 from __future__ import annotations
 

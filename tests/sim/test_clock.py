@@ -1,4 +1,4 @@
-"""Virtual time: FLOPs and copies on two timelines, and what waits for what."""
+"""Virtual time of the simulated accelerator: FLOPs and copies on two timelines, and waits between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the simulated accelerator: what counts, when it is refused, what is left afterwards."""
+"""Memory of the simulated accelerator: what is counted, when an allocation is refused, what is freed."""
 
 from __future__ import annotations
 

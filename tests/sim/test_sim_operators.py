@@ -1,4 +1,4 @@
-"""The simulated device is a torch device: it makes, mixes, copies and shows tensors as CUDA does, with the CPU's numbers."""
+"""The simulated device as a torch device: creating, mixing, copying and printing tensors as on CUDA, with the CPU's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole pipelines on the simulated device: FLUX and SDXL give the CPU's bits; a fault anywhere leaves the books in order."""
+"""Whole pipelines on the simulated device: FLUX and SDXL give the CPU's bits; injected faults leave the counters consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets this folder's tests import `planner_problems` and `planner_oracle`."""
+"""Puts this folder on the import path, for `planner_problems`, `planner_oracle` and the other helper modules."""
 
 from __future__ import annotations
 

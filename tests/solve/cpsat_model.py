@@ -1,10 +1,10 @@
-"""The same program a second time, for OR-tools' CP-SAT: integers throughout, from what plans mean; run as a process of its own.
+"""An independent formulation of the planning problem for OR-tools' CP-SAT, in integers throughout. Runs in a process of its own.
 
-    python cpsat_model.py SECONDS FILE ...     a line of JSON per problem: {"seconds": least or null, "bound": ..., "proven": ...}
+    python cpsat_model.py SECONDS FILE ...     one line of JSON per problem: {"seconds": least or null, "bound": ..., "proven": ...}
 
-Problems are JSON as `Problem.to_json` has it. Orders and options are tried one after the other; variants, backing stores, spills, blocks of
-every slot and both runs of a session are one model. Bytes are counted in allocations of 512, times in 1e-9 of all that might be
-copied and computed.
+Files are problems as `Problem.to_json` writes them. Stage orders and options are enumerated. Variants, backing stores, spills,
+blocks of every slot and both runs of a session are one model. Bytes are counted in allocations of 512, times in 1e-9 of the time to
+copy and compute everything once per call.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def up(nbytes: int) -> int:
 
 
 class Run:
-    """One run's variables."""
+    """Variables and constraints of one run. ``first``: the run before it; None: it is the first."""
 
     def __init__(self, model: Model, name: str, first: Run | None) -> None:
         self.of, self.name, self.first = model, name, first
         self.slots = model.slots
         self.held: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}  # c, m, k, t -> K, d
         self.backing_stores: dict[tuple[int, int, int], Any] = {}
-        self.fills: dict[tuple[int, int, int], Any] = {}
+        self.reads: dict[tuple[int, int, int], Any] = {}
         self.spills = {gap: self.yes(f"spill {gap}") for gap in model.gaps}
         self.blocks()
         self.hosts()
@@ -45,7 +45,7 @@ class Run:
         return self.of.sat.new_int_var(0, most, f"{self.name} {name}")
 
     def blocks(self) -> None:
-        """K and d of every class, how they follow from slot to slot, and what directives demand."""
+        """K and d of every block group, the transitions between slots, and directives."""
         sat, last = self.of.sat, len(self.slots) - 1
         for c, m, k, nb in self.of.groups():
             variant, y = self.of.variant(c, m), self.of.chosen[c, m]
@@ -83,7 +83,7 @@ class Run:
                 sat.add(present == 0)
 
     def hosts(self) -> None:
-        """Which backing stores are held, filled and freed; copies and the CPU need them."""
+        """Which backing stores are held, read and dropped; copies and compute on the CPU need them."""
         sat = self.of.sat
         for c, m in self.of.chosen:
             if c not in self.of.used:
@@ -92,26 +92,26 @@ class Run:
             early = variant["backing_store"] == "disk" or not variant["read_seconds"]
             before = (y if early else 0) if self.first is None else self.first.backing_stores[c, m, len(self.slots) - 1]
             for t in range(len(self.slots)):
-                backing_store, fill = self.yes(f"backing store {c} {m} {t}"), self.yes(f"fill {c} {m} {t}")
-                self.backing_stores[c, m, t], self.fills[c, m, t] = backing_store, fill
+                backing_store, read = self.yes(f"backing store {c} {m} {t}"), self.yes(f"read {c} {m} {t}")
+                self.backing_stores[c, m, t], self.reads[c, m, t] = backing_store, read
                 if early or self.first is not None:
-                    sat.add(fill == 0)
-                sat.add(backing_store <= before + fill)
-                sat.add(backing_store >= fill)
+                    sat.add(read == 0)
+                sat.add(backing_store <= before + read)
+                sat.add(backing_store >= read)
                 sat.add(backing_store <= y)
                 if self.of.problem["runs"] > 1:
                     sat.add(backing_store >= before)
                 before = backing_store
                 if variant["device"] == "cpu" and self.slots[t][1] != "load" and self.of.use(self.slots[t][0], c):
                     sat.add(backing_store >= y)
-            sat.add(sum(self.fills[c, m, t] for t in range(len(self.slots))) <= 1)
+            sat.add(sum(self.reads[c, m, t] for t in range(len(self.slots))) <= 1)
 
     def slot(self, t: int) -> Any:
-        """The slot's seconds: what takes longest."""
+        """Seconds of the slot: the longest of compute, copies and reads."""
         of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
         most = of.horizon
         busy = {c for c, m, k, nb in of.groups() if of.calls(t, c, k)}
-        copies, reads, moved, turns, bytes_held, rings = [], [], {}, {}, [], {}
+        copies, reads, moved, single_buffered, bytes_held, rings = [], [], {}, {}, [], {}
         for c, m, k, nb in of.groups():
             variant, y, n = of.variant(c, m), of.chosen[c, m], of.calls(t, c, k)
             present, loaded = self.held[c, m, k, t]
@@ -123,11 +123,11 @@ class Run:
                 sat.add(present == nb * y)
                 x = 0
             elif n:
-                passes = self.yes(f"passes {c} {m} {k} {t}")
-                sat.add(nb * y - present - loaded <= nb * passes)
-                alone = self.yes(f"alone {c} {m} {k} {t}")
-                rings.setdefault((c, m), []).append((variant["block_bytes"][k], passes, alone))
-                turns[c, m, k] = alone
+                streamed = self.yes(f"streamed {c} {m} {k} {t}")
+                sat.add(nb * y - present - loaded <= nb * streamed)
+                single = self.yes(f"single-buffered {c} {m} {k} {t}")
+                rings.setdefault((c, m), []).append((variant["block_bytes"][k], streamed, single))
+                single_buffered[c, m, k] = single
                 x = (n if part == "steady" else 1) * (nb * y - present)
             if c in of.used:
                 sat.add(x <= max(1, n) * nb * self.backing_stores[c, m, t])
@@ -136,9 +136,11 @@ class Run:
             if variant["backing_store"] == "disk":
                 reads.append(of.units(variant["disk_seconds"][k]) * x)
             bytes_held.append(up(variant["block_bytes"][k]) * (present + loaded))
-        bytes_held += [self.ring(t, c, m, passing) for (c, m), passing in rings.items()]
-        self.room(t, bytes_held)
-        own = [self.own(t, c, k, moved, turns, most) for c in sorted(busy) for k in range(len(of.components[c]["groups"]))]
+        bytes_held += [self.ring(t, c, m, blocks) for (c, m), blocks in rings.items()]
+        self.budgets(t, bytes_held)
+        own = [
+            self.own(t, c, k, moved, single_buffered, most) for c in sorted(busy) for k in range(len(of.components[c]["groups"]))
+        ]
         for c, m in of.chosen:
             if of.variant(c, m)["device"] == "cpu":
                 for k, blocks in enumerate(of.components[c]["groups"]):
@@ -150,57 +152,60 @@ class Run:
                 copies.append(of.units(nbytes / hardware["d2h_bytes_per_second"]) * gone)
             if part == "load" and number == end:
                 copies.append(of.units(nbytes / hardware["h2d_bytes_per_second"]) * gone)
-        for (c, m, at), fill in self.fills.items():
+        for (c, m, at), read in self.reads.items():
             if at == t and of.variant(c, m)["read_seconds"]:
                 counts = [len(blocks["blocks"]) for blocks in of.components[c]["groups"]]
                 each = of.variant(c, m)["read_seconds"]
-                reads.append(of.units(sum(n * s for n, s in zip(counts, each, strict=True))) * fill)
+                reads.append(of.units(sum(n * s for n, s in zip(counts, each, strict=True))) * read)
         seconds = self.number(most, f"D {t}")
         for channel in (own, copies, reads):
             sat.add(seconds >= sum(channel))
         return seconds
 
-    def own(self, t: int, c: int, k: int, moved: dict[tuple[int, int, int], Any], turns: dict[Any, Any], most: int) -> Any:
-        """E: the longest of computing a class, copying it (with computing what passes one by one), and reading it."""
+    def own(
+        self, t: int, c: int, k: int, moved: dict[tuple[int, int, int], Any], single_buffered: dict[Any, Any], most: int
+    ) -> Any:
+        """Seconds of a block group: the longest of its compute, its copies (plus its compute where single-buffered), and its
+        reads."""
         of, n = self.of, self.of.calls(t, c, k)
-        ways = [(m, of.variant(c, m)) for at, m in of.chosen if at == c and of.variant(c, m)["device"] != "cpu"]
-        if not n or not ways:
+        variants = [(m, of.variant(c, m)) for at, m in of.chosen if at == c and of.variant(c, m)["device"] != "cpu"]
+        if not n or not variants:
             return 0
         nb = len(of.components[c]["groups"][k]["blocks"])
         longest = self.number(most, f"E {t} {c} {k}")
-        of.sat.add(longest >= sum(of.units(n * nb * of.seconds(t, c, m, k)) * of.chosen[c, m] for m, _ in ways))
-        of.sat.add(longest >= sum(of.units(variant["load_seconds"][k]) * moved[c, m, k] for m, variant in ways))
-        for m, variant in ways:
-            if (c, m, k) in turns:
+        of.sat.add(longest >= sum(of.units(n * nb * of.seconds(t, c, m, k)) * of.chosen[c, m] for m, _ in variants))
+        of.sat.add(longest >= sum(of.units(variant["load_seconds"][k]) * moved[c, m, k] for m, variant in variants))
+        for m, variant in variants:
+            if (c, m, k) in single_buffered:
                 each = of.units(n * nb * of.seconds(t, c, m, k))
-                of.sat.add(longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * turns[c, m, k])
-        reads = [(m, variant["disk_seconds"][k]) for m, variant in ways if variant["backing_store"] == "disk"]
+                of.sat.add(longest >= of.units(variant["load_seconds"][k]) * moved[c, m, k] + each * single_buffered[c, m, k])
+        reads = [(m, variant["disk_seconds"][k]) for m, variant in variants if variant["backing_store"] == "disk"]
         of.sat.add(longest >= sum(of.units(seconds) * moved[c, m, k] for m, seconds in reads))
         return longest
 
-    def ring(self, t: int, c: int, m: int, passing: list[tuple[int, Any, Any]]) -> Any:
-        """Room for the largest block that passes, and beside it for one of each class whose blocks need not wait for each other."""
-        most = max(up(nbytes) for nbytes, _, _ in passing)
+    def ring(self, t: int, c: int, m: int, blocks: list[tuple[int, Any, Any]]) -> Any:
+        """Size of the ring: the largest streamed block, and a second block of every group that is not single-buffered."""
+        most = max(up(nbytes) for nbytes, _, _ in blocks)
         largest, beside = self.number(most, f"largest {t} {c} {m}"), self.number(most, f"beside {t} {c} {m}")
-        for nbytes, passes, alone in passing:
-            self.of.sat.add(largest >= up(nbytes) * passes)
-            self.of.sat.add(beside >= up(nbytes) * passes - up(nbytes) * alone)
+        for nbytes, streamed, single in blocks:
+            self.of.sat.add(largest >= up(nbytes) * streamed)
+            self.of.sat.add(beside >= up(nbytes) * streamed - up(nbytes) * single)
         return largest + beside
 
-    def room(self, t: int, bytes_held: list[Any]) -> None:
+    def budgets(self, t: int, bytes_held: list[Any]) -> None:
         """Budgets of the device, of RAM and of page-locked RAM."""
         of, sat, (number, part) = self.of, self.of.sat, self.slots[t]
         phase, values = of.phases[number], of.problem["values"]
         activation = {"load": 0, "first": phase["first_bytes"], "steady": phase["steady_bytes"]}[part]
-        ways = [
+        variants = [
             (m, of.variant(c, m), of.chosen[c, m]) for use in phase["uses"] for c, m in of.chosen if of.name(c) == use["component"]
         ]
-        on_cpu, handed = self.yes(f"cpu {t}"), min(activation, phase["glue_bytes"])
-        off = [y for _, variant, y in ways if variant["device"] != "cpu"]
+        on_cpu, glue = self.yes(f"cpu {t}"), min(activation, phase["glue_bytes"])
+        off = [y for _, variant, y in variants if variant["device"] != "cpu"]
         for y in off:
             sat.add(on_cpu + y <= 1)
-        sat.add(sum(off) >= 1 - on_cpu) if ways else sat.add(on_cpu == 0)
-        scratches = [variant["scratch_bytes"] * y for _, variant, y in ways] if part != "load" else []
+        sat.add(sum(off) >= 1 - on_cpu) if variants else sat.add(on_cpu == 0)
+        scratches = [variant["scratch_bytes"] * y for _, variant, y in variants] if part != "load" else []
         away, host = [], []
         for (v, begin, end), gone in self.spills.items():
             if begin <= number <= end:
@@ -209,15 +214,15 @@ class Run:
                 host += [values[v]["nbytes"] * gone] if number < end or comes else []
         fixed = phase["live_in_bytes"] + sum(value["nbytes"] for v, value in enumerate(values) if number in of.lives[v])
         for scratch in scratches or [0]:
-            every = activation * (1 - on_cpu) + handed * on_cpu + scratch + fixed - sum(away)
-            ceiling = sum(variant["scratch_bytes"] for _, variant, _ in ways)
+            every = activation * (1 - on_cpu) + glue * on_cpu + scratch + fixed - sum(away)
+            ceiling = sum(variant["scratch_bytes"] for _, variant, _ in variants)
             sat.add(UNIT * sum(bytes_held) + every <= of.effective + ceiling * on_cpu)
-        sat.add(UNIT * sum(bytes_held) + activation * (1 - on_cpu) + handed * on_cpu + fixed - sum(away) <= of.effective)
+        sat.add(UNIT * sum(bytes_held) + activation * (1 - on_cpu) + glue * on_cpu + fixed - sum(away) <= of.effective)
         locked = []
         for (c, m, at), backing_store in self.backing_stores.items():
             if at == t:
                 variant = of.variant(c, m)
-                host.append(variant["host_bytes"] * backing_store + variant["transient_bytes"] * self.fills[c, m, t])
+                host.append(variant["host_bytes"] * backing_store + variant["transient_bytes"] * self.reads[c, m, t])
                 locked += [variant["host_bytes"] * backing_store] if variant["backing_store"] != "pageable" else []
         sat.add(sum(host) + activation * on_cpu <= of.problem["ram_bytes"])
         if of.problem["pinned_bytes"] is not None:
@@ -225,7 +230,7 @@ class Run:
 
 
 class Model:
-    """One order and one option to a stage."""
+    """One stage order, with one option per stage."""
 
     def __init__(self, problem: dict[str, Any], order: list[str], phases: list[dict[str, Any]], horizon: float) -> None:
         self.problem, self.order, self.phases = problem, order, phases
@@ -274,7 +279,7 @@ class Model:
         )
 
     def groups(self) -> list[tuple[int, int, int, int]]:
-        """Component, variant, class and its blocks, of the variants that compute on the device."""
+        """(component, variant, group, blocks in it) of all variants that compute on the device."""
         return [
             (c, m, k, len(blocks["blocks"]))
             for c, m in self.chosen
@@ -298,9 +303,10 @@ class Model:
         return float(variant["slowdown"] * use["seconds"][k] + (variant["block_seconds"][k] if variant["block_seconds"] else 0.0))
 
     def living(self, value: dict[str, Any]) -> list[int]:
-        place = {stage: number for number, stage in enumerate(self.order)}
-        last = max((place[stage] for stage in value["consumers"] if stage in place), default=-1)
-        return [n for n, phase in enumerate(self.phases) if place.get(value["producer"], -1) < place[phase["stage"]] <= last]
+        position = {stage: number for number, stage in enumerate(self.order)}
+        last = max((position[stage] for stage in value["consumers"] if stage in position), default=-1)
+        begin = position.get(value["producer"], -1)
+        return [n for n, phase in enumerate(self.phases) if begin < position[phase["stage"]] <= last]
 
     def spill_gaps_of(self, v: int) -> list[tuple[int, int]]:
         lives, consumers = self.lives[v], self.problem["values"][v]["consumers"]
@@ -327,23 +333,23 @@ def effective_bytes(problem: dict[str, Any]) -> int:
 
 
 def models(problem: dict[str, Any]) -> list[tuple[list[str], list[dict[str, Any]]]]:
-    """Every order that precedence allows, with every option."""
+    """Every stage order that precedence allows, with every combination of options."""
     stages = list(dict.fromkeys(phase["stage"] for phase in problem["phases"]))
     orders = [stages] if problem["precedence"] is None else [list(order) for order in permutations(stages)]
     orders = [o for o in orders if all(o.index(a) < o.index(b) for a, b in problem["precedence"] or ())]
     plain = {stage: [phase for phase in problem["phases"] if phase["stage"] == stage] for stage in stages}
     allowed = [option for option in problem["options"] if not option["needs"] or option["needs"] in problem["allow"]]
-    ways = [[plain[stage], *(list(o["phases"]) for o in allowed if o["stage"] == stage)] for stage in stages]
+    runs = [[plain[stage], *(list(o["phases"]) for o in allowed if o["stage"] == stage)] for stage in stages]
     found = []
     for order in orders:
-        for picked in product(*ways):
+        for picked in product(*runs):
             run = dict(zip(stages, picked, strict=True))
             found.append((order, [phase for stage in order for phase in run[stage]]))
     return found
 
 
 def horizon(problem: dict[str, Any]) -> float:
-    """Seconds that no sensible run exceeds: everything is copied, read and computed in every call, one after the other."""
+    """Upper bound on the seconds of a sensible run: everything is copied, read and computed serially in every call."""
     total, components = 1e-3, {component["name"]: component for component in problem["components"]}
     for component in components.values():
         total += max(sum(map(sum, _copies(component, variant))) for variant in component["variants"])
@@ -357,19 +363,19 @@ def horizon(problem: dict[str, Any]) -> float:
                     for v in component["variants"]
                 )
     for value in problem["values"]:
-        total += 2 * value["nbytes"] / min(problem["hardware"][road] for road in ("h2d_bytes_per_second", "d2h_bytes_per_second"))
+        total += 2 * value["nbytes"] / min(problem["hardware"][rate] for rate in ("h2d_bytes_per_second", "d2h_bytes_per_second"))
     return float(total)
 
 
 def _copies(component: dict[str, Any], variant: dict[str, Any]) -> list[list[float]]:
-    """Per class: seconds to copy, to read and to fill all of its blocks."""
+    """Per block group: seconds to copy all of its blocks, to read them from disk for a copy, and to read them into RAM."""
     none = [0.0] * len(component["groups"])
-    ways = [variant["load_seconds"], variant["disk_seconds"] or none, variant["read_seconds"] or none]
-    return [[len(of["blocks"]) * way[k] for way in ways] for k, of in enumerate(component["groups"])]
+    seconds = [variant["load_seconds"], variant["disk_seconds"] or none, variant["read_seconds"] or none]
+    return [[len(of["blocks"]) * each[k] for each in seconds] for k, of in enumerate(component["groups"])]
 
 
 def least(problem: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
-    """The least seconds over all orders and options."""
+    """The least seconds over all stage orders and options."""
     best, bound, proven = None, None, True
     for order, phases in models(problem):
         model = Model(problem, order, phases, horizon(problem))

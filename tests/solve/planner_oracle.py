@@ -1,9 +1,9 @@
-"""Brute force: every order, option, variant and spill in turn; every number of blocks, fill and free by dynamic programming.
+"""Brute force: enumerates every stage order, option, variant and spill; blocks, reads and drops by dynamic programming.
 
-Written from what plans mean, without a line of the planner's own. For one choice the state when a slot ends is how many blocks of
-every class are on the device, and what became of every backing store. Between slots blocks may be dropped, so the least cost of a state is
-also that of every smaller one. A cost is seconds and then bytes moved in one integer, so that ties are exact: all seconds have to
-be multiples of 1 / SCALE.
+Written from the meaning of plans, without any of the planner's code. For one such choice, the state at the end of a slot is how
+many blocks of every group are on the device, and the state of every backing store. Blocks may be evicted between slots, so the
+least cost of a state is at most that of any larger one. A cost is seconds and then bytes moved in one integer, so that ties are
+exact: all seconds have to be multiples of 1 / SCALE.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers, Var
 
 SCALE = 16
 SECONDS, NEVER = 2**34, 2**61
-UNFILLED, HELD, FREED = range(3)
-BackingStores = tuple[int, ...]  # one of these for each component that is used
+UNREAD, HELD, DROPPED = range(3)
+BackingStores = tuple[int, ...]  # the state of each used component's backing store
 
 
 def up(nbytes: int) -> int:
@@ -26,7 +26,7 @@ def up(nbytes: int) -> int:
 
 
 class Choice:
-    """One order, one option to a stage, one variant to a component."""
+    """One stage order, one option per stage, one variant per component."""
 
     def __init__(self, problem: Problem, order: tuple[str, ...], phases: list[PhaseNumbers], variants: list[Variant]) -> None:
         self.problem, self.phases = problem, phases
@@ -57,27 +57,27 @@ class Choice:
         return after and any(order.index(stage) <= order.index(consumer) for consumer in value.consumers if consumer in order)
 
     def spill_gaps_of(self, value: ValueNumbers, lives: list[int]) -> Iterator[tuple[int, int]]:
-        """First phase of each stretch in which the value waits, and the phase after it, where both have a load slot."""
-        waits = [n for n in lives if self.phases[n].stage not in value.consumers]
-        for first in waits:
-            if first - 1 not in waits:
-                after = next(n for n in lives if n > first and n not in waits)
+        """(first phase, phase after) of each series of phases in which the value is not read, where both have a load slot."""
+        unread = [n for n in lives if self.phases[n].stage not in value.consumers]
+        for first in unread:
+            if first - 1 not in unread:
+                after = next(n for n in lives if n > first and n not in unread)
                 if self.phases[first].uses and self.phases[after].uses:
                     yield first, after
 
     def pairs(self) -> None:
-        """Every pair of states that a slot may begin and end with (``here`` <= ``there``), sorted by the second."""
+        """All pairs of states at the start and end of a slot (``here`` <= ``there``), sorted by the second."""
         each = [[(h, t) for t in range(nb) for h in range(t + 1)] for nb in self.shape]
         every = list(product(*each))
         grid = np.array(every, dtype=np.int64).reshape(len(every), len(self.cells), 2)
-        place = np.array([int(np.prod(self.shape[j + 1 :])) for j in range(len(self.cells))], dtype=np.int64)
-        order = np.argsort(grid[:, :, 1] @ place, kind="stable")
+        stride = np.array([int(np.prod(self.shape[j + 1 :])) for j in range(len(self.cells))], dtype=np.int64)
+        order = np.argsort(grid[:, :, 1] @ stride, kind="stable")
         self.here, self.there = grid[order, :, 0], grid[order, :, 1]
-        self.begin, self.end = self.here @ place, self.there @ place
+        self.begin, self.end = self.here @ stride, self.there @ stride
         self.states = int(np.prod(self.shape))
 
     def calls(self, t: int, name: str, k: int) -> tuple[int, float]:
-        """Calls of a class in slot ``t``, and seconds of one block in one of them."""
+        """Calls of a block group in slot ``t``, and seconds of one block in one of them."""
         number, part = self.slots[t]
         use = self.use(number, name)
         if use is None:
@@ -91,8 +91,8 @@ class Choice:
         return next((use for use in self.phases[number].uses if use.component == name), None)
 
     def table(self, t: int) -> dict[str, np.ndarray]:
-        """Per allowed pair of states and size of rings: seconds of computing classes, of copies and of reads; bytes moved and held;
-        who copies."""
+        """Per allowed pair of states and ring sizes: seconds of compute, copies and reads; bytes moved and held; which components
+        copy."""
         sizes = []
         for name in self.names:
             blocks = [
@@ -107,8 +107,8 @@ class Choice:
         return {key: of[order] for key, of in joined.items()}
 
     def with_rings(self, t: int, rings: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
-        """`table` with rings for these two blocks, the first of them the largest that passes; -1: nothing is streamed. Classes of
-        larger blocks than the second wait for each other. A ring that no class asks for is none of these."""
+        """`table` for given rings: per component the bytes of the largest streamed block (-1: nothing is streamed) and of a second
+        one. Groups with blocks larger than the second are single-buffered. Ring sizes that no group needs are left out."""
         number, part = self.slots[t]
         phase = self.phases[number]
         allowed = np.ones(len(self.begin), dtype=bool)
@@ -134,8 +134,8 @@ class Choice:
                     asked[name][which] |= (there < nb) & (room == nbytes)
             read = copies * (variant.disk_seconds[k] if variant.backing_store == "disk" else 0.0)
             if n:
-                in_turn = n * nb * seconds * (there < nb) if may and up(rings[name][1]) < up(nbytes) else 0.0
-                own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + in_turn, read))
+                serial = n * nb * seconds * (there < nb) if may and up(rings[name][1]) < up(nbytes) else 0.0
+                own += np.maximum(n * nb * seconds, np.maximum(copies * variant.load_seconds[k] + serial, read))
             transfer, disk, moved = transfer + copies * variant.load_seconds[k], disk + read, moved + copies * nbytes
             held += up(nbytes) * there
             copying[name] |= copies > 0
@@ -160,7 +160,7 @@ class Choice:
         return {key: of[allowed] for key, of in found.items()}
 
     def obeys(self, t: int, j: int, n: int, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """Whether ``here`` blocks at a slot's start and ``there`` at its end are as directives demand."""
+        """Whether ``here`` blocks at the start of a slot and ``there`` at its end obey the directives."""
         (name, k, nb, _), (number, part) = self.cells[j], self.slots[t]
         demanded = {directive.placement for directive in self.problem.directives if directive.component == name}
         fine = np.ones(len(here), dtype=bool)
@@ -174,39 +174,44 @@ class Choice:
             fine &= (there == 0) if self.use(number, name) is None else (here == 0) if part == "load" else fine
         return fine
 
-    def drop(self, values: np.ndarray) -> np.ndarray:
-        """``values`` [..., states], each now the least of those from which blocks may be dropped to get there."""
+    def evict(self, values: np.ndarray) -> np.ndarray:
+        """``values`` [..., states] after evictions: each the least of all states from which evictions lead there."""
         grid = values.reshape(*values.shape[:-1], *self.shape)
-        lead = grid.ndim - len(self.shape)
+        first = grid.ndim - len(self.shape)
         for j, (name, _, _, _) in enumerate(self.cells):
             if self.variants[name].movable:
-                grid = np.flip(np.minimum.accumulate(np.flip(grid, lead + j), lead + j), lead + j)
+                grid = np.flip(np.minimum.accumulate(np.flip(grid, first + j), first + j), first + j)
         return grid.reshape(values.shape)
 
-    def early(self, name: str) -> bool:
+    def held_at_start(self, name: str) -> bool:
         return self.variants[name].backing_store == "disk" or not self.variants[name].read_seconds
 
     def steps(self, before: BackingStores, first: bool) -> Iterator[BackingStores]:
-        """What may become of the backing stores in one slot."""
-        free = self.problem.runs == 1
-        ways = {UNFILLED: (UNFILLED, HELD) if first else (UNFILLED,), HELD: (HELD, FREED) if free else (HELD,), FREED: (FREED,)}
-        yield from product(*(ways[state] for state in before))
+        """States of the backing stores that may follow ``before`` in one slot."""
+        drops = self.problem.runs == 1
+        following = {
+            UNREAD: (UNREAD, HELD) if first else (UNREAD,),
+            HELD: (HELD, DROPPED) if drops else (HELD,),
+            DROPPED: (DROPPED,),
+        }
+        yield from product(*(following[state] for state in before))
 
     def weigh(
         self, t: int, effective: int, spilled: tuple[bool, ...], before: BackingStores, after: BackingStores
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Begins, ends and costs of slot ``t`` where backing stores go from ``before`` to ``after``; None: the host has no room."""
+        """Start states, end states and costs of slot ``t`` where backing stores go from ``before`` to ``after``; None: exceeds a
+        host budget, or a component on the CPU has no backing store."""
         number, part = self.slots[t]
         table, hardware = self.tables[t], self.problem.hardware
         ram = pinned = 0
-        read_seconds = crossing_seconds = 0.0
+        read_seconds = spill_seconds = 0.0
         away = restored = 0
         for name, old, new in zip(self.used, before, after, strict=True):
             variant = self.variants[name]
             if new == HELD:
                 ram += variant.host_bytes
                 pinned += variant.host_bytes if variant.backing_store in ("pinned", "disk") else 0
-            if (old, new) == (UNFILLED, HELD):
+            if (old, new) == (UNREAD, HELD):
                 ram += variant.transient_bytes
                 counts = [len(of.blocks) for of in self.groups[name]]
                 read_seconds += sum(count * each for count, each in zip(counts, variant.read_seconds, strict=True))
@@ -218,8 +223,8 @@ class Choice:
                 leaves, comes = (number, part) == (first, "load"), (number, part) == (last, "load")
                 ram += nbytes if number < last or comes else 0
                 away += nbytes if number < last and not leaves else 0
-                crossing_seconds += nbytes / hardware.d2h_bytes_per_second if leaves else 0.0
-                crossing_seconds += nbytes / hardware.h2d_bytes_per_second if comes else 0.0
+                spill_seconds += nbytes / hardware.d2h_bytes_per_second if leaves else 0.0
+                spill_seconds += nbytes / hardware.h2d_bytes_per_second if comes else 0.0
                 restored += nbytes if comes else 0
         phase = self.phases[number]
         if phase.uses and all(self.variants[use.component].device == "cpu" for use in phase.uses):
@@ -230,21 +235,21 @@ class Choice:
         for name, new in zip(self.used, after, strict=True):
             if new != HELD:
                 fits &= ~table[f"copies {name}"]
-        seconds = np.maximum(table["own"], np.maximum(table["transfer"] + crossing_seconds, table["disk"] + read_seconds))[fits]
+        seconds = np.maximum(table["own"], np.maximum(table["transfer"] + spill_seconds, table["disk"] + read_seconds))[fits]
         units = np.rint(seconds * SCALE).astype(np.int64)
-        assert np.abs(units / SCALE - seconds).max(initial=0.0) <= 1e-9, "seconds that are no multiples"
+        assert np.abs(units / SCALE - seconds).max(initial=0.0) <= 1e-9, "seconds must be multiples of 1 / SCALE"
         return table["begin"][fits], table["end"][fits], units * SECONDS + table["moved"][fits] + restored
 
     def run(
         self, effective: int, spilled: tuple[bool, ...], values: np.ndarray, backing_stores: BackingStores | None
     ) -> dict[BackingStores, np.ndarray]:
-        """Least costs [starts, states] after a run that began with costs ``values`` [starts, states], blocks dropped behind it, by
-        what became of the backing stores. ``backing_stores``: what they were in the beginning; None: it is the first run."""
-        now = {backing_stores or tuple(HELD if self.early(name) else UNFILLED for name in self.used): values}
+        """Least costs [starts, states] after a run that started with costs ``values`` [starts, states], evictions at its end
+        included, by the final state of the backing stores. ``backing_stores``: their state at the start; None: first run."""
+        now = {backing_stores or tuple(HELD if self.held_at_start(name) else UNREAD for name in self.used): values}
         for t in range(len(self.slots)):
             following: dict[BackingStores, np.ndarray] = {}
             for before, costs in now.items():
-                least = self.drop(costs)
+                least = self.evict(costs)
                 for after in self.steps(before, first=backing_stores is None):
                     if (found := self.weigh(t, effective, spilled, before, after)) is None or not len(found[0]):
                         continue
@@ -254,12 +259,12 @@ class Choice:
                     reached[:, ends] = np.minimum.reduceat(np.minimum(least[:, begin] + cost, NEVER), where, axis=1)
                     following[after] = np.minimum(following.get(after, reached), reached)
             now = {backing_stores: costs for backing_stores, costs in following.items() if (costs < NEVER).any()}
-        return {backing_stores: self.drop(costs) for backing_stores, costs in now.items()}
+        return {backing_stores: self.evict(costs) for backing_stores, costs in now.items()}
 
     def over_spills(
         self, effective: int, values: np.ndarray, backing_stores: BackingStores | None
     ) -> dict[BackingStores, np.ndarray]:
-        """`run` with every set of gaps spilled."""
+        """`run` over every set of spills."""
         best: dict[BackingStores, np.ndarray] = {}
         for spilled in product((False, True), repeat=len(self.spill_gaps)):
             for after, costs in self.run(effective, spilled, values, backing_stores).items():
@@ -267,7 +272,7 @@ class Choice:
         return best
 
     def best(self, effective: int) -> int:
-        """Least cost of the whole, NEVER where nothing fits."""
+        """Least cost of all runs; NEVER where nothing fits."""
         empty = np.full((1, self.states), NEVER, dtype=np.int64)
         empty[0, 0] = 0
         cold = {backing_stores: costs[0] for backing_stores, costs in self.over_spills(effective, empty, None).items()}
@@ -276,7 +281,7 @@ class Choice:
         return min((self.session(effective, backing_stores, costs) for backing_stores, costs in cold.items()), default=NEVER)
 
     def session(self, effective: int, backing_stores: BackingStores, cold: np.ndarray) -> int:
-        """Least cost of a session whose first run costs ``cold`` [states] and leaves ``backing_stores``."""
+        """Least cost of a session whose first run costs ``cold`` [states] and ends with ``backing_stores``."""
         starts = np.flatnonzero(cold < NEVER)
         begun = np.full((len(starts), self.states), NEVER, dtype=np.int64)
         begun[np.arange(len(starts)), starts] = 0
@@ -287,7 +292,7 @@ class Choice:
 
 
 class Oracle:
-    """All that may be chosen for ``problem``. Budgets but the device's are the problem's."""
+    """All choices for ``problem``. The device budget is an argument; the other budgets are the problem's."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -298,14 +303,14 @@ class Oracle:
         stages = tuple(dict.fromkeys(phase.stage for phase in of.phases))
         orders = [stages] if of.precedence is None else list(permutations(stages))
         plain = {stage: tuple(phase for phase in of.phases if phase.stage == stage) for stage in stages}
-        ways = [
+        runs = [
             [plain[stage], *(o.phases for o in of.options if o.stage == stage and (not o.needs or o.needs in of.allow))]
             for stage in stages
         ]
         for order in orders:
             if any(order.index(a) > order.index(b) for a, b in of.precedence or ()):
                 continue
-            for picked in product(*ways):
+            for picked in product(*runs):
                 run = dict(zip(stages, picked, strict=True))
                 phases = [phase for stage in order for phase in run[stage]]
                 used = {use.component for phase in phases for use in phase.uses}
@@ -326,12 +331,12 @@ class Oracle:
         ]
 
     def best(self, effective_bytes: int) -> tuple[float, int] | None:
-        """Least seconds, and least bytes moved in that time; None: nothing fits."""
+        """Least seconds, and the fewest bytes moved in that time; None: nothing fits."""
         cost = min((choice.best(effective_bytes) for choice in self.choices), default=NEVER)
         return None if cost >= NEVER else (cost // SECONDS / SCALE, cost % SECONDS)
 
     def smallest_effective(self) -> int | None:
-        """The least effective budget for which anything fits; None: no budget of the device is enough."""
+        """The least effective budget for which a plan exists; None: no device budget is enough."""
         sums = sorted({int(held) for choice in self.choices for table in choice.tables for held in table["held"]} | {0})
         if self.best(sums[-1]) is None:
             return None

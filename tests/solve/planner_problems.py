@@ -1,4 +1,4 @@
-"""Problems written shortly, for the planner's tests."""
+"""Short builders of problems, for tests of the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def component(
     streamable: bool = True,
     host_bytes: int | None = None,
 ) -> ComponentNumbers:
-    """Classes are (name, blocks, bytes of a block[, streamable: more than one block unless said])."""
+    """``groups``: (name, number of blocks, bytes of a block[, streamable; by default, if there is more than one block])."""
     full = tuple((c[0], c[1], c[2], c[3] if len(c) == 4 else c[1] > 1) for c in groups)
     total = sum(count * nbytes for _, count, nbytes, _ in full)
     variant = Variant(
@@ -32,7 +32,7 @@ def component(
         movable,
         streamable,
     )
-    blocks = tuple(BlockGroup(k, tuple(f"{k}.{i}" for i in range(count)), may) for k, count, _, may in full)
+    blocks = tuple(BlockGroup(k, tuple(f"{k}.{i}" for i in range(count)), streams) for k, count, _, streams in full)
     return ComponentNumbers(name, total // 2, blocks, (variant,))
 
 
@@ -48,7 +48,7 @@ def problem(
 
 
 def flux(budget_bytes: int, steps: int = 28) -> Problem:
-    """About FLUX.1-dev at 1024x1024 on an RTX 4090 with PCIe 4."""
+    """Approximately FLUX.1-dev at 1024x1024 on an RTX 4090 with PCIe 4."""
     components = (
         component("text_encoder", ("remainder", 1, 246 * MIB)),
         component("text_encoder_2", ("blocks", 24, 370 * MIB), ("remainder", 1, 251 * MIB)),

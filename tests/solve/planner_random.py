@@ -1,4 +1,4 @@
-"""Random problems small enough for brute force, in which anything may be to be chosen. Seconds are multiples of 1/16."""
+"""Random problems small enough for brute force, with every kind of choice. Seconds are multiples of 1/16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SIZES = (512, 1024, 1536, 2048, 1000, 700, 256, 0)
 
 
 def random_problem(seed: int) -> Problem:
-    """Up to three components of one or two classes of one or two blocks, up to four stages; cold or a session; feasible or not."""
+    """Up to three components with one or two block groups of one or two blocks, up to four stages; one run or a session; feasible
+    or not."""
     rng = random.Random(seed)
     components = tuple(_component(rng, name) for name in "abc"[: rng.choice((1, 2, 2, 3))])
     stages = [f"s{i}" for i in range(rng.choice((1, 2, 2, 3, 3, 3, 4)))]
@@ -42,7 +43,7 @@ def random_problem(seed: int) -> Problem:
     )
     host = sum(max(variant.host_bytes for variant in c.variants) for c in components)
     of = problem(2**20, components, phases, tuple(value for value in values if value is not None), on=_hardware(rng))
-    squeezed = rng.random() < 0.3  # no room for what only waits
+    squeezed = rng.random() < 0.3  # no memory for values that are not read in the phase
     most = int(_most(of, squeezed) * (rng.choice((1.0, 1.0, 1.2)) if squeezed else rng.choice((0.6, 0.8, 0.9, 1.0, 1.2, 1.5))))
     budget = of.budget_bytes - of.effective_bytes + most
     ram = rng.choice((2**40, 2**40, 2**40, host + 8000, host + 600, host * 3 // 4))
@@ -60,7 +61,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def _most(of: Problem, consumed_only: bool) -> int:
-    """Bytes of the largest phase when all that it uses is on the device; ``consumed_only``: of the values those it consumes."""
+    """Bytes of the largest phase with all of its components on the device; ``consumed_only``: count only values that it reads."""
     weights = {component.name: component.weight_bytes() for component in of.components}
     return max(
         sum(weights[use.component] for use in phase.uses)
@@ -87,16 +88,16 @@ def _component(rng: random.Random, name: str) -> ComponentNumbers:
     ]
     made = component(name, *groups, movable=rng.random() < 0.88, streamable=rng.random() < 0.9)
     plain = replace(made.variants[0], load_seconds=tuple(float(rng.randint(0, 4)) for _ in groups))
-    variants = [_filled(rng, plain)]
-    variant_choices = {"pageable": _pageable, "disk": _disk, "cpu": _cpu, "nf4": _small}
-    for variant_choice in rng.sample(sorted(variant_choices), rng.choice((0, 0, 1, 1, 2))):
-        variants.append(variant_choices[variant_choice](rng, plain))
+    variants = [_with_reads(rng, plain)]
+    makers = {"pageable": _pageable, "disk": _disk, "cpu": _cpu, "nf4": _small}
+    for kind in rng.sample(sorted(makers), rng.choice((0, 0, 1, 1, 2))):
+        variants.append(makers[kind](rng, plain))
     if rng.random() < 0.2:
         rng.shuffle(variants)
     return replace(made, variants=tuple(variants))
 
 
-def _filled(rng: random.Random, variant: Variant) -> Variant:
+def _with_reads(rng: random.Random, variant: Variant) -> Variant:
     if rng.random() < 0.5:
         return variant
     seconds = tuple(float(rng.randint(0, 5)) for _ in variant.block_bytes)
@@ -105,7 +106,7 @@ def _filled(rng: random.Random, variant: Variant) -> Variant:
 
 def _pageable(rng: random.Random, variant: Variant) -> Variant:
     slower = tuple(2 * seconds + rng.randint(0, 2) for seconds in variant.load_seconds)
-    return _filled(rng, replace(variant, backing_store="pageable", load_seconds=slower))
+    return _with_reads(rng, replace(variant, backing_store="pageable", load_seconds=slower))
 
 
 def _disk(rng: random.Random, variant: Variant) -> Variant:
@@ -115,7 +116,7 @@ def _disk(rng: random.Random, variant: Variant) -> Variant:
 
 
 def _cpu(rng: random.Random, variant: Variant) -> Variant:
-    return _filled(rng, replace(variant, backing_store="pageable", device="cpu", slowdown=float(rng.choice((2, 3, 8)))))
+    return _with_reads(rng, replace(variant, backing_store="pageable", device="cpu", slowdown=float(rng.choice((2, 3, 8)))))
 
 
 def _small(rng: random.Random, variant: Variant) -> Variant:
@@ -132,7 +133,7 @@ def _small(rng: random.Random, variant: Variant) -> Variant:
         movable=variant.movable and rng.random() < 0.8,
         streamable=variant.streamable and rng.random() < 0.8,
     )
-    return _filled(rng, half)
+    return _with_reads(rng, half)
 
 
 def _phase(rng: random.Random, stage: str, components: tuple[ComponentNumbers, ...]) -> PhaseNumbers:
@@ -142,8 +143,8 @@ def _phase(rng: random.Random, stage: str, components: tuple[ComponentNumbers, .
         group_calls = tuple(rng.choice((calls, calls, rng.randint(0, calls))) for _ in used.groups)
         uses.append(Use(used.name, calls, group_calls, tuple(float(rng.randint(0, 3)) for _ in used.groups)))
     first = rng.choice((0, 512, 1000, 2048))
-    carry, rest = rng.choice((0, 100)), rng.choice((first, 0, 3000))
-    return PhaseNumbers(stage, 0, tuple(uses), carry, first, rest, glue_bytes=first // 2)
+    live_in, steady = rng.choice((0, 100)), rng.choice((first, 0, 3000))
+    return PhaseNumbers(stage, 0, tuple(uses), live_in, first, steady, glue_bytes=first // 2)
 
 
 def _value(

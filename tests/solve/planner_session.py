@@ -1,4 +1,4 @@
-"""A problem in which everything may be chosen, and plans that choose, in their text form: for judge and simulator."""
+"""A problem with variants, options, orders and sessions, and plans for it in text form, for tests of `check` and `simulate`."""
 
 from __future__ import annotations
 
@@ -96,27 +96,27 @@ slot end
 """
 
 
-def given(**changes: object) -> Problem:
-    """Four stages. ``te`` may compute on the CPU, ``dit`` may lie on disk; nf4 and slicing change the output."""
+def example_problem(**changes: object) -> Problem:
+    """Four stages. ``te`` may compute on the CPU, ``dit`` may have its backing store on disk; nf4 and slicing need permission."""
     te, dit = component("te", ("remainder", 1, 2 * K)), component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
-    (plain,), (whole,) = te.variants, dit.variants
-    filled = replace(whole, load_seconds=(2.0, 1.0), read_seconds=(4.0, 2.0), transient_bytes=100)
+    (te_variant,), (dit_variant,) = te.variants, dit.variants
+    read_in_run = replace(dit_variant, load_seconds=(2.0, 1.0), read_seconds=(4.0, 2.0), transient_bytes=100)
     components = (
-        replace(te, variants=(replace(plain, read_seconds=(2.0,)), _on_cpu(plain))),
+        replace(te, variants=(replace(te_variant, read_seconds=(2.0,)), _on_cpu(te_variant))),
         component("up", ("mid", 2, K), seconds_per_byte=1 / K),
         replace(
             dit,
             variants=(
-                filled,
+                read_in_run,
                 replace(
-                    whole,
+                    dit_variant,
                     backing_store="disk",
                     host_bytes=4 * K,
                     load_seconds=(2.0, 1.0),
                     disk_seconds=(4.0, 2.0),
                     stored_bytes=9 * K,
                 ),
-                replace(filled, precision="nf4", needs="nf4"),
+                replace(read_in_run, precision="nf4", needs="nf4"),
             ),
         ),
         component("vae", ("remainder", 1, 3 * K), seconds_per_byte=1 / K),

@@ -1,4 +1,4 @@
-"""Why a component is where it is: every alternative is a plan, solved for and simulated."""
+"""Alternatives for one component: each is solved and simulated as a plan of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_alternative_costs_what_its_own_plan_costs() -> None:
     assert not by["whole"].fits
 
 
-def test_an_infeasible_alternative_says_where_and_what_it_would_take() -> None:
+def test_an_infeasible_alternative_names_the_phase_and_the_smallest_budget() -> None:
     of = flux(8 * GIB, steps=4)
     whole = next(a for a in alternatives(solve(of), "transformer") if a.placement == "whole")
     assert [need.phase for need in whole.needs] == ["denoise/0:transformer"]
@@ -43,7 +43,7 @@ def test_an_infeasible_alternative_says_where_and_what_it_would_take() -> None:
     assert "does not fit" in screen
 
 
-def test_an_alternative_that_cannot_be_tried_says_why() -> None:
+def test_a_refused_directive_is_reported_with_the_reason() -> None:
     solution = solve(flux(8 * GIB, steps=4))
     found = alternatives(solution, "vae")
     exclude = next(of for of in found if of.placement == "exclude")
@@ -53,17 +53,17 @@ def test_an_alternative_that_cannot_be_tried_says_why() -> None:
     assert rows[0]["extra_seconds"] == 0
 
 
-def test_others_keep_their_directives_and_its_own_give_way() -> None:
+def test_directives_of_other_components_stay_and_its_own_are_replaced() -> None:
     kept = directed(flux(24 * GIB, steps=4), [Directive("keep", "text_encoder"), Directive("exclude", "transformer")])
     planned, whole, *_ = alternatives(solve(kept), "transformer")
-    assert whole.fits, "or else exclude and whole would be in conflict"
+    assert whole.fits, "otherwise exclude and whole would conflict"
     both = directed(kept, [Directive("keep", "text_encoder"), Directive("whole", "transformer")])
     assert whole.seconds == simulate(both, solve(both).plan).seconds
     assert whole.seconds < planned.seconds
 
 
 def with_nf4(budget_bytes: int) -> Problem:
-    """FLUX with its transformer also in nf4, and from pageable RAM."""
+    """FLUX with three variants of the transformer: pinned, pageable, and nf4."""
     of = flux(budget_bytes, steps=4)
     transformer = of.component("transformer")
     (plain,) = transformer.variants
@@ -80,7 +80,7 @@ def with_nf4(budget_bytes: int) -> Problem:
     return replace(of, components=tuple(varied if c.name == "transformer" else c for c in of.components))
 
 
-def test_every_other_variant_is_an_alternative_and_what_is_not_allowed_is_marked() -> None:
+def test_every_other_variant_is_an_alternative_and_missing_permissions_are_named() -> None:
     of = with_nf4(8 * GIB)
     solution = solve(of)
     assert solution.plan.variants == (("transformer", "bfloat16 pinned device"),)
@@ -90,7 +90,7 @@ def test_every_other_variant_is_an_alternative_and_what_is_not_allowed_is_marked
     assert small.seconds < planned.seconds < slow.seconds
     allowed = replace(of, allow=("nf4",))
     free = simulate(allowed, solve(allowed).plan)
-    assert (small.seconds, small.moved_bytes) == (free.seconds, free.moved_bytes), "nothing else has a choice here"
+    assert (small.seconds, small.moved_bytes) == (free.seconds, free.moved_bytes), "no other component has a choice"
     screen = alternatives_screen(solution, "transformer", (planned, *others))
     assert "as nf4 from pinned" in screen
     assert "needs --allow nf4" in screen

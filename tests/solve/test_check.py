@@ -1,4 +1,4 @@
-"""Every rule, by a plan in its text form that breaks it and nothing else."""
+"""`check`: for each rule, a plan in text form that breaks this rule and no other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ slot end
 """
 
 
-def given(budget_bytes: int = 12 * K, **changes: object) -> Problem:
+def example_problem(budget_bytes: int = 12 * K, **changes: object) -> Problem:
     te = component("te", ("remainder", 1, 2 * K))
     dit = component("dit", ("big", 4, 2 * K), ("remainder", 1, K))
     vae = component("vae", ("mid", 2, K, False), ("unused", 1, K))
@@ -53,13 +53,13 @@ def given(budget_bytes: int = 12 * K, **changes: object) -> Problem:
     return replace(problem(budget_bytes, (te, dit, vae), phases, values), **changes)
 
 
-def rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
-    of = of or given()
+def broken_rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
+    of = of or example_problem()
     return [(v.rule, v.slot, v.action) for v in check(of, parse(text.format(digest=of.digest)))]
 
 
-def test_the_plan_itself_is_good() -> None:
-    assert rules(GOOD) == []
+def test_the_unchanged_plan_is_valid() -> None:
+    assert broken_rules(GOOD) == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_plan_itself_is_good() -> None:
         ("load vae mid[0]", "load vae mid[0,2]", [("unknown", 4, 2), ("evict-absent", 7, 0), ("not-streamable", 6, -1)]),
         ("  load vae mid[0] from pinned\n", "  load vae mid[0] from pinned\n  drop vie\n", [("unknown", 4, 3), ("order", 4, 3)]),
         ("load dit big[1] from", "load dit big[1] remainder[0] from", [("load-present", 2, 1)]),
-        ("load te all from pinned", "load te all from disk", [("backing_store", 0, 0)]),
+        ("load te all from pinned", "load te all from disk", [("backing-store", 0, 0)]),
         ("  evict te all\n", "  evict te all\n  evict vae unused[0]\n", [("evict-absent", 2, 1)]),
         ("  stream dit keep big[0,1] remainder[0] ring 4 KiB\n", "", [("missing", 3, -1)]),
         (
@@ -91,44 +91,44 @@ def test_the_plan_itself_is_good() -> None:
         ("  evict vae mid[0,1]", "  evict vae mid[0]", [("baseline", 7, -1)]),
     ],
 )
-def test_a_broken_rule_is_named_with_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
+def test_a_violation_names_rule_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
     assert old in GOOD
-    assert set(broken) <= set(rules(GOOD.replace(old, new)))
-    assert {rule for rule, _, _ in rules(GOOD.replace(old, new))} <= {rule for rule, _, _ in broken} | {"baseline"}
+    assert set(broken) <= set(broken_rules(GOOD.replace(old, new)))
+    assert {rule for rule, _, _ in broken_rules(GOOD.replace(old, new))} <= {rule for rule, _, _ in broken} | {"baseline"}
 
 
-def test_a_ring_needs_room_for_the_largest_block_that_passes() -> None:
-    assert rules(GOOD.replace("ring 4 KiB", "ring 2 KiB")) == []
-    assert rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [("ring", 3, 0), ("ring", 4, 1)]
+def test_a_ring_needs_room_for_the_largest_streamed_block() -> None:
+    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2 KiB")) == []
+    assert broken_rules(GOOD.replace("ring 4 KiB", "ring 2047 B")) == [("ring", 3, 0), ("ring", 4, 1)]
 
 
-def test_budgets_hold_to_the_byte() -> None:
-    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; rest: 3 KiB + 1 KiB prefetch + 4 KiB ring + 1000 + 412 + 100
+def test_budgets_are_exact_to_the_byte() -> None:
+    # denoise first: 5 KiB weights + 4 KiB ring + 900 + 412 + 100; steady: 3 KiB + 1 KiB prefetch + 4 KiB ring + 1000 + 412 + 100
     first = 5 * K + 4 * K + 900 + 512
-    assert rules(GOOD, given(first)) == []
-    (found,) = check(given(first - 1), parse(GOOD.format(digest=given(first - 1).digest)))
+    assert broken_rules(GOOD, example_problem(first)) == []
+    (found,) = check(example_problem(first - 1), parse(GOOD.format(digest=example_problem(first - 1).digest)))
     assert (found.rule, found.slot) == ("vram", 3)
-    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and carry = {first} > {first - 1} bytes"
+    assert found.detail == f"5120 weights + 4096 rings + 900 activation + 512 values and live-in = {first} > {first - 1} bytes"
     host = 2 * K + 9 * K + 3 * K
-    assert rules(GOOD, given(ram_bytes=host)) == []
-    assert rules(GOOD, given(ram_bytes=host - 1)) == [("ram", 0, -1)]
+    assert broken_rules(GOOD, example_problem(ram_bytes=host)) == []
+    assert broken_rules(GOOD, example_problem(ram_bytes=host - 1)) == [("ram", 0, -1)]
 
 
-def test_the_device_rounds_up_what_it_holds() -> None:
+def test_device_allocations_are_rounded_up() -> None:
     odd = component("te", ("remainder", 1, 1025))
     phases = (PhaseNumbers("encode", 0, (Use("te", 1, (1,), (0.1,)),), 0, 0, 0),)
     text = "plan {digest}\nslot encode/0:te load\nload te all from pinned\nslot encode/0:te first\nrun\nslot end\nevict te all"
-    assert rules(text, problem(1536, (odd,), phases)) == []
-    assert rules(text, problem(1535, (odd,), phases)) == [("vram", 0, -1), ("vram", 1, -1)]
+    assert broken_rules(text, problem(1536, (odd,), phases)) == []
+    assert broken_rules(text, problem(1535, (odd,), phases)) == [("vram", 0, -1), ("vram", 1, -1)]
 
 
-def test_an_immovable_component_stays_and_is_not_streamed() -> None:
-    whole = given()
+def test_an_immovable_component_is_neither_evicted_nor_streamed() -> None:
+    whole = example_problem()
     dit = replace(whole.components[1], variants=(replace(whole.components[1].variants[0], movable=False),))
     fixed = replace(whole, components=(whole.components[0], dit, whole.components[2]))
-    assert {rule for rule, _, _ in rules(GOOD, fixed)} == {"immovable", "not-streamable"}
+    assert {rule for rule, _, _ in broken_rules(GOOD, fixed)} == {"immovable", "not-streamable"}
 
 
-def test_a_phase_without_components_has_one_slot() -> None:
+def test_a_phase_without_components_has_only_a_first_slot() -> None:
     glue = problem(K, (), (PhaseNumbers("glue", 0, (), 0, 10, 0),))
-    assert rules("plan {digest}\nslot glue/0: first\nrun\nslot end", glue) == []
+    assert broken_rules("plan {digest}\nslot glue/0: first\nrun\nslot end", glue) == []

@@ -1,28 +1,28 @@
-"""Every rule of choices, backing stores, values, budgets on the host and sessions, by a plan that breaks it."""
+"""`check`: for each rule of choices, backing stores, values, RAM and sessions, a plan that breaks it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from planner_session import COLD, SESSION, K, given, plan_for
+from planner_session import COLD, SESSION, K, example_problem, plan_for
 
 from graphrun.model.problem import Directive, Problem
 from graphrun.verify.check import check
 
 
-def rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
-    of = of or given()
+def broken_rules(text: str, of: Problem | None = None) -> list[tuple[str, int, int]]:
+    of = of or example_problem()
     return [(v.rule, v.slot, v.action) for v in check(of, plan_for(of, text))]
 
 
-def in_session(text: str = SESSION, **changes: object) -> list[tuple[str, int, int]]:
-    return rules(text, given(runs=3, **changes))
+def broken_rules_in_session(text: str = SESSION, **changes: object) -> list[tuple[str, int, int]]:
+    return broken_rules(text, example_problem(runs=3, **changes))
 
 
-def test_the_plans_themselves_are_good() -> None:
-    assert rules(COLD) == []
-    assert in_session() == []
+def test_the_unchanged_plans_are_valid() -> None:
+    assert broken_rules(COLD) == []
+    assert broken_rules_in_session() == []
 
 
 @pytest.mark.parametrize(
@@ -42,53 +42,61 @@ def test_the_plans_themselves_are_good() -> None:
         ("option decode tiling", "order encode refine denoise decode upscale", "order"),
     ],
 )
-def test_a_choice_that_is_not_there_is_the_only_thing_reported(old: str, new: str, broken: str) -> None:
+def test_an_invalid_choice_is_the_only_violation_reported(old: str, new: str, broken: str) -> None:
     assert old in COLD
-    assert rules(COLD.replace(old, new)) == [(broken, -1, -1)]
+    assert broken_rules(COLD.replace(old, new)) == [(broken, -1, -1)]
 
 
-def test_what_is_allowed_may_be_chosen() -> None:
-    of = given(allow=("nf4", "slicing"))
+def test_permitted_variants_and_options_may_be_chosen() -> None:
+    of = example_problem(allow=("nf4", "slicing"))
     text = COLD.replace("variant dit bfloat16 pinned", "variant dit nf4 pinned").replace("decode tiling", "decode slicing")
-    assert rules(text, of) == []
-    assert {rule for rule, _, _ in rules(text, given(allow=("nf4",)))} == {"option"}
+    assert broken_rules(text, of) == []
+    assert {rule for rule, _, _ in broken_rules(text, example_problem(allow=("nf4",)))} == {"option"}
 
 
-def test_the_directive_pin_wants_a_pinned_backing_store() -> None:
-    assert rules(COLD, given(directives=(Directive("pin", "te"),))) == [("pin", -1, -1)]
-    assert rules(COLD, given(directives=(Directive("pin", "dit"),))) == []
+def test_the_directive_pin_demands_a_pinned_backing_store() -> None:
+    assert broken_rules(COLD, example_problem(directives=(Directive("pin", "te"),))) == [("pin", -1, -1)]
+    assert broken_rules(COLD, example_problem(directives=(Directive("pin", "dit"),))) == []
 
 
-def test_keep_and_whole_want_the_device() -> None:
-    assert ("keep", 1, -1) in rules(COLD, given(directives=(Directive("keep", "te"),)))
-    assert rules(COLD, given(directives=(Directive("whole", "te"),))) == [("whole", 0, -1), ("whole", 1, -1)]
+def test_keep_and_whole_forbid_computing_on_the_cpu() -> None:
+    assert ("keep", 1, -1) in broken_rules(COLD, example_problem(directives=(Directive("keep", "te"),)))
+    assert broken_rules(COLD, example_problem(directives=(Directive("whole", "te"),))) == [("whole", 0, -1), ("whole", 1, -1)]
 
 
-def test_an_order_that_precedence_allows_may_be_chosen_and_then_binds_the_slots() -> None:
+def test_slots_must_follow_the_chosen_order_of_stages() -> None:
     swapped = COLD.replace("option decode tiling", "option decode tiling\norder refine encode denoise decode")
-    assert rules(swapped) == [("structure", 0, -1)]
-    assert rules(COLD.replace("option decode tiling", "option decode tiling\norder encode refine denoise decode")) == []
-    assert rules(swapped, given(precedence=None)) == [("order", -1, -1)]
-    encode, refine, rest = COLD.index("slot encode"), COLD.index("slot refine"), COLD.index("slot denoise")
-    moved = COLD[refine:rest].replace("  drop te\n  spill embeds\n", "") + COLD[encode:refine].replace(
+    assert broken_rules(swapped) == [("structure", 0, -1)]
+    assert broken_rules(COLD.replace("option decode tiling", "option decode tiling\norder encode refine denoise decode")) == []
+    assert broken_rules(swapped, example_problem(precedence=None)) == [("order", -1, -1)]
+    encode, refine, denoise = COLD.index("slot encode"), COLD.index("slot refine"), COLD.index("slot denoise")
+    moved = COLD[refine:denoise].replace("  drop te\n  spill embeds\n", "") + COLD[encode:refine].replace(
         "read te", "drop up\n  read te"
     )
-    rest_of = COLD[rest:].replace("  drop up\n", "  drop te\n").replace("  restore embeds\n", "")
-    text = COLD[:encode].replace("option", "order refine encode denoise decode\noption") + moved + rest_of
-    assert rules(text) == [], "encode comes second; embeds has no gap any more"
+    denoise_on = COLD[denoise:].replace("  drop up\n", "  drop te\n").replace("  restore embeds\n", "")
+    text = COLD[:encode].replace("option", "order refine encode denoise decode\noption") + moved + denoise_on
+    assert broken_rules(text) == [], "encode comes second, so embeds has no gap"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "broken"),
     [
-        ("  read te\n", "", [("held", 1, -1), ("drop", 2, 0)]),
-        ("  read dit\n", "", [("held", 3, 0), ("held", 4, 3), ("held", 5, 0), ("held", 6, 0), ("drop", 7, 0)]),
+        ("  read te\n", "", [("host-missing", 1, -1), ("drop", 2, 0)]),
+        (
+            "  read dit\n",
+            "",
+            [("host-missing", 3, 0), ("host-missing", 4, 3), ("host-missing", 5, 0), ("host-missing", 6, 0), ("drop", 7, 0)],
+        ),
         ("  drop up\n", "  drop up\n  drop up\n", [("drop", 4, 1)]),
         ("  read dit\n", "  read dit\n  read up\n", [("read", 3, 1)]),
         ("  restore embeds\n", "  restore embeds\n  read dit\n", [("read", 4, 3)]),
         ("  evict vae all", "  evict vae all\n  read dit", [("read", 9, 1)]),
-        ("  drop up\n", "  drop dit\n  drop up\n", [("held", 4, 4), ("held", 5, 0), ("held", 6, 0), ("drop", 7, 0)]),
-        ("  drop dit\n", "  drop vae\n", [("held", 7, 2)]),
+        (
+            "  drop up\n",
+            "  drop dit\n  drop up\n",
+            [("host-missing", 4, 4), ("host-missing", 5, 0), ("host-missing", 6, 0), ("drop", 7, 0)],
+        ),
+        ("  drop dit\n", "  drop vae\n", [("host-missing", 7, 2)]),
         ("  read te\n", "  read tee\n  read te\n", [("unknown", 0, 0)]),
         ("  drop dit\n", "  drop dot\n", [("unknown", 7, 0)]),
         ("  read te\n", "  read te\n  load te all from pageable\n", [("cpu", 0, 1)]),
@@ -106,62 +114,64 @@ def test_an_order_that_precedence_allows_may_be_chosen_and_then_binds_the_slots(
         ("  evict up all\n  restore embeds\n", "  restore embeds\n  evict up all\n", [("order", 4, 2)]),
     ],
 )
-def test_a_broken_rule_of_the_host_is_named_with_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
+def test_a_violation_of_a_host_rule_names_slot_and_action(old: str, new: str, broken: list[tuple[str, int, int]]) -> None:
     assert old in COLD
-    assert rules(COLD.replace(old, new)) == broken
+    assert broken_rules(COLD.replace(old, new)) == broken
 
 
-def test_a_gap_is_around_phases_between_consumers_that_have_a_load_slot() -> None:
-    of = given()
+def test_values_are_spilled_only_around_phases_with_load_slots_that_do_not_consume_them() -> None:
+    of = example_problem()
     twice = replace(of, values=(replace(of.values[0], consumers=("refine", "denoise")), of.values[1]))
-    assert rules(COLD, twice) == [("spill", 2, 1), ("restore", 4, 2)], "refine consumes it too, so there is no gap"
+    assert broken_rules(COLD, twice) == [("spill", 2, 1), ("restore", 4, 2)], "refine consumes it too, so there is no gap"
     glue = replace(of, phases=(of.phases[0], replace(of.phases[1], uses=()), *of.phases[2:]))
     text = COLD.replace("slot refine/0:up load\n  drop te\n  spill embeds\n  load up all from pinned\n", "")
     text = text.replace("refine/0:up", "refine/0:").replace("  drop up\n  evict up all\n  restore embeds\n", "  drop te\n")
-    assert rules(text, glue) == []
-    assert rules(text.replace("  read dit\n", "  spill embeds\n  read dit\n"), glue) == [("spill", 2, 0)]
+    assert broken_rules(text, glue) == []
+    assert broken_rules(text.replace("  read dit\n", "  spill embeds\n  read dit\n"), glue) == [("spill", 2, 0)]
 
 
-def smallest(kind: str, text: str, **changes: object) -> int:
-    """The least budget of ``kind`` with which the plan is good."""
+def smallest_budget(kind: str, text: str, **changes: object) -> int:
+    """The least budget of ``kind`` with which the plan is valid."""
     low, high = 0, 2**20
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if not rules(text, given(**{kind: middle}, **changes)) else (middle + 1, high)
+        low, high = (low, middle) if not broken_rules(text, example_problem(**{kind: middle}, **changes)) else (middle + 1, high)
     return low
 
 
-def test_budgets_of_the_host_hold_to_the_byte() -> None:
+def test_host_budgets_are_exact_to_the_byte() -> None:
     te, up, dit, vae = 2 * K, 2 * K, 9 * K, 3 * K
-    most = up + dit + vae + 512 + 100  # while dit is filled: its transient, and embeds, which is spilled
-    assert smallest("ram_bytes", COLD) == most
-    (found,) = check(given(ram_bytes=most - 1), plan_for(given(ram_bytes=most - 1), COLD))
+    most = up + dit + vae + 512 + 100  # while dit is read: its transient bytes, and embeds, which is spilled
+    assert smallest_budget("ram_bytes", COLD) == most
+    (found,) = check(example_problem(ram_bytes=most - 1), plan_for(example_problem(ram_bytes=most - 1), COLD))
     assert (found.rule, found.slot) == ("ram", 3)
     assert (
         found.detail
         == f"{up} up + {dit} dit + {vae} vae + 100 dit (transient) + 512 embeds = {most} bytes on the host > {most - 1}"
     )
-    assert smallest("pinned_bytes", COLD) == up + dit + vae, "te is pageable, and so are spilled values and transients"
-    assert rules(COLD, given(pinned_bytes=up + dit + vae - 1)) == [("pinned", 3, -1)]
+    assert smallest_budget("pinned_bytes", COLD) == up + dit + vae, "te is pageable, and so are spilled values and transients"
+    assert broken_rules(COLD, example_problem(pinned_bytes=up + dit + vae - 1)) == [("pinned", 3, -1)]
     disk = {"runs": 3}
-    assert smallest("ram_bytes", SESSION, **disk) == te + up + 4 * K + vae + 500, "a bounce buffer; what encode takes on the CPU"
-    assert smallest("pinned_bytes", SESSION, **disk) == up + 4 * K + vae
-    assert smallest("disk_bytes", SESSION, **disk) == 9 * K
-    assert in_session(disk_bytes=9 * K - 1) == [("disk", -1, -1)]
-    assert rules(COLD, given(disk_bytes=0)) == [], "only the chosen variant is stored"
+    assert smallest_budget("ram_bytes", SESSION, **disk) == te + up + 4 * K + vae + 500, (
+        "bounce buffer of dit; activation of encode on the CPU"
+    )
+    assert smallest_budget("pinned_bytes", SESSION, **disk) == up + 4 * K + vae
+    assert smallest_budget("disk_bytes", SESSION, **disk) == 9 * K
+    assert broken_rules_in_session(disk_bytes=9 * K - 1) == [("disk", -1, -1)]
+    assert broken_rules(COLD, example_problem(disk_bytes=0)) == [], "only the chosen variant is stored"
 
 
-def test_what_nothing_uses_takes_no_room_on_the_host() -> None:
-    of = given()
+def test_unused_components_take_no_host_memory() -> None:
+    of = example_problem()
     spare = replace(
         of.components[1], name="spare", variants=(replace(of.components[1].variants[0], host_bytes=2**30, stored_bytes=9),)
     )
     with_it = replace(of, components=(*of.components, spare), ram_bytes=2**20, disk_bytes=0, pinned_bytes=2**20)
-    assert rules(COLD, with_it) == []
+    assert broken_rules(COLD, with_it) == []
 
 
-def test_a_spilled_value_leaves_the_device_between_the_two_load_slots_only() -> None:
-    of = given(values=(replace(given().values[0], nbytes=12 * K), given().values[1]))
+def test_a_spilled_value_is_off_the_device_only_between_its_two_load_slots() -> None:
+    of = example_problem(values=(replace(example_problem().values[0], nbytes=12 * K), example_problem().values[1]))
     found = {v.slot: v.detail for v in check(replace(of, budget_bytes=0), plan_for(replace(of, budget_bytes=0), COLD))}
     values = [int(found[slot].split(" activation + ")[1].split()[0]) for slot in (2, 3, 4, 5)]
     assert values == [12 * K, 0, 12 * K + 100, 12 * K + 100]
@@ -170,13 +180,15 @@ def test_a_spilled_value_leaves_the_device_between_the_two_load_slots_only() -> 
     assert int(found[3].split(" activation + ")[1].split()[0]) == 12 * K
 
 
-def test_what_computes_on_the_cpu_takes_ram_for_its_activation_and_none_of_the_device() -> None:
-    of = given(budget_bytes=0)
+def test_a_component_on_the_cpu_has_its_activation_in_ram() -> None:
+    of = example_problem(budget_bytes=0)
     assert 1 not in {v.slot for v in check(of, plan_for(of, COLD))}
-    of = given(budget_bytes=0, runs=3)
+    of = example_problem(budget_bytes=0, runs=3)
     assert [v.slot for v in check(of, plan_for(of, SESSION)) if v.rule == "vram"][0] == 1, "up is loaded beside it"
-    large = given(phases=(replace(given().phases[0], first_bytes=2**20), *given().phases[1:]), ram_bytes=2**20)
-    assert rules(COLD, large) == [("ram", 1, -1)]
+    large = example_problem(
+        phases=(replace(example_problem().phases[0], first_bytes=2**20), *example_problem().phases[1:]), ram_bytes=2**20
+    )
+    assert broken_rules(COLD, large) == [("ram", 1, -1)]
 
 
 AGAIN = SESSION.index("again")
@@ -191,7 +203,7 @@ AGAIN = SESSION.index("again")
         (SESSION[:AGAIN] + SESSION[AGAIN:].replace("te load\n", "te load\n  read te\n"), [("read", 10, 0)]),
         (
             SESSION[:AGAIN].replace("  read te\n", "") + SESSION[AGAIN:].replace("te load\n", "te load\n  read te\n"),
-            [("held", 1, -1), ("read", 10, 0), ("held", 11, -1)],
+            [("host-missing", 1, -1), ("read", 10, 0), ("host-missing", 11, -1)],
         ),
         (SESSION.replace("slot decode/0:vae load\n", "slot decode/0:vae load\n  drop te\n", 1), [("drop", 7, 0)]),
         (SESSION + "  evict up all\n", [("baseline", 19, -1)]),
@@ -200,27 +212,27 @@ AGAIN = SESSION.index("again")
     ],
 )
 def test_rules_of_a_session(text: str, broken: list[tuple[str, int, int]]) -> None:
-    assert in_session(text) == broken
+    assert broken_rules_in_session(text) == broken
 
 
-def test_a_cold_run_has_no_further_ones_and_leaves_nothing() -> None:
-    assert rules(SESSION) == [("structure", -1, -1)]
-    assert rules(SESSION[:AGAIN]) == [("baseline", 9, -1)] * 2, "up, and the rest of dit"
+def test_a_cold_run_has_no_further_runs_and_leaves_nothing_on_the_device() -> None:
+    assert broken_rules(SESSION) == [("structure", -1, -1)]
+    assert broken_rules(SESSION[:AGAIN]) == [("baseline", 9, -1)] * 2, "up, and the remainder of dit"
 
 
-def test_what_cannot_be_moved_stays_from_run_to_run() -> None:
-    of = given(runs=3)
+def test_an_immovable_component_stays_on_the_device_between_runs() -> None:
+    of = example_problem(runs=3)
     vae = replace(of.components[3], variants=(replace(of.components[3].variants[0], movable=False),))
     stuck = replace(of, components=(*of.components[:3], vae))
-    assert rules(SESSION, stuck) == [("immovable", 9, 0), ("immovable", 19, 0)]
+    assert broken_rules(SESSION, stuck) == [("immovable", 9, 0), ("immovable", 19, 0)]
     load = "slot decode/0:vae load\n  load vae all from pinned\n"
     stays = SESSION.replace("  evict vae all\n", "")
     at = stays.rindex(load)
-    assert rules(stays[:at] + stays[at:].replace(load, "slot decode/0:vae load\n"), stuck) == []
+    assert broken_rules(stays[:at] + stays[at:].replace(load, "slot decode/0:vae load\n"), stuck) == []
 
 
-def test_a_directive_holds_between_the_runs_too() -> None:
-    dropped = in_session(directives=(Directive("drop", "up"),))
+def test_directives_hold_across_runs() -> None:
+    dropped = broken_rules_in_session(directives=(Directive("drop", "up"),))
     assert ("drop", 1, -1) in dropped
     assert ("drop", 10, -1) in dropped
-    assert in_session(directives=(Directive("keep", "up"),)) == []
+    assert broken_rules_in_session(directives=(Directive("keep", "up"),)) == []

@@ -1,8 +1,10 @@
-"""What may be chosen beside blocks: properties that hold whatever the numbers are, and rules that must not lose a solution."""
+"""Choices other than blocks (variants, orders, options, sessions): properties of all solutions, and pruning that loses none."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -15,12 +17,12 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.least import chosen_from
-from graphrun.solve.orders import stage_choices, topological_orders
+from graphrun.solve.least import has_usable_variants
+from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve, solved
-from graphrun.solve.variants import worthwhile
+from graphrun.solve.variants import undominated_variants
 from graphrun.verify.simulate import simulate
 
 SEEDS = st.integers(0, 10**6)
@@ -28,9 +30,11 @@ QUICK = settings(max_examples=25, deadline=None)
 
 
 def best(of: Problem, *, all_variants: bool = False) -> Answer | None:
-    if not chosen_from(of):
+    if not has_usable_variants(of):
         return None
-    return choose([program_of(each.problem, None if all_variants else worthwhile(each.problem)) for each in stage_choices(of)[0]])
+    return choose(
+        [program_of(each.problem, None if all_variants else undominated_variants(each.problem)) for each in stage_choices(of)[0]]
+    )
 
 
 def seconds(of: Problem) -> float:
@@ -40,7 +44,7 @@ def seconds(of: Problem) -> float:
 
 @QUICK
 @given(SEEDS)
-def test_leaving_out_dominated_variants_loses_nothing(seed: int) -> None:
+def test_pruning_dominated_variants_keeps_the_optimum(seed: int) -> None:
     of = random_problem(seed)
     one, other = best(of), best(of, all_variants=True)
     assert (one is None) == (other is None)
@@ -65,7 +69,7 @@ def test_more_of_anything_never_costs_time(seed: int, what: str) -> None:
 
 @QUICK
 @given(SEEDS, st.integers(0, 2))
-def test_one_variant_less_never_helps(seed: int, which: int) -> None:
+def test_fewer_variants_never_save_time(seed: int, which: int) -> None:
     of = random_problem(seed)
     numbers = of.components[which % len(of.components)]
     assume(len(numbers.variants) > 1)
@@ -76,14 +80,15 @@ def test_one_variant_less_never_helps(seed: int, which: int) -> None:
 
 @QUICK
 @given(SEEDS)
-def test_the_same_problem_has_the_same_plan_byte_for_byte(seed: int) -> None:
+def test_equal_problems_have_plans_that_are_equal_byte_for_byte(seed: int) -> None:
     of = random_problem(seed)
     one, other = solved(of), solved(replace(of))
     assert (one is None and other is None) or (one is not None and other is not None and str(one.plan) == str(other.plan))
 
 
 def encoders() -> Problem:
-    """Two independent encoders, then a stage that needs both. What the first hands on is in the way of the second's activation."""
+    """Two independent encoders, then a stage that needs both. The output of the first leaves no memory for the second's
+    activation."""
     made = tuple(component(name, ("remainder", 1, 2 * MIB), seconds_per_byte=1 / MIB) for name in "abc")
     uses = [Use(name, 1, (1,), (1.0,)) for name in "abc"]
     stages = zip(("sa", "sb", "sc"), uses, (0, 4 * MIB, 0), strict=True)
@@ -93,7 +98,42 @@ def encoders() -> Problem:
     return replace(problem(9 * MIB, made, phases, values, on=slow), precedence=(("sa", "sc"), ("sb", "sc")))
 
 
-def test_every_order_is_tried_and_the_one_that_fits_best_is_named() -> None:
+def ordered(stages: tuple[str, ...], pairs: tuple[tuple[str, str], ...] | None) -> Problem:
+    """A problem of these stages, which take nothing, with ``pairs`` as its precedence."""
+    made = component("a", ("remainder", 1, MIB))
+    phases = tuple(PhaseNumbers(stage, 0, (Use("a", 1, (1,), (1.0,)),), 0, 0, 0) for stage in stages)
+    return replace(problem(9 * MIB, (made,), phases), precedence=pairs)
+
+
+@QUICK
+@given(st.integers(1, 5), st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4))))
+def test_orders_are_all_that_precedence_allows_in_the_sequence_of_permutations(count: int, among: set[tuple[int, int]]) -> None:
+    stages = tuple("edcba"[:count])
+    pairs = tuple((stages[low], stages[high]) for low, high in sorted(among) if low < high < count)
+    allowed = [each for each in permutations(stages) if all(each.index(low) < each.index(high) for low, high in pairs)]
+    assert list(topological_orders(ordered(stages, pairs))) == allowed
+    assert list(topological_orders(ordered(stages, None))) == [stages]
+
+
+def test_no_more_orders_are_looked_at_than_the_bound() -> None:
+    stages = tuple(f"s{number}" for number in range(30))  # 30! orders, less those that break the pair
+    found = list(topological_orders(ordered(stages, ((stages[0], stages[29]),))))
+    assert len(set(found)) == len(found) == MOST_STAGE_CHOICES + 1
+    assert found[0] == stages
+    assert all(sorted(each) == sorted(stages) and each.index("s0") < each.index("s29") for each in found)
+    choices, every = stage_choices(ordered(stages, ((stages[0], stages[29]),)))
+    assert (len(choices), choices[0].order, every) == (MOST_STAGE_CHOICES, (), False)
+
+
+def test_a_chain_is_ordered_without_networkx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    assert list(topological_orders(ordered(("x", "y"), (("x", "y"),)))) == [("x", "y")]
+    assert list(topological_orders(ordered(("x", "y"), None))) == [("x", "y")]
+    with pytest.raises(ImportError):
+        list(topological_orders(ordered(("x", "y"), ())))
+
+
+def test_every_order_is_tried_and_the_plan_names_the_best() -> None:
     of = encoders()
     assert list(topological_orders(of)) == [("sa", "sb", "sc"), ("sb", "sa", "sc")]
     solution = solve(of)
@@ -103,36 +143,36 @@ def test_every_order_is_tried_and_the_one_that_fits_best_is_named() -> None:
     assert fixed.objective_seconds > solution.objective_seconds
 
 
-def test_backing_stores_are_freed_only_where_ram_binds() -> None:
+def test_backing_stores_are_dropped_only_where_ram_binds() -> None:
     of = flux(24 * GIB)
-    filled = replace(
+    from_disk = replace(
         of,
         components=tuple(
             replace(c, variants=(replace(c.variants[0], read_seconds=tuple(b / 1e9 for b in c.variants[0].block_bytes)),))
             for c in of.components
         ),
     )
-    actions = [a for slot in solve(filled).plan.slots for a in slot.actions]
+    actions = [a for slot in solve(from_disk).plan.slots for a in slot.actions]
     assert len([a for a in actions if isinstance(a, Read)]) == 4
     assert not [a for a in actions if isinstance(a, Drop)]
-    tight = solve(replace(filled, ram_bytes=16 * GIB))
-    freed = [a.component for slot in tight.plan.slots for a in slot.actions if isinstance(a, Drop)]
-    assert "text_encoder_2" in freed, "9.3 GiB that nothing needs once it has run, where the transformer takes 11.3"
+    tight = solve(replace(from_disk, ram_bytes=16 * GIB))
+    dropped = [a.component for slot in tight.plan.slots for a in slot.actions if isinstance(a, Drop)]
+    assert "text_encoder_2" in dropped, "9.3 GiB that are not needed after encoding; the transformer takes 11.3 GiB"
     assert simulate(tight.problem, tight.plan).host_peak_bytes <= 16 * GIB
 
 
-def test_a_session_keeps_on_the_device_what_the_next_run_begins_with() -> None:
+def test_a_session_with_enough_memory_copies_nothing_in_further_runs() -> None:
     of = replace(flux(24 * GIB, steps=4), runs=10)
     roomy = replace(of, budget_bytes=40 * GIB, hardware=replace(of.hardware, capacity_bytes=2**40))
     solution = solve(roomy)
     found = simulate(roomy, solution.plan)
-    assert found.again_moved_bytes == 0, "all of it fits"
+    assert found.again_moved_bytes == 0, "everything fits"
     assert solution.again_seconds == pytest.approx(found.again_seconds)
     assert solution.objective_seconds == pytest.approx(found.seconds + 9 * found.again_seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize("gib", [6, 12, 16, 24])
-def test_no_plain_way_is_faster(gib: int) -> None:
+def test_no_baseline_is_faster(gib: int) -> None:
     of = flux(gib * GIB)
     ours = simulate(of, solve(of).plan)
     program = program_of(of)
@@ -141,7 +181,7 @@ def test_no_plain_way_is_faster(gib: int) -> None:
             assert simulate(of, plan_of(program, choice)).seconds >= ours.seconds * (1 - 1e-9), baseline
 
 
-def test_with_all_the_memory_there_is_it_takes_its_compute_and_the_first_copies() -> None:
+def test_with_free_copies_and_unlimited_memory_the_objective_is_the_compute_time() -> None:
     of = flux(24 * GIB)
     free = replace(
         of,
@@ -155,7 +195,7 @@ def test_with_all_the_memory_there_is_it_takes_its_compute_and_the_first_copies(
     assert solution.objective_seconds == pytest.approx(simulate(free, solution.plan).compute_seconds)
 
 
-def test_flux_in_24_gib_computes_all_the_time_once_it_is_warm(make_problem: Any) -> None:
+def test_further_runs_of_flux_in_24_gib_are_bound_by_compute(make_problem: Any) -> None:
     problem = replace(make_problem("flux-dev", 24 * 2**30, hardware="rtx4090"), runs=10)
     found = simulate(problem, solve(problem).plan)
     compute_seconds = sum(slot.compute_seconds for slot in found.again)

@@ -1,4 +1,4 @@
-"""A second formulation agrees: OR-tools' CP-SAT, in a process of its own (it and HiGHS cannot be imported into one)."""
+"""The solver agrees with an independent CP-SAT formulation, run in a process of its own: OR-tools and HiGHS cannot share one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 
 MODEL = Path(__file__).parent / "cpsat_model.py"
-LIMIT_SECONDS = 60  # per order and option; none comes near it
+LIMIT_SECONDS = 60  # per order and option; far more than any needs
 
 
 def least(problems: dict[str, Problem], folder: Path) -> dict[str, dict[str, float | None]]:
-    """What CP-SAT finds for each: seconds (None: infeasible), its bound, whether it is proven."""
+    """CP-SAT's answer per problem: seconds (None: infeasible), its bound, whether it is proven."""
     files = []
     for name, of in problems.items():
         files.append(folder / f"{name}.json")
         files[-1].write_text(json.dumps(of.to_json()))
     command = [sys.executable, str(MODEL), str(LIMIT_SECONDS), *map(str, files)]
     run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, f"ortools is among the test dependencies (pip install -e .[test]): {run.stderr[-500:]}"
+    assert run.returncode == 0, f"ortools is a test dependency (pip install -e .[test]): {run.stderr[-500:]}"
     return dict(zip(problems, map(json.loads, run.stdout.splitlines()), strict=True))
 
 
@@ -44,7 +44,7 @@ def agrees(of: Problem, found: dict[str, float | None]) -> None:
 
 @pytest.mark.parametrize("name", ["flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow"])
 def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
-    budgets = (2, 8, 48) if name == "hidream" else (2, 4, 6, 8, 12, 16, 24)  # CP-SAT takes long over four encoders
+    budgets = (2, 8, 48) if name == "hidream" else (2, 4, 6, 8, 12, 16, 24)  # CP-SAT is slow with four encoders
     problems = {str(gib): real(name, gib) for gib in budgets}
     found = least(problems, tmp_path)
     for gib, of in problems.items():
@@ -57,7 +57,7 @@ def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
         for gib, ram, allow in ((8, 16, ()), (8, 32, ()), (16, 16, ()), (8, 16, ("fp8",)))
     }
     found = least(problems, tmp_path)
-    assert len({of["seconds"] for of in found.values()}) == 4, "each of them makes a difference"
+    assert len({of["seconds"] for of in found.values()}) == 4, "each setting changes the result"
     for name, of in problems.items():
         agrees(of, found[name])
 
@@ -69,7 +69,7 @@ def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
         agrees(of, found[name])
 
 
-def test_small_problems_with_everything_to_choose(tmp_path: Path) -> None:
+def test_random_problems_with_every_kind_of_choice(tmp_path: Path) -> None:
     problems = {str(seed): random_problem(seed) for seed in range(2000, 2060)}
     found = least(problems, tmp_path)
     feasible = [name for name in problems if found[name]["seconds"] is not None]

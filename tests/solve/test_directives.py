@@ -1,4 +1,4 @@
-"""Directives: what each demands, that the judge sees it disobeyed, and which cannot be obeyed."""
+"""Directives: their meaning, their enforcement by `check`, and the refusal of those that no plan can satisfy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrun.verify.simulate import simulate
 
 
 def twice() -> Problem:
-    """A component used in the first and in the last of three phases, and another between: there is room for both."""
+    """A component used in the first and the last of three phases, and another one between. Both fit on the device together."""
     te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
     other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
     uses = [(name, Use(name, 2, (2, 2), (1e-3, 1e-3))) for name in ("te", "other", "te")]
@@ -27,11 +27,11 @@ def twice() -> Problem:
     return problem(11 * MIB, (te, other), phases)
 
 
-def told(of: Problem, *directives: tuple[Placement, str]) -> Problem:
+def with_directives(of: Problem, *directives: tuple[Placement, str]) -> Problem:
     return directed(of, [Directive(*directive) for directive in directives])
 
 
-def rules(of: Problem, plan: Plan) -> set[str]:
+def broken_rules(of: Problem, plan: Plan) -> set[str]:
     return {violation.rule for violation in check(of, replace(plan, problem=of.digest))}
 
 
@@ -48,76 +48,77 @@ def loads(plan: Plan, name: str) -> list[str]:
         (flux(8 * GIB, steps=4), "exclude", "transformer"),
     ],
 )
-def test_a_plan_that_disobeys_is_refused_by_the_rules_name_and_one_that_obeys_is_made(
-    of: Problem, placement: Placement, name: str
-) -> None:
-    free, bound = solve(of), told(of, (placement, name))
-    assert placement in rules(bound, free.plan)
-    obeying = solve(bound)
-    assert check(bound, obeying.plan) == ()
-    assert obeying.objective_seconds >= free.objective_seconds - 1e-6, "a directive never saves time"
+def test_a_plan_against_a_directive_is_refused_and_the_solver_satisfies_it(of: Problem, placement: Placement, name: str) -> None:
+    free, directed_problem = solve(of), with_directives(of, (placement, name))
+    assert placement in broken_rules(directed_problem, free.plan)
+    solution = solve(directed_problem)
+    assert check(directed_problem, solution.plan) == ()
+    assert solution.objective_seconds >= free.objective_seconds - 1e-6, "a directive never saves time"
 
 
 def test_whole_forbids_streaming() -> None:
     of = replace(flux(3 * GIB, steps=4))
     roomy = replace(of, budget_bytes=24 * GIB)
     streaming = solve(of).plan
-    assert "whole" in rules(told(of, ("whole", "text_encoder_2")), streaming)
-    plan = solve(told(roomy, ("whole", "text_encoder_2"))).plan
+    assert "whole" in broken_rules(with_directives(of, ("whole", "text_encoder_2")), streaming)
+    plan = solve(with_directives(roomy, ("whole", "text_encoder_2"))).plan
     assert not [a for slot in plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "text_encoder_2"]
 
 
-def test_what_each_directive_means_where_there_is_room() -> None:
+def test_the_effect_of_each_directive_when_everything_fits() -> None:
     of = twice()
-    assert set(loads(solve(of).plan, "te")) == {"s0/0:te"}, "it stays, though nobody asked"
-    dropped = solve(told(of, ("drop", "te"))).plan
+    assert set(loads(solve(of).plan, "te")) == {"s0/0:te"}, "it stays on the device without a directive"
+    dropped = solve(with_directives(of, ("drop", "te"))).plan
     assert set(loads(dropped, "te")) == {"s0/0:te", "s2/0:te"}
-    excluded = solve(told(of, ("exclude", "te")))
-    layers = [a.blocks for slot in excluded.plan.slots for a in slot.actions if isinstance(a, Load) and a.component == "te"]
-    assert set(layers) == {(("remainder", (0,)),)}, "only what cannot be streamed is ever loaded"
+    excluded = solve(with_directives(of, ("exclude", "te")))
+    loaded = [a.blocks for slot in excluded.plan.slots for a in slot.actions if isinstance(a, Load) and a.component == "te"]
+    assert set(loaded) == {(("remainder", (0,)),)}, "only blocks that cannot be streamed are loaded"
     assert simulate(excluded.problem, excluded.plan).moved_bytes > simulate(of, solve(of).plan).moved_bytes
-    kept = solve(told(of, ("keep", "other"))).plan
-    assert "keep" not in rules(told(of, ("keep", "other")), kept)
+    kept = solve(with_directives(of, ("keep", "other"))).plan
+    assert "keep" not in broken_rules(with_directives(of, ("keep", "other")), kept)
 
 
-def test_a_directive_is_part_of_the_problem_and_the_order_of_several_is_not() -> None:
+def test_the_digest_depends_on_directives_but_not_on_their_order() -> None:
     of = twice()
-    one, other = told(of, ("keep", "te"), ("drop", "other")), told(of, ("drop", "other"), ("keep", "te"), ("keep", "te"))
+    one, other = (
+        with_directives(of, ("keep", "te"), ("drop", "other")),
+        with_directives(of, ("drop", "other"), ("keep", "te"), ("keep", "te")),
+    )
     assert one == other
     assert one.digest != of.digest
     assert problem_from(one.to_json()) == one
-    assert told(one).digest == of.digest, "no directive, no difference"
+    assert with_directives(one).digest == of.digest, "without directives"
 
 
 @pytest.mark.parametrize(
     ("directives", "words"),
     [
         ((("keep", "vea"),), "no such component"),
-        ((("exclude", "vae"),), "no blocks that can be streamed"),
+        ((("exclude", "vae"),), "none of its blocks can be streamed"),
         ((("keep", "transformer"), ("exclude", "transformer")), "do without one of them"),
         ((("keep", "transformer"), ("drop", "transformer")), "do without one of them"),
         ((("whole", "transformer"), ("exclude", "transformer")), "do without one of them"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(directives: tuple[tuple[Placement, str], ...], words: str) -> None:
+def test_a_directive_that_no_plan_can_satisfy_is_refused(directives: tuple[tuple[Placement, str], ...], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        told(flux(8 * GIB), *directives)
+        with_directives(flux(8 * GIB), *directives)
 
 
-def test_what_cannot_move_is_neither_excluded_nor_dropped() -> None:
-    stuck = component("te", ("layers", 4, MIB), movable=False)
-    of = problem(GIB, (stuck,), (PhaseNumbers("s", 0, (Use("te", 1, (1,), (1.0,)),), 0, 0, 0),))
+def test_an_immovable_component_can_be_neither_excluded_nor_dropped() -> None:
+    immovable = component("te", ("layers", 4, MIB), movable=False)
+    of = problem(GIB, (immovable,), (PhaseNumbers("s", 0, (Use("te", 1, (1,), (1.0,)),), 0, 0, 0),))
     for placement in ("exclude", "drop"):
         with pytest.raises(InputError, match=placement):
-            told(of, (placement, "te"))
+            with_directives(of, (placement, "te"))
 
 
-def test_a_directive_that_makes_it_infeasible_is_named_as_a_repair_that_works() -> None:
-    of = told(flux(8 * GIB), ("keep", "text_encoder_2"))
+def test_removing_an_infeasible_directive_is_among_the_repairs() -> None:
+    of = with_directives(flux(8 * GIB), ("keep", "text_encoder_2"))
     with pytest.raises(Infeasible) as caught:
         solve(of)
     assert "do without the directive keep text_encoder_2" in [repair.text for repair in caught.value.repairs]
-    solve(told(of))
+    solve(with_directives(of))
     least = smallest_budget(of)
     enough = replace(of, budget_bytes=least)
     assert check(enough, solve(enough).plan) == ()
@@ -125,7 +126,7 @@ def test_a_directive_that_makes_it_infeasible_is_named_as_a_repair_that_works() 
         solve(replace(of, budget_bytes=least - 1))
 
 
-def test_a_reserve_takes_from_what_tensors_may_use_to_the_byte() -> None:
+def test_a_reserve_reduces_the_effective_budget_exactly() -> None:
     of = flux(24 * GIB, steps=4)
     least = smallest_budget(of)
     reserved = replace(of, reserve_bytes=GIB)
@@ -135,9 +136,9 @@ def test_a_reserve_takes_from_what_tensors_may_use_to_the_byte() -> None:
     enough, short = replace(reserved, budget_bytes=least + GIB), replace(reserved, budget_bytes=least + GIB - 1)
     assert check(enough, solve(enough).plan) == ()
     assert str(solve(enough).plan).splitlines()[1:] == str(solve(replace(of, budget_bytes=least)).plan).splitlines()[1:]
-    assert "vram" in rules(short, solve(enough).plan)
+    assert "vram" in broken_rules(short, solve(enough).plan)
     with pytest.raises(Infeasible) as caught:
         solve(short)
-    lower = next(repair for repair in caught.value.repairs if "reserve" in repair.text)
-    assert lower.text == f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)"
+    repair = next(repair for repair in caught.value.repairs if "reserve" in repair.text)
+    assert repair.text == f"lower the reserve from 1.00 GiB to {GIB - 1} bytes (1024.00 MiB)"
     solve(replace(short, reserve_bytes=GIB - 1))

@@ -1,4 +1,4 @@
-"""One problem at several budgets: what each point says is what planning for that budget alone says."""
+"""One problem at several budgets: each point equals the plan for that budget alone."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_every_point_is_the_plan_for_its_budget_alone() -> None:
         assert (point.seconds, point.peak_bytes, point.moved_bytes) == (found.seconds, found.peak_bytes, found.moved_bytes)
 
 
-def test_the_curve_falls() -> None:
+def test_time_never_rises_with_the_budget() -> None:
     points = frontier(flux(GIB), [gib * GIB for gib in (4, 6, 8, 12, 16, 24)])
     bounds = [point.solution.bound_seconds for point in points if point.solution]
     assert len(bounds) == 6
     assert all(later <= earlier + 1e-4 for earlier, later in zip(bounds, bounds[1:], strict=False))
 
 
-def test_where_nothing_fits_the_least_that_would_is_said_to_the_byte() -> None:
+def test_infeasible_points_name_the_smallest_budget_to_the_byte() -> None:
     of = flux(GIB)
     least = smallest_budget(of)
     below, at = frontier(of, (least - 1, least))
@@ -48,7 +48,7 @@ def test_a_range_of_budgets() -> None:
 
 
 @pytest.mark.parametrize("text", ["8G:4G", "4G:8G:1G:1G", "4G:", "4G:eight", "1:1G:1"])
-def test_what_is_no_range_of_budgets_is_refused(text: str) -> None:
+def test_malformed_ranges_of_budgets_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="vram"):
         sizes_between(text)
 

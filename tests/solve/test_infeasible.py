@@ -1,4 +1,4 @@
-"""Why nothing fits: terms that add up, the smallest budget, and repairs that work."""
+"""Explanations of infeasible problems: memory terms that add up, exact smallest budgets, and repairs that work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refused(of: Problem) -> Infeasible:
     return caught.value
 
 
-def test_each_phase_that_cannot_fit_is_named_with_its_terms() -> None:
+def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     error = refused(flux(2 * GIB))
     assert error.exit_code == 3
     assert [(need.phase, need.part) for need in error.needs] == [("decode/0:vae", "first")]
@@ -38,7 +38,7 @@ def test_streamed_components_need_their_fixed_weights_and_a_ring() -> None:
     needs = {need.phase: need for need in least_memory(flux(8 * GIB))}
     need = needs["denoise/0:transformer"]
     assert need.weights_bytes == 180 * MIB
-    assert need.ring_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger class"
+    assert need.ring_bytes == -(-340 * 10**6 // 512) * 512, "one block of the larger group"
 
 
 def test_the_smallest_budget_is_exact() -> None:
@@ -59,8 +59,8 @@ def test_with_the_largest_block_alone_in_the_ring_a_plan_exists_and_with_a_byte_
     refused(replace(of, budget_bytes=11 * 1024 + 511))
 
 
-def test_first_and_rest_are_weighed_apart() -> None:
-    # first streams wide blocks through 30 KiB; rest does not, and has 51 KiB of activation: 51 + 10 of its own ring
+def test_first_and_steady_slots_are_sized_separately() -> None:
+    # first streams wide blocks through a ring of 30 KiB; steady streams none of them and has 51 KiB of activation and 10 of ring
     one = component("one", ("tall", 1, 10 * 1024, True), ("small", 10, 4 * 1024), ("wide", 10, 30 * 1024))
     phase = PhaseNumbers("s", 0, (Use("one", 3, (3, 3, 1), (1.0, 1.0, 1.0)),), 0, 0, 51 * 1024)
     of = problem(61 * 1024, (one,), (phase,))
@@ -76,15 +76,15 @@ def test_ram_holds_every_backing_store() -> None:
     solve(replace(of, ram_bytes=total))
     error = refused(replace(of, ram_bytes=total - 1))
     assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
-    apart = [repair for repair in error.repairs if "apart" in repair.text]
-    (ram,) = [repair for repair in error.repairs if repair not in apart]
+    separate = [repair for repair in error.repairs if "separately" in repair.text]
+    (ram,) = [repair for repair in error.repairs if repair not in separate]
     assert ram.text == f"raise the RAM budget from {show_size(total - 1)} to {total} bytes ({show_size(total)})"
     assert ram.seconds == pytest.approx(solve(of).objective_seconds), "each is verified by a solve"
-    assert [repair.change for repair in apart] == [(("--until", "encode"),), (("--until", "denoise"),)]
+    assert [repair.change for repair in separate] == [(("--until", "encode"),), (("--until", "denoise"),)]
     assert not any(repair.changes_output for repair in error.repairs)
 
 
-def test_a_card_that_is_too_small_cannot_be_budgeted_larger() -> None:
+def test_a_budget_above_the_capacity_asks_for_another_device() -> None:
     error = refused(replace(flux(8 * GIB), hardware=hardware(2 * GIB, 650 * MIB)))
     assert error.repairs[0].text.startswith("use a device with ")
     assert error.effective_bytes == 2 * GIB - 650 * MIB
@@ -96,7 +96,7 @@ def test_repairs_work() -> None:
     vram, smaller = error.repairs
     assert "raise the VRAM budget" in vram.text
     assert "shrink the activation of decode/0:vae from 1.50 GiB" in smaller.text
-    assert (vram.changes_output, smaller.changes_output) == (False, True), "which is why it comes last"
+    assert (vram.changes_output, smaller.changes_output) == (False, True), "so it comes last"
     short = error.needs[0].short_bytes
     decode = replace(of.phases[3], first_bytes=of.phases[3].first_bytes - short)
     solve(replace(of, phases=(*of.phases[:3], decode)))

@@ -1,6 +1,6 @@
-"""The solver against brute force on problems in which everything may be to be chosen: the same verdict, seconds and bytes moved.
+"""The solver against brute force on random problems with every kind of choice: same feasibility, seconds and bytes moved.
 
-What the solver chooses is judged before copy times are raised: as a plan it passes `check`, and `simulate` finds the bytes.
+The solver's first choice is compared, before copy times are raised. Its plan passes `check`, and `simulate` finds the same bytes.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(start, SEEDS, 20) for start in (0, 10)], ids=str)
-def test_the_whole_of_solve_stands_by_it(seeds: range) -> None:
+def test_solve_reports_the_same_optimum(seeds: range) -> None:
     for seed in seeds:
         of = random_problem(seed)
         best = Oracle(of).best(of.effective_bytes)
         if best is None:
-            continue  # what is said then is told elsewhere, and takes solves of its own
+            continue  # explanations have tests of their own, and take solves
         solution = solve(of)
         assert solution.bound_seconds == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
         assert solution.objective_seconds >= best[0] - 1e-6, seed
         assert check(of, solution.plan) == (), seed
 
 
-def test_what_brute_force_finds_infeasible_is_refused() -> None:
+def test_problems_that_are_infeasible_by_brute_force_are_refused() -> None:
     for seed in range(0, 120, 5):
         of = random_problem(seed)
         if Oracle(of).best(of.effective_bytes) is None:
@@ -72,7 +72,7 @@ def test_what_brute_force_finds_infeasible_is_refused() -> None:
                 solve(of)
 
 
-def test_the_random_problems_have_everything_in_them() -> None:
+def test_the_random_problems_cover_every_feature() -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
         of = random_problem(seed)
@@ -82,7 +82,7 @@ def test_the_random_problems_have_everything_in_them() -> None:
         counts["option"] += bool(of.options)
         counts["directive"] += bool(of.directives)
         counts["two phases in a stage"] += any(phase.index for phase in of.phases)
-        counts["a value waits"] += any(
+        counts["a value that is not read at once"] += any(
             any(phase.stage not in value.consumers for phase in of.phases[value.first_phase : value.last_phase]) and value.nbytes
             for value in of.values
         )

@@ -1,4 +1,4 @@
-"""The text form of a plan: it parses back, and says what is wrong where it does not."""
+"""A plan's text form: round trip, and the messages of syntax errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ slot end
   evict transformer double[0]"""
 
 
-def test_text_is_a_plan_and_a_plan_is_text() -> None:
+def test_text_parses_to_a_plan_and_back() -> None:
     plan = parse(TEXT)
     assert plan.slots[2] == Slot(
         "denoise/0:transformer",
@@ -58,7 +58,7 @@ slot encode/0:t5 load
 slot end"""
 
 
-def test_choices_stand_before_the_slots_and_further_runs_behind_them() -> None:
+def test_choices_come_before_the_slots_and_further_runs_after_them() -> None:
     plan = parse(CHOSEN)
     assert plan.variants == (("transformer", "nf4 pinned device"), ("t5", "bfloat16 disk device"))
     assert plan.options == (("decode", "tiling"),)
@@ -68,10 +68,10 @@ def test_choices_stand_before_the_slots_and_further_runs_behind_them() -> None:
     assert plan.again == (Slot("encode/0:t5", "load", 0, ()), Slot("", "end", 0, ()))
     assert str(plan) == CHOSEN
     loose = CHOSEN.replace("order encode refine decode", "# comes first\n  order   encode refine\norder decode")
-    assert parse(loose) == plan, "an order may go over several lines"
+    assert parse(loose) == plan, "an order may span several lines"
 
 
-def test_comments_blank_lines_and_indentation_mean_nothing() -> None:
+def test_comments_blank_lines_and_indentation_are_ignored() -> None:
     loose = TEXT.replace("  run", "run   # to the end").replace("slot end", "\n# the device goes back\n\t slot   end")
     assert parse(loose) == parse(TEXT)
 
@@ -147,11 +147,11 @@ def test_every_plan_round_trips(plan: Plan) -> None:
         (4, "load t5 double[] from pinned", "expected blocks as 'all', 'none' or"),
         (4, "load t5 double[2,1] from pinned", "ascending order"),
         (4, "load t5 double[4-2] from pinned", "ascending order"),
-        (4, "load t5 a[1] a[2] from pinned", "each class once"),
+        (4, "load t5 a[1] a[2] from pinned", "each block group once"),
         (8, "stream transformer keep all ring 680", "expected 'stream COMPONENT keep BLOCKS ring SIZE"),
         (9, "run all", "expected 'run'"),
         (4, "read", "expected 'read COMPONENT'"),
-        (2, "variant t5 nf4 tape device", "expected 'variant COMPONENT PRECISION HOME device|cpu'"),
+        (2, "variant t5 nf4 tape device", "expected 'variant COMPONENT PRECISION pinned|pageable|disk device|cpu'"),
         (2, "option decode", "expected 'option STAGE NAME'"),
         (2, "order", "expected 'order STAGE STAGE ...'"),
         (2, "again", "expected a slot"),
@@ -167,6 +167,6 @@ def test_errors_name_the_line_and_what_was_expected(line: int, found: str, expec
     assert expected in str(caught.value)
 
 
-def test_no_text_is_no_plan() -> None:
+def test_empty_text_is_refused() -> None:
     with pytest.raises(PlanError, match="plan:1: expected 'plan DIGEST'"):
         parse("# nothing\n")

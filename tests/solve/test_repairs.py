@@ -1,4 +1,4 @@
-"""What helps where nothing fits: each repair is a problem that has a plan, and they are ranked."""
+"""Repairs of infeasible problems: each leads to a problem with a plan, and they are ranked."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def gib(size: float) -> int:
 
 
 def backing_stores(of: ComponentNumbers, nf4_share: float, *, nf4_alone: bool = False, needs: str = "nf4") -> ComponentNumbers:
-    """``of`` in pinned and in pageable RAM, filled from disk, as bf16 and nf4 (which alone is what the graph allows, if said)."""
+    """``of`` with backing stores in pinned and pageable RAM that are read from disk, as bf16 and nf4. ``nf4_alone``: without
+    bf16."""
     variants = []
     for precision, share in (("bfloat16", 1.0), ("nf4", nf4_share)):
         plain = of.variants[0]
         sizes = tuple(int(share * nbytes) for nbytes in plain.block_bytes)
-        fill = tuple(nbytes / DISK for nbytes in plain.block_bytes)  # nf4 is made from bf16
+        reads = tuple(nbytes / DISK for nbytes in plain.block_bytes)  # nf4 is quantized from bf16 files
         for backing_store, slower in (("pinned", 1.0), ("pageable", 2.5)):
             made = replace(
                 plain,
@@ -34,7 +35,7 @@ def backing_stores(of: ComponentNumbers, nf4_share: float, *, nf4_alone: bool = 
                 block_bytes=sizes,
                 load_seconds=tuple(slower * share * seconds for seconds in plain.load_seconds),
                 host_bytes=int(share * plain.host_bytes),
-                read_seconds=fill,
+                read_seconds=reads,
                 needs=needs if precision == "nf4" and not nf4_alone else "",
             )
             if precision == "nf4" or not nf4_alone:
@@ -71,19 +72,19 @@ def refused(of: Problem) -> Infeasible:
     return caught.value
 
 
-def test_s3_1_a_bf16_t5_in_8_gib_of_ram_is_refused_and_what_helps_is_said() -> None:
+def test_s3_1_a_bf16_t5_in_8_gib_of_ram_is_refused_with_repairs() -> None:
     of = flux_with_bf16_t5()
     error = refused(of)
-    assert (error.binding, error.needs) == ("RAM", ()), "VRAM would do: T5 streams"
+    assert (error.binding, error.needs) == ("RAM", ()), "VRAM suffices, because T5 is streamed"
     t5 = of.component("text_encoder_2").variants[0].host_bytes
-    # T5 alone is more than there is; backing stores are filled and freed one after another, so that nothing else adds to it
+    # T5 alone exceeds RAM; backing stores are read and dropped one after another, so no other component adds to it
     assert error.smallest_ram_bytes == t5
     by = {repair.change: repair for repair in error.repairs}
     assert [change for change in by if change[0][0] == "--ram"] == [(("--ram", str(t5)),)]
     nf4 = by[(("--allow", "t5-nf4"),)]
     assert nf4.changes_output
     assert "text_encoder_2" in nf4.text
-    assert by[(("--until", "encode"),)].text.startswith("run encode where there is room")
+    assert by[(("--until", "encode"),)].text.startswith("run encode on a larger machine")
     assert not by[(("--until", "encode"),)].changes_output
     assert [repair.changes_output for repair in error.repairs] == sorted(repair.changes_output for repair in error.repairs)
     allowed = replace(of, allow=("t5-nf4",))
@@ -103,7 +104,7 @@ def test_with_the_least_ram_a_plan_exists_and_with_a_byte_less_none() -> None:
 def test_the_least_vram_of_variants_is_exact_too() -> None:
     of = flux_with_bf16_t5(ram_bytes=64 * GIB)
     least = smallest_budget(of)
-    # decoding takes the VAE whole, its activation, carry and the latents
+    # decoding needs the whole VAE, its activation, live_in_bytes and the latents
     assert least == 650 * MIB + 160 * MIB + 3100 * MIB + MIB + MIB
     enough = replace(of, budget_bytes=least)
     assert check(enough, solve(enough).plan) == ()
@@ -126,7 +127,7 @@ def test_pinned_and_disk_budgets_bind_to_the_byte() -> None:
     assert refused(replace(of, disk_bytes=MIB - 1)).binding == "disk"
 
 
-def test_an_option_that_changes_the_output_is_offered_and_not_taken() -> None:
+def test_an_option_that_changes_the_output_is_offered_but_not_chosen() -> None:
     vae = component("vae", ("remainder", 1, MIB))
     plain = PhaseNumbers("decode", 0, (Use("vae", 1, (1,), (1.0,)),), 0, 10 * MIB, 0)
     tiled = StageOption("decode", "tiling", (replace(plain, first_bytes=2 * MIB),), "tiling")
@@ -140,7 +141,7 @@ def test_an_option_that_changes_the_output_is_offered_and_not_taken() -> None:
     assert solve(replace(of, allow=("tiling",))).plan.options == (("decode", "tiling"),)
 
 
-def test_nothing_that_may_be_chosen_is_named_as_such() -> None:
+def test_a_component_without_usable_variants_is_named_as_the_cause() -> None:
     one = component("one", ("remainder", 1, MIB))
     nf4 = replace(one, variants=(replace(one.variants[0], needs="nf4"),))
     error = refused(problem(GIB, (nf4,), (PhaseNumbers("s", 0, (Use("one", 1, (1,), (1.0,)),), 0, 0, 0),)))

@@ -1,4 +1,4 @@
-"""The byte ring: blocks lie whole, and none is overwritten before it is released."""
+"""The ring: blocks are contiguous, and none is overwritten before it is released."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from graphrun.model.ring import Ring
 
 
-def test_two_largest_alternate() -> None:
+def test_two_blocks_of_half_the_ring_alternate() -> None:
     ring = Ring(200)
     assert [ring.place(100) for _ in range(4)] == [(0, ()), (100, ()), (0, (0,)), (100, (1,))]
 
 
-def test_a_single_byte_is_not_shared() -> None:
+def test_consecutive_one_byte_blocks_do_not_overlap() -> None:
     ring = Ring(2)
     assert [ring.place(1) for _ in range(3)] == [(0, ()), (1, ()), (0, (0,))]
 
 
-def test_smaller_blocks_share_the_room_and_wrap_whole() -> None:
+def test_several_smaller_blocks_fit_and_none_wraps_around_the_end() -> None:
     #  0      40     80     120    160  200
-    #  | 0    | 1    | 2    | 3    |free|      then 100 bytes from 0 on, over 0, 1 and 2
+    #  | 0    | 1    | 2    | 3    |free|      then 100 bytes at offset 0, over blocks 0, 1 and 2
     ring = Ring(200)
     assert [ring.place(40).offset for _ in range(4)] == [0, 40, 80, 120]
     assert ring.place(100) == (0, (0, 1, 2))
     assert ring.place(100) == (100, (3,))
 
 
-def test_two_that_follow_each_other_never_share_a_place_where_there_is_room_for_both() -> None:
-    #  | 0     |free|     1 |       then 110 bytes from 0 on: over 0 and the room between, not over 1
+def test_consecutive_blocks_never_overlap_in_a_ring_with_room_for_both() -> None:
+    #  | 0     |free|     1 |       then 110 bytes at offset 0: over block 0 and the free bytes, not over block 1
     ring = Ring(220)
     assert ring.place(90, 90) == (0, ())
     assert ring.place(90, 110) == (130, ())
@@ -42,7 +42,7 @@ def test_two_that_follow_each_other_never_share_a_place_where_there_is_room_for_
 
 
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=80))
-def test_room_for_any_two_neighbours_is_enough_for_all(sizes: list[int]) -> None:
+def test_a_ring_with_room_for_any_two_consecutive_blocks_lets_them_coexist(sizes: list[int]) -> None:
     ring = Ring(max(a + b for a, b in pairwise(sizes)))
     for number, nbytes in enumerate(sizes):
         _, released = ring.place(nbytes, sizes[number + 1] if number + 1 < len(sizes) else 0)
@@ -55,13 +55,13 @@ def test_a_block_larger_than_the_ring_is_refused() -> None:
 
 
 @given(st.lists(st.integers(0, 64), min_size=1, max_size=80), st.integers(0, 40))
-def test_what_is_not_released_is_not_overwritten(sizes: list[int], spare: int) -> None:
+def test_a_block_is_not_overwritten_before_its_release(sizes: list[int], spare: int) -> None:
     ring, capacity = Ring(2 * max(sizes) + spare), 2 * max(sizes) + spare
     live: dict[int, tuple[int, int]] = {}
     seen: list[int] = []
     for number, nbytes in enumerate(sizes):
-        known = number + 1 < len(sizes) and number % 3
-        offset, released = ring.place(nbytes, sizes[number + 1] if known else 0)
+        next_is_known = number + 1 < len(sizes) and number % 3
+        offset, released = ring.place(nbytes, sizes[number + 1] if next_is_known else 0)
         assert 0 <= offset <= offset + nbytes <= capacity
         for old in released:
             del live[old]

@@ -1,4 +1,4 @@
-"""Time and bytes of plans small enough to count by hand."""
+"""`simulate`: time and bytes of plans small enough to calculate by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphrun.verify.simulate import Simulation, simulate
 K = 1024
 
 
-def given(calls: int, copy_seconds: float, compute_seconds: float) -> Problem:
+def example_problem(calls: int, copy_seconds: float, compute_seconds: float) -> Problem:
     dit = component("dit", ("big", 4, K), seconds_per_byte=copy_seconds / K)
     vae = component("vae", ("mid", 2, K), seconds_per_byte=copy_seconds / K)
     phases = (PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute_seconds,)),), 10, 20, 30),)
@@ -40,19 +40,19 @@ slot end"""
 def test_streaming_bound_by_copies() -> None:
     # copy     0..3|3..6|6..9|9..12           then 8 copies of 3 s
     # compute      3..4 |6..7|9..10|12..13
-    slots = run(given(3, 3.0, 1.0), STREAMED).slots
+    slots = run(example_problem(3, 3.0, 1.0), STREAMED).slots
     assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
     assert [slot.stall_seconds for slot in slots] == [0, 9, 17, 0]
 
 
 def test_streaming_bound_by_compute_runs_ahead_across_calls() -> None:
-    # copy     0..1|1..2|    4..5|   7..8 ...  a place is free once its block was computed with
+    # copy     0..1|1..2|    4..5|   7..8 ...  ring space is free once compute with its block is done
     # compute      1..4 |4..7   |7..10 ...
-    slots = run(given(3, 1.0, 3.0), STREAMED).slots
+    slots = run(example_problem(3, 1.0, 3.0), STREAMED).slots
     assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
 
 
-def test_a_block_that_is_loaded_and_kept_waits_for_its_own_copy_only() -> None:
+def test_compute_with_a_loaded_block_waits_only_for_that_copy() -> None:
     text = """slot denoise/0:dit load
       load dit big[0] from pinned
     slot denoise/0:dit first
@@ -62,7 +62,7 @@ def test_a_block_that_is_loaded_and_kept_waits_for_its_own_copy_only() -> None:
     slot end
       evict dit all
       evict vae all"""
-    found = run(given(1, 2.0, 3.0), text)
+    found = run(example_problem(1, 2.0, 3.0), text)
     # copy     |d1 2|d2 4|d3 6|f 8|f 10
     # compute  |d0  3|d1 6|d2  9|d3 12
     assert [slot.seconds for slot in found.slots] == [2, 12, 0]
@@ -75,12 +75,12 @@ def test_a_block_that_is_loaded_and_kept_waits_for_its_own_copy_only() -> None:
     ]
 
 
-def test_prefetch_goes_in_evenly_behind_streamed_blocks() -> None:
+def test_prefetch_is_interleaved_with_streamed_blocks_in_proportion() -> None:
     text = STREAMED.replace("2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end")
-    found = run(given(3, 1.0, 3.0), text)
+    found = run(example_problem(3, 1.0, 3.0), text)
     kinds = "".join(e.component[0] for e in found.events if e.slot == 2 and e.kind != "run")
-    assert kinds == "ddvddvdddd", "one of two when the ring is full, the other once half of the streamed bytes have passed"
-    assert found.slots[2].seconds == 25, "hidden: compute takes 24 s after the first copy"
+    assert kinds == "ddvddvdddd", "the first when the ring is full, the second after half of the streamed bytes"
+    assert found.slots[2].seconds == 25, "overlapped: compute takes 24 s after the first copy"
 
 
 def test_the_slot_waits_for_its_prefetch() -> None:
@@ -92,12 +92,12 @@ def test_the_slot_waits_for_its_prefetch() -> None:
     slot end
       evict dit all
       evict vae all"""
-    assert [slot.seconds for slot in run(given(1, 10.0, 1.0), text).slots] == [40, 20, 0]
+    assert [slot.seconds for slot in run(example_problem(1, 10.0, 1.0), text).slots] == [40, 20, 0]
 
 
-def test_bytes_of_a_slot_are_the_sum_of_its_terms() -> None:
+def test_peak_bytes_of_a_slot_are_the_sum_of_its_terms() -> None:
     text = STREAMED.replace("2 KiB\n  run\nslot end", "2 KiB\n  load vae all from pinned\n  run\nslot end\n  evict vae all")
-    found = run(given(3, 1.0, 3.0), text)
+    found = run(example_problem(3, 1.0, 3.0), text)
     assert [slot.peak_bytes for slot in found.slots] == [10, 2 * K + 30, 2 * K + 2 * K + 40, 0]
     assert [(m.slot, m.action, m.device_bytes) for m in found.moments] == [
         (1, 0, 2 * K + 10),
@@ -110,8 +110,8 @@ def test_bytes_of_a_slot_are_the_sum_of_its_terms() -> None:
     assert (found.slots[2].streamed_bytes, found.slots[2].loaded_bytes, found.moved_bytes) == (8 * K, 2 * K, 14 * K)
 
 
-def test_a_class_takes_part_in_its_first_calls_only() -> None:
-    of = given(3, 1.0, 3.0)
+def test_a_group_with_fewer_calls_runs_in_the_first_ones() -> None:
+    of = example_problem(3, 1.0, 3.0)
     few = replace(of, phases=(replace(of.phases[0], uses=(Use("dit", 3, (2,), (3.0,)),)),))
     assert run(few, STREAMED).slots[2].compute_seconds == 12
 
@@ -119,15 +119,15 @@ def test_a_class_takes_part_in_its_first_calls_only() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slot denoise/0:dit first\n  run\nslot end", "big.0 of dit is needed, and neither present, loaded nor streamed"),
+        ("slot denoise/0:dit first\n  run\nslot end", "big.0 of dit is needed, but neither resident, loaded nor streamed"),
         ("slot denoise/0:dit first\n  stream dit keep none ring 1 KiB\n  run\nslot other/0:dit load", "no phase 'other/0:dit'"),
         ("slot denoise/0:dit first\n  stream dit keep none ring 1023 B\n  run", "does not fit a ring of 1023 bytes"),
         ("slot denoise/0:dit load\n  load dot all from pinned", "no component 'dot'"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(text: str, message: str) -> None:
+def test_a_plan_that_cannot_be_executed_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        run(given(3, 1.0, 1.0), text)
+        run(example_problem(3, 1.0, 1.0), text)
 
 
 @pytest.mark.parametrize("budget", [24, 12, 8, 5, 3])

@@ -1,4 +1,4 @@
-"""Time and bytes of fills, backing stores on disk, spills, the CPU and sessions, in plans small enough to count by hand."""
+"""`simulate`: reads, backing stores on disk, spills, the CPU and sessions, in plans small enough to calculate by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from planner_problems import component, problem
-from planner_session import COLD, SESSION, K, given, plan_for
+from planner_session import COLD, SESSION, K, example_problem, plan_for
 
 from graphrun.errors import PlanError
 from graphrun.model.problem import PhaseNumbers, Problem, Use
@@ -23,8 +23,8 @@ def spans(found: Simulation, slot: int, kind: str) -> list[tuple[str, float, flo
 
 
 def test_a_cold_run_slot_by_slot() -> None:
-    found = run(given(), COLD)
-    # te fill 2 | on the CPU 8 | spill 2, up 2 | up 8 beside dit fill 4*4 + 2, rest 1 behind it | restore 1, d0 2 | ...
+    found = run(example_problem(), COLD)
+    # read te 2 | on the CPU 8 | spill 2, up 2 | up 8, meanwhile read dit 4*4 + 2, then its remainder 1 | restore 1, d0 2 | ...
     assert [slot.seconds for slot in found.slots[:5]] == [2, 8, 4, 19, 3]
     assert spans(found, 2, "spill") == [("embeds", 0, 2)]
     assert spans(found, 2, "load") == [("mid.0", 2, 3), ("mid.1", 3, 4)]
@@ -34,13 +34,13 @@ def test_a_cold_run_slot_by_slot() -> None:
     assert [slot.seconds for slot in found.slots[7:]] == [3, 2, 0], "tiling takes 2"
     assert (found.total_seconds, found.again, found.again_seconds, found.runs) == (found.seconds, (), 0, 1)
     assert found.slots[4].restored_bytes == 512
-    up, rest, passing, vae = 2 * K, K, 3 * 2 * K, 3 * K
-    assert found.moved_bytes == up + rest + 2 * K + 4 * passing + vae + 512, "the restored value too"
-    assert [moment.end_seconds for moment in found.moments if moment.slot == 2] == [10, 12, 14], "free, spill, load"
+    up, remainder, streamed, vae = 2 * K, K, 3 * 2 * K, 3 * K
+    assert found.moved_bytes == up + remainder + 2 * K + 4 * streamed + vae + 512, "with the restored value"
+    assert [moment.end_seconds for moment in found.moments if moment.slot == 2] == [10, 12, 14], "drop, spill, load"
 
 
 def test_bytes_of_a_cold_run_on_the_host() -> None:
-    slots = run(given(), COLD).slots
+    slots = run(example_problem(), COLD).slots
     te, up, dit, vae = 2 * K, 2 * K, 9 * K, 3 * K
     assert [slot.host_bytes for slot in slots] == [
         te + up + vae,
@@ -64,12 +64,12 @@ def test_bytes_of_a_cold_run_on_the_host() -> None:
 
 
 def test_a_session_is_its_first_run_and_the_others() -> None:
-    found = run(given(runs=3), SESSION)
+    found = run(example_problem(runs=3), SESSION)
     assert len(found.again) == len(found.slots) == 10
     assert found.again_seconds == sum(slot.seconds for slot in found.again)
     assert found.total_seconds == found.seconds + 2 * found.again_seconds
     assert found.total_moved_bytes == found.moved_bytes + 2 * found.again_moved_bytes
-    # first: up and dit's rest are loaded once, te is filled once
+    # first run only: load up and dit's remainder, read te
     assert found.moved_bytes - found.again_moved_bytes == 2 * K + K
     assert [(a.seconds, b.seconds) for a, b in zip(found.slots, found.again, strict=True) if a.seconds != b.seconds] == [(2, 0)]
     assert found.moments[-1].slot == 19
@@ -77,12 +77,12 @@ def test_a_session_is_its_first_run_and_the_others() -> None:
     assert found.pinned_peak_bytes == found.again[-1].pinned_bytes
 
 
-def disk_store(bounce: int, read: float, copy: float, compute: float, calls: int = 1) -> Problem:
+def problem_with_disk_store(bounce: int, read: float, copy: float, compute: float, calls: int = 1) -> Problem:
     dit, vae = component("dit", ("big", 4, K)), component("vae", ("mid", 2, K))
     variant = replace(dit.variants[0], backing_store="disk", host_bytes=bounce, load_seconds=(copy,), disk_seconds=(read,))
-    filled = replace(vae.variants[0], load_seconds=(1.0,), read_seconds=(4.0,))
+    read_in_run = replace(vae.variants[0], load_seconds=(1.0,), read_seconds=(4.0,))
     phases = (PhaseNumbers("denoise", 0, (Use("dit", calls, (calls,), (compute,)),), 0, 0, 0),)
-    return problem(2**20, (replace(dit, variants=(variant,)), replace(vae, variants=(filled,))), phases)
+    return problem(2**20, (replace(dit, variants=(variant,)), replace(vae, variants=(read_in_run,))), phases)
 
 
 STREAMED = """plan {digest}
@@ -93,9 +93,9 @@ slot denoise/0:dit first
 slot end"""
 
 
-def test_what_lies_on_disk_is_read_before_every_copy_through_a_buffer_for_two() -> None:
-    found = run(disk_store(2 * K, 3.0, 2.0, 1.0), STREAMED)
-    # disk    0..3|3..6|6..9|9..12        two in the buffer: the third read waits for the first copy, which ends at 5
+def test_blocks_on_disk_are_fetched_before_every_copy_through_a_bounce_buffer_for_two() -> None:
+    found = run(problem_with_disk_store(2 * K, 3.0, 2.0, 1.0), STREAMED)
+    # disk    0..3|3..6|6..9|9..12        the buffer has room for two: the third fetch waits for the first copy, which ends at 5
     # copy        3..5|6..8|9..11|12..14
     # compute         5..6|8..9 ...|14..15
     assert spans(found, 1, "fetch") == [(f"big.{i}", 3 * i, 3 * i + 3) for i in range(4)]
@@ -104,28 +104,30 @@ def test_what_lies_on_disk_is_read_before_every_copy_through_a_buffer_for_two() 
     assert found.slots[1].disk_bytes_read == 4 * K
 
 
-def test_a_read_waits_for_its_place_in_the_buffer() -> None:
-    found = run(disk_store(K, 3.0, 2.0, 1.0), STREAMED)
-    assert spans(found, 1, "fetch") == [(f"big.{i}", 5 * i, 5 * i + 3) for i in range(4)], "one place: read, copy, read, ..."
-    slow = run(disk_store(2 * K, 1.0, 4.0, 1.0), STREAMED)
+def test_a_fetch_waits_for_room_in_the_bounce_buffer() -> None:
+    found = run(problem_with_disk_store(K, 3.0, 2.0, 1.0), STREAMED)
+    assert spans(found, 1, "fetch") == [(f"big.{i}", 5 * i, 5 * i + 3) for i in range(4)], (
+        "room for one block: fetch, copy, fetch, ..."
+    )
+    slow = run(problem_with_disk_store(2 * K, 1.0, 4.0, 1.0), STREAMED)
     assert spans(slow, 1, "fetch") == [("big.0", 0, 1), ("big.1", 1, 2), ("big.2", 5, 6), ("big.3", 9, 10)]
     with pytest.raises(PlanError, match="the bounce buffer of dit: a block of 1024 bytes does not fit a ring of 1023 bytes"):
-        run(disk_store(K - 1, 3.0, 2.0, 1.0), STREAMED)
+        run(problem_with_disk_store(K - 1, 3.0, 2.0, 1.0), STREAMED)
 
 
-def test_fills_go_in_step_with_reads_once_the_buffer_is_full() -> None:
+def test_reads_are_interleaved_with_fetches_in_proportion_once_the_buffer_is_full() -> None:
     text = STREAMED.replace("  stream", "  read vae\n  stream").replace("  run", "  load vae all from pinned\n  run")
-    found = run(disk_store(2 * K, 3.0, 2.0, 1.0), text)
+    found = run(problem_with_disk_store(2 * K, 3.0, 2.0, 1.0), text)
     kinds = [(e.kind, e.detail) for e in sorted(found.events, key=lambda e: e.start_seconds) if e.kind in ("fetch", "read")]
-    reads = [("fetch", f"big.{i}") for i in range(4)]
-    assert kinds == [*reads[:2], ("read", "mid.0"), ("read", "mid.1"), *reads[2:]], "half is read, and as much is filled"
-    # disk 0..3|3..6|f 6..10|f 10..14|14..17|17..20      copies 3..5|6..8|17..19|f 19..20|f 20..21|21..23, and 1 of compute
+    fetches = [("fetch", f"big.{i}") for i in range(4)]
+    assert kinds == [*fetches[:2], ("read", "mid.0"), ("read", "mid.1"), *fetches[2:]], "half is fetched, then read in proportion"
+    # disk 0..3|3..6|r 6..10|r 10..14|14..17|17..20      copies 3..5|6..8|17..19|v 19..20|v 20..21|21..23, and 1 of compute
     assert found.slots[1].seconds == 24
     assert found.slots[1].disk_bytes_read == 6 * K
 
 
-def test_loads_wait_block_by_block_for_their_own_fill_and_let_others_pass() -> None:
-    of = disk_store(2 * K, 3.0, 1.0, 1.0)
+def test_each_load_waits_for_its_own_read_and_other_loads_go_first() -> None:
+    of = problem_with_disk_store(2 * K, 3.0, 1.0, 1.0)
     other = component("up", ("mid", 2, K))
     other = replace(other, variants=(replace(other.variants[0], load_seconds=(1.0,)),))
     text = """plan {digest}
@@ -147,8 +149,8 @@ slot end
     assert by_action == [(0, 8), (4, 9), (0, 2)]
 
 
-def test_a_prefetch_whose_fill_is_late_does_not_hold_up_what_is_streamed() -> None:
-    of = disk_store(0, 0.0, 1.0, 3.0, calls=3)
+def test_streaming_does_not_wait_for_a_prefetch_whose_read_is_late() -> None:
+    of = problem_with_disk_store(0, 0.0, 1.0, 3.0, calls=3)
     pinned = replace(of.components[0].variants[0], backing_store="pinned", disk_seconds=(), host_bytes=4 * K)
     of = replace(of, components=(replace(of.components[0], variants=(pinned,)), of.components[1]))
     text = STREAMED.replace("slot end", "slot denoise/0:dit steady x2\n  stream dit keep none ring 2 KiB\n  run\nslot end")
@@ -159,8 +161,8 @@ def test_a_prefetch_whose_fill_is_late_does_not_hold_up_what_is_streamed() -> No
     assert [start for _, start, _ in spans(found, 1, "load")] == [4, 8]
 
 
-def test_a_prefetch_that_is_still_being_read_does_not_hold_up_what_is_streamed() -> None:
-    of = disk_store(0, 0.0, 1.0, 3.0, calls=3)
+def test_streaming_does_not_wait_for_a_prefetch_whose_fetch_is_late() -> None:
+    of = problem_with_disk_store(0, 0.0, 1.0, 3.0, calls=3)
     pinned = replace(of.components[0].variants[0], backing_store="pinned", disk_seconds=(), host_bytes=4 * K)
     late = component("late", ("b", 2, K))
     late = replace(
@@ -169,24 +171,24 @@ def test_a_prefetch_that_is_still_being_read_does_not_hold_up_what_is_streamed()
     )
     of = replace(of, components=(replace(of.components[0], variants=(pinned,)), late))
     found = run(of, STREAMED.replace("  run\n", "  load late b[0-1] from disk\n  run\n"))
-    # read     0..9|9..18        copies  s0 0..1|s1 1..2|s2 4..5|s3 7..8|l0 10..12|l1 18..20: s2 and s3 wait for compute alone
+    # fetch    0..9|9..18        copies  s0 0..1|s1 1..2|s2 4..5|s3 7..8|l0 10..12|l1 18..20: s2 and s3 wait for compute only
     assert [span[1:] for span in spans(found, 1, "fetch")] == [(0, 9), (9, 18)]
     assert [span[1:] for span in spans(found, 1, "stream")] == [(0, 1), (1, 2), (4, 5), (7, 8)]
     assert [span[1:] for span in spans(found, 1, "load")] == [(9, 11), (18, 20)]
 
 
-def test_on_the_cpu_a_block_waits_for_its_own_fill_and_copies_go_on_beside_it() -> None:
+def test_compute_on_the_cpu_waits_for_its_own_read_while_copies_continue() -> None:
     text = COLD.replace("  read te\nslot encode/0:te first\n", "slot encode/0:te first\n  read te\n  load up all from pinned\n")
     text = text.replace("  drop te\n  spill embeds\n  load up all from pinned\n", "  drop te\n  spill embeds\n")
-    found = run(given(), text)
-    assert spans(found, 1, "run") == [("call 0", 2, 10)], "8 times slower, once it is filled"
+    found = run(example_problem(), text)
+    assert spans(found, 1, "run") == [("call 0", 2, 10)], "8 times slower, after its read"
     assert spans(found, 1, "load") == [("mid.0", 0, 1), ("mid.1", 1, 2)]
     assert found.slots[1].compute_seconds == 8
     assert (found.slots[0].seconds, found.slots[1].seconds) == (0, 10)
 
 
-def test_stages_sum_what_is_read_and_take_the_most_of_the_host() -> None:
-    of = given()
+def test_a_stage_report_sums_reads_and_takes_the_peak_of_host_bytes() -> None:
+    of = example_problem()
     found = run(of, COLD)
     stages = {stage.stage: stage for stage in found.stages(of)}
     assert list(stages) == ["encode", "refine", "denoise", "decode"]
@@ -200,10 +202,10 @@ def test_stages_sum_what_is_read_and_take_the_most_of_the_host() -> None:
     [
         ("spill embeds", "spill embodies", "no value 'embodies'"),
         ("read te", "read tee", "no component 'tee'"),
-        ("variant dit bfloat16 pinned device\n", "", "variant: dit has none"),
+        ("variant dit bfloat16 pinned device\n", "", "variant: the plan chooses none for dit; it has bfloat16 pinned"),
         ("option decode tiling", "option decode slicing", "slicing is not allowed"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(old: str, new: str, message: str) -> None:
+def test_a_plan_that_cannot_be_executed_is_refused(old: str, new: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        run(given(), COLD.replace(old, new))
+        run(example_problem(), COLD.replace(old, new))

@@ -1,7 +1,7 @@
-"""What the simulator says a plan takes, against what the program promised: within 1 % and one block per slot.
+"""Simulated against predicted seconds of plans: within 1 % and the time of one block per slot.
 
-A block goes from disk to its backing store, from there to the device, and is computed with, one after the other: that long a slot may take
-beyond what the program promises, which sees only sums. On problems of one or two blocks that is all there is to see.
+The program only models sums per slot. In the simulator, a block is read from disk, copied to the device and computed with, one
+after the other, so a slot may take that much longer than predicted. With one or two blocks this is most of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphrun.verify.simulate import simulate
 
 
 def block_seconds(of: Problem, plan: Plan) -> float:
-    """The longest that a block of the chosen variants takes from disk through its computation."""
+    """The longest time of any block of the chosen variants: read, copy and compute in sequence."""
     applied = apply_choices(of, plan)
     longest = 0.0
     for numbers in applied.components:
@@ -31,14 +31,14 @@ def block_seconds(of: Problem, plan: Plan) -> float:
         none = (0.0,) * len(numbers.groups)
         uses = [use for phase in applied.phases for use in phase.uses if use.component == numbers.name]
         for k in range(len(numbers.groups)):
-            roads = (variant.load_seconds, variant.disk_seconds or none, variant.read_seconds or none)
+            steps = (variant.load_seconds, variant.disk_seconds or none, variant.read_seconds or none)
             computed = max((use.seconds[k] for use in uses), default=0.0)
-            longest = max(longest, sum(road[k] for road in roads) + computed)
+            longest = max(longest, sum(step[k] for step in steps) + computed)
     return longest
 
 
 def excess(of: Problem) -> float:
-    """Seconds by which the plan that `solve` settles on takes longer than promised, 1 % and a block per slot; negative: less."""
+    """Seconds by which the simulated plan of `solve` exceeds the prediction plus 1 % plus one block per slot; negative: within."""
     solution = solve(of)
     run = simulate(of, solution.plan)
     slots = len(run.slots) + (of.runs - 1) * len(run.again)
@@ -57,7 +57,7 @@ def test_real_graphs_with_backing_stores_and_precisions() -> None:
 
 
 def unet(seed: int) -> Problem:
-    """A UNet: classes of one to three blocks, each of a size and a compute of its own, that do not all fit."""
+    """A UNet: block groups of one to three blocks, each with a size and compute time of its own, that do not all fit."""
     rng = random.Random(seed)
     groups = [(f"b{i}", rng.choice((1, 1, 2, 3)), rng.randint(20, 600) * MIB, True) for i in range(rng.randint(3, 8))]
     encoder, net = component("encoder", ("layers", 12, 40 * MIB)), component("unet", *groups, ("remainder", 1, 30 * MIB, False))
@@ -73,7 +73,7 @@ def unet(seed: int) -> Problem:
 
 def test_unets_with_few_large_blocks() -> None:
     late, feasible = set(), 0
-    for seed in (*range(40), 40, 61, 65, 67, 80, 102, 117, 190):  # of 200 those in which a ring of two stalls, or stalled
+    for seed in (*range(40), 40, 61, 65, 67, 80, 102, 117, 190):  # of 200 seeds, also those in which a ring of two blocks stalled
         try:
             late |= {seed} if excess(unet(seed)) > 0 else set()
         except Infeasible:

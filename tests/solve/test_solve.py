@@ -1,4 +1,4 @@
-"""What the solver promises: plans that pass the judge, and properties that hold whatever the numbers are."""
+"""Plans of the solver pass the checker, and properties that hold for all problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def affordable(seed: int, spare: int) -> Problem:
 
 
 def blocks(plan: Plan) -> list[object]:
-    """Everything but digest and bytes of rings."""
+    """Everything in a plan except the digest and ring sizes."""
     return [
         (slot.phase, slot.part, slot.calls, [replace(a, ring_bytes=0) if isinstance(a, Stream) else a for a in slot.actions])
         for slot in plan.slots
@@ -45,13 +45,13 @@ def test_flux_on_one_card_after_another(budget: int) -> None:
     assert found.seconds == pytest.approx(solution.objective_seconds, rel=0.03)
 
 
-def test_what_flux_at_8_gib_says() -> None:
+def test_the_plan_of_flux_at_8_gib() -> None:
     plan = solve(flux(8 * GIB)).plan
-    rest = next(slot for slot in plan.slots if slot.part == "steady")
-    (stream,) = (action for action in rest.actions if isinstance(action, Stream))
+    steady = next(slot for slot in plan.slots if slot.part == "steady")
+    (stream,) = (action for action in steady.actions if isinstance(action, Stream))
     assert stream.component == "transformer"
     assert ("remainder", (0,)) in (stream.keep or ())
-    assert [action for action in rest.actions if isinstance(action, Load)] == [Load("vae", None)], "beside 27 calls, for nothing"
+    assert [action for action in steady.actions if isinstance(action, Load)] == [Load("vae", None)], "overlaps 27 calls at no cost"
 
 
 def rings(plan: Plan) -> list[int]:
@@ -60,18 +60,20 @@ def rings(plan: Plan) -> list[int]:
 
 @pytest.mark.parametrize(("compute", "depth"), [(0.0625, 1), (1.0, 2)])
 def test_a_ring_for_one_block_pays_where_copies_take_much_longer_than_compute(compute: float, depth: int) -> None:
-    # room for four of ten blocks: three stay and seven pass one by one, or two stay and eight pass while others compute
+    # four of ten blocks fit: three resident and seven streamed one by one, or two resident and eight copied during compute
     one = component("one", ("layers", 10, MIB), seconds_per_byte=2 / MIB)
     of = problem(4 * MIB, (one,), (PhaseNumbers("s", 0, (Use("one", 9, (9,), (compute,)),), 0, 0, 0),))
     solution = solve(of)
     assert check(of, solution.plan) == ()
     assert rings(solution.plan)[-1] == depth * MIB
-    rest = simulate(of, solution.plan).slots[-2]
-    passing = {1: 7 * (2.0 + compute), 2: max(8 * 2.0, 10 * compute)}[depth]  # what stays computes while the next is copied
-    assert rest.seconds == pytest.approx(8 * passing, rel=0.01)
+    steady = simulate(of, solution.plan).slots[-2]
+    per_call = {1: 7 * (2.0 + compute), 2: max(8 * 2.0, 10 * compute)}[
+        depth
+    ]  # resident blocks compute while the next one is copied
+    assert steady.seconds == pytest.approx(8 * per_call, rel=0.01)
 
 
-def test_a_component_may_come_back() -> None:
+def test_a_component_may_be_used_by_several_phases() -> None:
     te = component("te", ("layers", 4, MIB), ("remainder", 1, MIB))
     other = component("other", ("layers", 4, MIB), ("remainder", 1, MIB))
     phases = tuple(
@@ -82,17 +84,19 @@ def test_a_component_may_come_back() -> None:
     assert simulate(roomy.problem, roomy.plan).moved_bytes == 10 * MIB, "each is loaded once"
     tight = solve(problem(8 * MIB, (te, other), phases))
     assert check(tight.problem, tight.plan) == ()
-    assert simulate(tight.problem, tight.plan).moved_bytes == 14 * MIB, "two of four blocks of each find no room to stay"
+    assert simulate(tight.problem, tight.plan).moved_bytes == 14 * MIB, (
+        "two of four blocks of each component do not fit and are loaded again"
+    )
 
 
-def test_nothing_is_loaded_twice_where_all_fits() -> None:
+def test_nothing_is_loaded_twice_where_everything_fits() -> None:
     of = flux(24 * GIB)
     of = replace(of, hardware=replace(of.hardware, capacity_bytes=2**40), budget_bytes=2**40)
     found = simulate(of, solve(of).plan)
     assert found.moved_bytes == sum(c.weight_bytes() for c in of.components)
 
 
-def test_one_component_alone_takes_its_copy_and_its_compute() -> None:
+def test_a_single_component_takes_its_copy_time_plus_its_compute_time() -> None:
     one = component("one", ("remainder", 1, MIB), seconds_per_byte=2 / MIB)
     of = problem(2**40, (one,), (PhaseNumbers("s", 0, (Use("one", 3, (3,), (5.0,)),), 0, 0, 0),))
     solution = solve(of)
@@ -107,7 +111,7 @@ def test_a_phase_without_components_runs_once() -> None:
 
 @QUICK
 @given(SEEDS, st.integers(0, 6000))
-def test_plans_pass_the_judge_and_are_the_same_every_time(seed: int, spare: int) -> None:
+def test_plans_pass_the_checker_and_are_deterministic(seed: int, spare: int) -> None:
     of = affordable(seed, spare)
     solution = solve(of)
     assert check(of, solution.plan) == ()
@@ -168,7 +172,7 @@ def test_bytes_and_budget_scale_together(seed: int, spare: int, by: int) -> None
 
 
 def whole(of: Problem) -> Problem:
-    """The problem with blocks of whole allocations, so that rounding scales too."""
+    """The problem with block sizes rounded up to whole allocations, so that rounding scales too."""
     components = tuple(
         replace(c, variants=tuple(replace(v, block_bytes=tuple(512 * -(-b // 512) for b in v.block_bytes)) for v in c.variants))
         for c in of.components

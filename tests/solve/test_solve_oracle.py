@@ -1,4 +1,4 @@
-"""The solver against brute force: same seconds, same bytes moved, same smallest budget, on small random problems."""
+"""The solver against brute force on small random problems: same seconds, bytes moved and smallest budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphrun.verify.simulate import simulate
 
 
 def random_problem(seed: int) -> Problem:
-    """Two or three components of one or two classes, one to three phases, integer seconds (so that ties are exact)."""
+    """Two or three components with one or two block groups, one to three phases, integer seconds so that ties are exact."""
     rng = random.Random(seed)
     size = lambda: rng.choice((512, 1024, 1536, 2048, 1000, 700, 256, 0))  # noqa: E731
     components = []
@@ -50,13 +50,14 @@ def random_problem(seed: int) -> Problem:
     return problem(2**20, tuple(components), tuple(phases), values, on=on)
 
 
-def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
-    """``given`` with a budget that fits, and what the solver chose for it: the least seconds and bytes that the oracle finds."""
-    overhead = given.budget_bytes - given.effective_bytes
+def compared(seed: int, of: Problem, oracle: Oracle) -> tuple[Problem, Plan, Answer, tuple[float, float]]:
+    """``of`` with a budget that suffices, the solver's plan and answer, and the oracle's least seconds and bytes, which are
+    equal."""
+    overhead = of.budget_bytes - of.effective_bytes
     least = oracle.smallest_effective()
-    assert smallest_budget(given) == least + overhead, seed
+    assert smallest_budget(of) == least + overhead, seed
     spare = random.Random(seed).choice((0, 1, 512, 1500, 3000, 6000))
-    fits = replace(given, budget_bytes=least + overhead + spare)
+    fits = replace(of, budget_bytes=least + overhead + spare)
     best, program = oracle.best(least + spare), program_of(fits)
     assert best is not None
     answer = choose(program)
@@ -69,9 +70,9 @@ def judged(seed: int, given: Problem, oracle: Oracle) -> tuple[Problem, Plan, An
 @pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 120, 20)], ids=str)
 def test_solver_agrees_with_brute_force(seeds: range) -> None:
     for seed in seeds:
-        given = random_problem(seed)
-        oracle = Oracle(given)
-        fits, plan, answer, best = judged(seed, given, oracle)
+        of = random_problem(seed)
+        oracle = Oracle(of)
+        fits, plan, answer, best = compared(seed, of, oracle)
         assert answer.proven, seed
         assert answer.bound == pytest.approx(best[0], abs=1e-4), seed
         assert check(fits, plan) == (), seed
@@ -79,18 +80,18 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         run = simulate(fits, plan)
         assert run.moved_bytes == best[1], seed
         assert run.peak_bytes <= fits.effective_bytes, seed
-        assert oracle.best(run.peak_bytes - 1) != best, f"{seed}: the peak could be lower for nothing"
+        assert oracle.best(run.peak_bytes - 1) != best, f"{seed}: a lower peak costs nothing"
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
 def test_a_byte_below_the_smallest_budget_is_infeasible(seeds: range) -> None:
     for seed in seeds:
-        given = random_problem(seed)
-        smallest = smallest_budget(given)
-        solution = solve(replace(given, budget_bytes=smallest))
+        of = random_problem(seed)
+        smallest = smallest_budget(of)
+        solution = solve(replace(of, budget_bytes=smallest))
         assert check(solution.problem, solution.plan) == (), seed
         with pytest.raises(Infeasible) as caught:
-            solve(replace(given, budget_bytes=smallest - 1))
+            solve(replace(of, budget_bytes=smallest - 1))
         assert caught.value.smallest_budget_bytes == smallest, seed
         assert caught.value.binding == "VRAM", seed
         assert max(need.short_bytes for need in caught.value.needs) == 1, seed
@@ -110,9 +111,9 @@ def directed_problem(seed: int) -> Problem | None:
 @pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
 def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: range) -> None:
     for seed in seeds:
-        given = directed_problem(seed)
-        if given is None:
+        of = directed_problem(seed)
+        if of is None:
             continue
-        fits, plan, _, best = judged(seed, given, Oracle(given))
+        fits, plan, _, best = compared(seed, of, Oracle(of))
         assert check(fits, plan) == (), seed
         assert simulate(fits, plan).moved_bytes == best[1], seed

@@ -1,1 +1,1 @@
-"""Outputs of stages on disk: under which key, in which form, and when an entry does not count. Knows no plan and no device."""
+"""The cache of stage outputs on disk: keys, file format, index, lookup. Knows neither plans nor devices."""

@@ -1,10 +1,10 @@
-"""A folder of kept outputs that several processes use at once: an index in SQLite, a safetensors file to an entry.
+"""The folder of cached outputs: an SQLite index and one safetensors file per entry. Several processes may use it at once.
 
-Decides when an entry is there, is whole, and goes. Knows neither keys' meaning nor what the files hold.
+Knows neither what the keys mean nor what the files hold.
 
-    put    write .new-* | fsync | (lock) rename into place, then the row | the least recently used go while all are too large
-    get    row -> file -> its SHA-256 is the row's? else the row goes and the entry is absent: it is computed again
-    kill   at any moment: a .new-* file nobody names, or a file without a row; both are swept away later
+    put    write .new-*, fsync; in one transaction: rename into place, insert the row, evict the least recently used over the limit
+    get    read row and file; where the file's SHA-256 is not the row's, delete the row: the entry is absent and computed again
+    kill   at any moment leaves at most a .new-* file or a file without a row; `verify` and `remove` delete both
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 from graphrun.errors import InputError
 from graphrun.units import GIB
 
-# FLUX's embeddings take 4 MiB a prompt: some thousand prompts.
+# The embeddings of a FLUX prompt take 4 MiB, so this holds about a thousand prompts.
 LIMIT_BYTES = 4 * GIB
 BUSY_SECONDS = 30.0
-# A temporary file as old as this was left by a process that died.
+# Temporary files older than this were left by a process that was killed.
 STALE_SECONDS = 3600.0
 
 _TABLES = """
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, di
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One kept output: of which stage of which graph, for what (``about``: its inputs), how large, when made and last used."""
+    """One cached output. ``about``: the inputs it was made for, as text; ``made`` and ``used``: seconds since the epoch."""
 
     key: str
     graph: str
@@ -50,17 +50,20 @@ class Entry:
 
 
 class Index:
-    """Entries by key in ``folder``, which is made with the first one. InputError where the folder or its index will not do."""
+    """Entries by key in ``folder``, which is created with the first one.
+
+    All methods raise InputError where the folder or its index cannot be read or written.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
         self.limit_bytes = limit_bytes
 
     def get(self, key: str) -> bytes | None:
-        """The entry's bytes; None where it is absent. One that is cut or changed is taken out, and absent."""
+        """The entry's bytes; None where it is absent. A damaged entry is removed, and absent."""
         if not (self.folder / "index.sqlite").is_file():
             return None
-        for _ in range(2):  # an entry may be replaced between its row and its file
+        for _ in range(2):  # another process may replace the entry between the reads of row and file
             with self._open() as rows:
                 found = rows.execute("SELECT file, digest FROM entries WHERE key = ?", (key,)).fetchone()
             if found is None:
@@ -68,19 +71,19 @@ class Index:
             with contextlib.suppress(OSError):
                 data: bytes = (self.folder / found[0]).read_bytes()
                 if hashlib.sha256(data).hexdigest() == found[1]:
-                    with self._open() as rows, _written(rows):
+                    with self._open() as rows, _transaction(rows):
                         rows.execute("UPDATE entries SET used = ? WHERE key = ?", (time.time(), key))
                     return data
         self._drop([(key, *found)])
         return None
 
     def put(self, key: str, data: bytes, *, graph: str = "", stage: str = "", about: str = "") -> None:
-        """Keep ``data`` under ``key``, in place of what is there. What is larger than the limit is not kept."""
+        """Stores ``data`` under ``key``, replacing an entry there. Data larger than the limit is not stored."""
         if len(data) > self.limit_bytes:
             return
         digest, now = hashlib.sha256(data).hexdigest(), time.time()
         name = f"{key}-{digest[:16]}.safetensors"
-        with self._open() as rows, self._new_file(data) as temporary, _written(rows):
+        with self._open() as rows, self._new_file(data) as temporary, _transaction(rows):
             before = rows.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
             os.replace(temporary, self.folder / name)
             row = (key, name, digest, len(data), graph, stage, about, now, now)
@@ -90,7 +93,7 @@ class Index:
             self._prune(rows, key)
 
     def entries(self) -> list[Entry]:
-        """All entries, the last used first."""
+        """All entries, the most recently used first."""
         if not (self.folder / "index.sqlite").is_file():
             return []
         with self._open() as rows:
@@ -100,10 +103,10 @@ class Index:
         return [Entry(*row) for row in found]
 
     def remove(self, keys: list[str] | None = None) -> int:
-        """Takes out the entries ``keys`` (None: all) with their files: how many there were."""
+        """Removes the entries ``keys`` (None: all) and their files. Returns how many were removed."""
         if not (self.folder / "index.sqlite").is_file():
             return 0
-        with self._open() as rows, _written(rows):
+        with self._open() as rows, _transaction(rows):
             found = rows.execute("SELECT key, file FROM entries").fetchall()
             chosen = [(key, file) for key, file in found if keys is None or key in keys]
             for key, file in chosen:
@@ -113,20 +116,20 @@ class Index:
         return len(chosen)
 
     def verify(self) -> list[Entry]:
-        """Reads every entry and takes out those that are cut, changed or gone: these."""
+        """Reads every entry, and removes and returns those whose file is damaged or missing."""
         if not (self.folder / "index.sqlite").is_file():
             return []
-        known = {entry.key: entry for entry in self.entries()}
+        by_key = {entry.key: entry for entry in self.entries()}
         with self._open() as rows:
             found = rows.execute("SELECT key, file, digest FROM entries").fetchall()
-        broken = [row for row in found if row[0] in known and not self._whole(row[1], row[2])]
+        broken = [row for row in found if row[0] in by_key and not self._whole(row[1], row[2])]
         self._drop(broken)
-        with self._open() as rows, _written(rows):
+        with self._open() as rows, _transaction(rows):
             self._sweep(rows)
-        return [known[key] for key, _, _ in broken]
+        return [by_key[key] for key, _, _ in broken]
 
     def file_digest(self, path: Path) -> str:
-        """SHA-256 of a file's content, read again only when its size or its time of change is another."""
+        """SHA-256 of a file's content. The file is read again only where its size, mtime or inode changed."""
         found = path.stat()
         stamp = f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
         with contextlib.suppress(InputError), self._open() as rows:
@@ -135,7 +138,7 @@ class Index:
                 return str(row[0])
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        with contextlib.suppress(InputError), self._open() as rows, _written(rows):
+        with contextlib.suppress(InputError), self._open() as rows, _transaction(rows):
             rows.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (str(path), stamp, digest))
         return digest
 
@@ -147,14 +150,14 @@ class Index:
             return False
 
     def _drop(self, broken: list[tuple[str, str, str]]) -> None:
-        """Takes out rows that are as they were when they were found broken; one that was written anew by then stays."""
-        with self._open() as rows, _written(rows):
+        """Removes damaged entries (key, file, digest), unless another process has rewritten them since."""
+        with self._open() as rows, _transaction(rows):
             for key, file, digest in broken:
                 if rows.execute("DELETE FROM entries WHERE key = ? AND digest = ?", (key, digest)).rowcount:
                     (self.folder / file).unlink(missing_ok=True)
 
     def _prune(self, rows: sqlite3.Connection, newest: str) -> None:
-        """The least recently used go while all together take more than the limit. Inside a write."""
+        """Evicts the least recently used entries, but ``newest``, until the limit holds. Called within a transaction."""
         found = rows.execute("SELECT key, file, nbytes FROM entries ORDER BY used, key").fetchall()
         excess = sum(nbytes for _, _, nbytes in found) - self.limit_bytes
         for key, file, nbytes in found:
@@ -166,7 +169,10 @@ class Index:
                 excess -= nbytes
 
     def _sweep(self, rows: sqlite3.Connection) -> None:
-        """Files that no row names, and what dead processes left. Inside a write: nobody is between a file and its row."""
+        """Deletes files without a row and stale temporary files.
+
+        Called within a transaction, so that no other process has renamed a file and not yet inserted its row.
+        """
         named = {file for (file,) in rows.execute("SELECT file FROM entries")}
         for path in self.folder.glob("*.safetensors"):
             if path.name not in named:
@@ -178,7 +184,7 @@ class Index:
 
     @contextlib.contextmanager
     def _new_file(self, data: bytes) -> Iterator[str]:
-        """A whole file under another name, on the disk for good; gone afterwards unless it was renamed."""
+        """A synced temporary file with ``data``; deleted afterwards unless it was renamed."""
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -195,7 +201,7 @@ class Index:
             self.folder.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(self.folder / "index.sqlite", timeout=BUSY_SECONDS, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
-            raise InputError(f"{self.folder}: outputs cannot be kept there: {_reason(error)}") from error
+            raise InputError(f"{self.folder}: outputs cannot be cached there: {_reason(error)}") from error
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -203,15 +209,15 @@ class Index:
             yield connection
         except (OSError, sqlite3.Error) as error:
             raise InputError(
-                f"{self.folder}: outputs cannot be kept there: {_reason(error)}; remove the folder if its index is damaged"
+                f"{self.folder}: outputs cannot be cached there: {_reason(error)}; remove the folder if its index is damaged"
             ) from error
         finally:
             connection.close()
 
 
 @contextlib.contextmanager
-def _written(rows: sqlite3.Connection) -> Iterator[None]:
-    """All of it or nothing, and no other process writes meanwhile."""
+def _transaction(rows: sqlite3.Connection) -> Iterator[None]:
+    """A write transaction: rolled back on an exception, and exclusive among processes."""
     rows.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -1,9 +1,9 @@
-"""What a stage's outputs depend on, as a key: equal keys, equal bits. Errs on the side of another key.
+"""Cache keys: a digest of everything a stage's outputs depend on. Equal keys mean equal bits; in doubt the key differs.
 
-    key(stage) = code of the op + versions + device + arguments (inputs as resolved, keys of the stages before it)
-               + components it uses (content, precision, where they compute) + everybody's configuration + parts
+    key(stage) = code of the op + versions + device + arguments (resolved inputs, keys of the stages before it)
+               + components it uses (content, precision, compute device) + configuration of all components + parts
 
-Knows of plans what they choose, and nothing of where outputs are kept.
+Of a plan only its choices count (precision, compute device, stage options). Knows nothing of where outputs are stored.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from typing import Any
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph, IpAdapter, Lora, Part, Reference, Stage
-from graphrun.graph.media import is_media, named, told
+from graphrun.graph.media import fingerprint, is_media, told
 from graphrun.graph.ops import OPERATIONS
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.modules.source_files import blob, find_folder
 
-# Packages whose code computes what stages return.
+# Libraries whose code computes stage outputs.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes", "numpy")
-# Rooms of graphrun whose code does.
-ROOMS = ("components", "ops")
-# Ways to run a graph that are looked for, at most: each precision that is allowed, of each component, with each of the others.
-WAYS = 16
+# Packages of graphrun whose code does.
+PACKAGES = ("modules", "ops")
+# The most combinations of allowed precisions and compute devices that a lookup tries.
+MOST_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How stages are run, where a plan may choose: component -> (precision, where it computes), stage -> option."""
+class Choices:
+    """The choices of a plan that outputs depend on: component -> (precision, "device" or "cpu"), stage -> option."""
 
-    held: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    variants: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-def way_of(problem: Problem, plan: Plan) -> Way:
-    """How ``plan`` runs stages, as far as their outputs depend on it."""
+def choices_of(problem: Problem, plan: Plan) -> Choices:
+    """The choices of ``plan`` that outputs depend on."""
     chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
-    return Way({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
+    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
 
 
 class Keys:
-    """Keys of the stages of ``graph`` for resolved ``inputs`` on ``device`` (a text that names it).
+    """Keys of the stages of ``graph`` for resolved ``inputs`` on ``device`` (its name).
 
-    ``digest_of`` gives a file's content in short.
+    ``digest_of`` returns a digest of a file's content.
     """
 
     def __init__(
@@ -67,26 +67,29 @@ class Keys:
         self._contents: dict[str, Any] = {}
         self._common: str | None = None
 
-    def key(self, stage: str, way: Way | None = None) -> str | None:
-        """64 hexadecimal digits, or None where something has no content that could be named (a source that is not there)."""
+    def key(self, stage: str, choices: Choices | None = None) -> str | None:
+        """64 hexadecimal digits; None where something that ``stage`` depends on has no digest, such as a missing source.
+
+        ``choices``: how the stage and those before it are run; default: the first precision of each component, on the device.
+        """
         try:
-            return self._key(self.graph.stage(stage), way or Way())
+            return self._key(self.graph.stage(stage), choices or Choices())
         except (GraphError, OSError):
             return None
 
-    def ways(self, stage: str, allow: Collection[str]) -> Iterator[Way]:
-        """The ways in which ``stage`` and those before it may be run where ``allow`` is allowed, the plain one first."""
+    def candidates(self, stage: str, allow: Collection[str]) -> Iterator[Choices]:
+        """The choices with which ``stage`` and those before it may be run where ``allow`` is allowed, the default first."""
         used = [self.graph.components[name] for name in dict.fromkeys(self._uses(self.graph.stage(stage)))]
-        places = ("device", "cpu") if "cpu" in allow else ("device",)
-        choices = [
-            [(precision, place) for place in places for precision in (c.precision[0], *(p for p in c.precision[1:] if p in allow))]
+        devices = ("device", "cpu") if "cpu" in allow else ("device",)
+        variants = [
+            [(precision, at) for at in devices for precision in (c.precision[0], *(p for p in c.precision[1:] if p in allow))]
             for c in used
         ]
-        for held in itertools.islice(itertools.product(*choices), WAYS):
-            yield Way({component.name: how for component, how in zip(used, held, strict=True)})
+        for chosen in itertools.islice(itertools.product(*variants), MOST_CANDIDATES):
+            yield Choices({component.name: variant for component, variant in zip(used, chosen, strict=True)})
 
     def about(self, stage: str) -> str:
-        """The inputs that ``stage`` itself reads, for people: ``prompt='a lighthouse' steps=28``."""
+        """The inputs that ``stage`` itself reads, as text for people: ``prompt='a lighthouse' steps=28``."""
         read = [value.name for value in self.graph.stage(stage).references if value.kind == "input"]
         shown = ((name, self.inputs[name]) for name in dict.fromkeys(read))
         return " ".join(f"{name}={repr(value) if isinstance(value, str) else told(value)}" for name, value in shown)
@@ -95,29 +98,32 @@ class Keys:
         before = [self.graph.stage(name) for name in self.graph.producers(stage.name)]
         return [*(name for of in before for name in self._uses(of)), *stage.uses]
 
-    def _key(self, stage: Stage, way: Way) -> str:
+    def _key(self, stage: Stage, choices: Choices) -> str:
         def argument(value: Any) -> Any:
             if isinstance(value, list):
-                return ["list", *(argument(request) for request in value)]
+                return ["list", *(argument(item) for item in value)]
             if not isinstance(value, Reference):
                 return ["literal", value]
             if value.kind == "input":
-                return ["input", named(self.inputs[value.name])]
-            return ["output", self._key(self.graph.stage(value.name), way), value.output]
+                return ["input", fingerprint(self.inputs[value.name])]
+            return ["output", self._key(self.graph.stage(value.name), choices), value.output]
 
-        held = {name: way.held.get(name, (self.graph.components[name].precision[0], "device")) for name in stage.uses}
+        default = {name: (self.graph.components[name].precision[0], "device") for name in stage.uses}
         return _digest(
             [
                 self._common_digest(),
                 [stage.op, *(stage.outputs if OPERATIONS[stage.op].open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
-                way.options.get(stage.name, ""),
-                {name: [self._component(self.graph.components[name]), *how] for name, how in held.items()},
+                choices.options.get(stage.name, ""),
+                {
+                    name: [self._component(self.graph.components[name]), *choices.variants.get(name, plain)]
+                    for name, plain in default.items()
+                },
             ]
         )
 
     def _common_digest(self) -> str:
-        """What every stage depends on: the pipeline's class, everybody's configuration, parts, versions, device."""
+        """What every stage depends on: pipeline class, configuration of all components, parts, versions, code, device."""
         if self._common is None:
             graph = self.graph
             self._common = _digest(
@@ -157,28 +163,28 @@ class Keys:
         return content
 
     def _folder(self, source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> list[list[str]]:
-        place = find_folder(source, patterns, where, variant)
-        files = [place] if place.is_file() else sorted({path for pattern in patterns for path in place.glob(pattern)})
+        found = find_folder(source, patterns, where, variant)
+        files = [found] if found.is_file() else sorted({path for pattern in patterns for path in found.glob(pattern)})
         return [[path.name, blob(path) or self._digest_of(path)] for path in files]
 
 
-def kept_kinds(stage: Stage) -> bool:
-    """Whether the outputs of ``stage`` are worth keeping: pictures, videos and sound are saved by those who want them."""
+def cacheable(stage: Stage) -> bool:
+    """Whether outputs of ``stage`` may be cached: images, videos and audio are not, since runs save them as files."""
     operation = OPERATIONS[stage.op]
     return not any(is_media(operation.output(name) or "") for name in stage.outputs)
 
 
 def code_digest() -> str:
-    """A digest of the source that computes outputs: a change there is another key."""
-    root, total = Path(__file__).parent.parent, hashlib.sha256()
-    for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
+    """SHA-256 of graphrun's own source that computes outputs (`PACKAGES`): any change there changes every key."""
+    root, total = Path(__file__).parents[2], hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
             total.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return total.hexdigest()
 
 
 def _declared(component: Component) -> dict[str, Any]:
-    """All that the graph says of a component, but where it lies and lay."""
+    """All that the graph declares of a component, except its source files, its backing store and where it is declared."""
     left_out = ("source", "where", "backing_store", "precision", "loras", "ip_adapters", "gguf")
     return {each.name: getattr(component, each.name) for each in fields(component) if each.name not in left_out}
 
@@ -194,17 +200,15 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
-def facts(graph: Graph, device: str) -> dict[str, str]:
-    """What every output of ``graph`` depends on but its inputs, by name, for people to compare; of files their size and time."""
+def dependencies(graph: Graph, device: str) -> dict[str, str]:
+    """What the outputs of ``graph`` depend on besides its inputs, by name, to be compared and shown; files by size and mtime."""
 
     def stamp(path: Path) -> str:
         found = path.stat()
         return f"{found.st_size} bytes, {found.st_mtime_ns}"
 
-    keys, found = (
-        Keys(graph, {}, device, stamp),
-        {"device": device, "graphrun's ops": code_digest()[:12], "pipeline": graph.pipeline},
-    )
+    keys = Keys(graph, {}, device, stamp)
+    found = {"device": device, "graphrun's code": code_digest()[:12], "pipeline": graph.pipeline}
     found |= {f"pipeline_config.{name}": repr(value) for name, value in graph.pipeline_config.items()}
     found |= {f"version of {name}": _version(name) for name in LIBRARIES}
     for stage in graph.stages:

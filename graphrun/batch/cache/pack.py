@@ -1,6 +1,6 @@
-"""What flows between stages, as the bytes of one safetensors file and back: tensors, and their nesting as JSON in its header.
+"""Serializes stage outputs as one safetensors file: the tensors, and the structure that holds them as JSON in the header.
 
-Nothing is pickled, so reading a foreign file runs no code. Knows neither keys nor folders.
+Nothing is pickled, so reading an untrusted file runs no code. Pure: works on bytes, not on files.
 
     {"embeds": {"prompt_embeds": T0, "pooled": T1}}   ->   header {"value": ["map", [["embeds", ["map", ...]]]]} | 0: T0 | 1: T1
 """
@@ -19,9 +19,10 @@ VERSION = 1
 
 
 def pack(value: Any) -> bytes:
-    """``value`` as a safetensors file: nested mappings with text keys, lists, tuples, tensors, arrays, pictures, plain data.
+    """``value`` as the bytes of a safetensors file.
 
-    A tensor that occurs twice is written once. Raises InputError naming a type that has no form here.
+    ``value`` may nest mappings with string keys, lists, tuples, tensors, numpy arrays, PIL images, dtypes, numbers, strings, None.
+    A tensor that occurs twice is written once. Raises InputError naming any other type.
     """
     from safetensors.torch import save
 
@@ -32,7 +33,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` wrote, its tensors on the CPU. Raises InputError when ``data`` is something else."""
+    """The value that `pack` wrote, with its tensors on the CPU. Raises InputError where ``data`` is anything else."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -43,18 +44,18 @@ def unpack(data: bytes) -> Any:
             raise ValueError(f"version {header['graphrun']}")
         return _made(json.loads(header["value"]), load(data))
     except (SafetensorError, KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise InputError(f"is not a kept value: {type(error).__name__} {error}") from error
+        raise InputError(f"is not a saved value: {type(error).__name__} {error}") from error
 
 
 def _described(value: Any, tensors: dict[int, torch.Tensor]) -> list[Any]:
-    """``value`` as JSON; tensors are noted in ``tensors`` and stand for their number there."""
+    """``value`` as JSON: each tensor is added to ``tensors``, and replaced by its index there."""
     if isinstance(value, torch.Tensor):
         tensors.setdefault(id(value), value)
         return ["tensor", list(tensors).index(id(value))]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return ["map", [[key, _described(request, tensors)] for key, request in value.items()]]
+        return ["map", [[key, _described(item, tensors)] for key, item in value.items()]]
     if type(value) in (list, tuple):
-        return ["list" if type(value) is list else "tuple", [_described(request, tensors) for request in value]]
+        return ["list" if type(value) is list else "tuple", [_described(item, tensors) for item in value]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     if isinstance(value, torch.dtype):
@@ -68,9 +69,9 @@ def _described(value: Any, tensors: dict[int, torch.Tensor]) -> list[Any]:
         tensor = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
         tensors[id(tensor)] = tensor
         return ["picture", [value.mode, list(value.size), len(tensors) - 1]]
-    if hasattr(value, "request") and kind.startswith("numpy."):
-        return ["plain", value.request()]
-    raise InputError(f"a {type(value).__name__} cannot be kept; tensors, pictures, numbers, texts and containers of them can")
+    if hasattr(value, "item") and kind.startswith("numpy."):
+        return ["plain", value.item()]
+    raise InputError(f"a {type(value).__name__} cannot be saved; tensors, images, numbers, strings and containers of them can")
 
 
 def _made(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -78,10 +79,10 @@ def _made(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "tensor":
         return tensors[str(content)]
     if kind == "map":
-        return {key: _made(request, tensors) for key, request in content}
+        return {key: _made(item, tensors) for key, item in content}
     if kind in ("list", "tuple"):
-        requests = [_made(request, tensors) for request in content]
-        return requests if kind == "list" else tuple(requests)
+        items = [_made(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
     if kind == "plain":
         return content
     if kind == "dtype":

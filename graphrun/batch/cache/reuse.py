@@ -1,6 +1,6 @@
-"""Which stages of a graph need not run because their outputs are kept, and keeping those of the stages that do.
+"""Looks up cached stage outputs for a run, and caches the outputs of the stages that run.
 
-Decides what is looked for and what is kept; a folder that will not do stops no run. Knows no plan and no device.
+A cache folder that cannot be read or written is reported once and never fails a run. Knows neither plans nor devices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphrun.batch.cache.index import Index
-from graphrun.batch.cache.keys import Keys, Way, kept_kinds
+from graphrun.batch.cache.keys import Choices, Keys, cacheable
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph, Stage
@@ -20,10 +20,10 @@ What = Literal["encoded", "all", "none"]
 
 
 class Reuse:
-    """The kept outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``index``.
+    """The cached outputs of ``graph`` for resolved ``inputs`` on ``device``, in ``index``.
 
-    ``what``: ``encoded`` takes what `encode_prompt` returns, ``all`` takes latents too. ``allow``: as for a plan. ``note`` is told,
-    once, why nothing is kept, where the folder will not do.
+    ``what``: ``encoded`` caches the outputs of `encode_prompt`, ``all`` latents too. ``allow``: as for a plan. ``note`` is called
+    once with the reason where the cache folder cannot be used.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Reuse:
         self._note = note
 
     def takes(self, stage: Stage) -> bool:
-        """Whether outputs of ``stage`` are looked for and kept."""
-        return kept_kinds(stage) and (self.what == "all" or (self.what == "encoded" and stage.op == "encode_prompt"))
+        """Whether outputs of ``stage`` are looked up and cached."""
+        return cacheable(stage) and (self.what == "all" or (self.what == "encoded" and stage.op == "encode_prompt"))
 
     def find(self) -> dict[str, Any]:
-        """Values of the stages that need not run, by name as in ``encode.embeds``: of those that others read, nothing more.
+        """The cached outputs of stages that need not run, by name as in ``encode.embeds``.
 
-        Stages whose outputs are the graph's own run in any case.
+        Stages that only a cached stage needs are left out. Stages whose outputs are the graph's outputs always run.
         """
         found: dict[str, Any] = {}
         needed = {reference.name for reference in self.graph.outputs.values()}
@@ -63,34 +63,34 @@ class Reuse:
                 needed |= set(self.graph.producers(stage.name))
         return found
 
-    def keep(self, stage: str, outputs: Mapping[str, Any], way: Way | None = None) -> None:
-        """Keeps the ``outputs`` of ``stage``, which was run in ``way``, where they are what is kept."""
+    def keep(self, stage: str, outputs: Mapping[str, Any], choices: Choices | None = None) -> None:
+        """Caches the ``outputs`` of ``stage``, which was run with ``choices``, if `takes` says so."""
         if stage not in {each.name for each in self.graph.stages} or not self.takes(self.graph.stage(stage)):
             return
-        key = self.keys.key(stage, way)
+        key = self.keys.key(stage, choices)
         if key is None:
             return
         try:
             self.index.put(key, pack(dict(outputs)), graph=self.graph.name, stage=stage, about=self.keys.about(stage))
         except InputError as error:
-            self._complain(error)
+            self._report(error)
 
     def _look(self, stage: Stage) -> dict[str, Any] | None:
         if not self.takes(stage):
             return None
-        for way in self.keys.ways(stage.name, self.allow):
-            if (key := self.keys.key(stage.name, way)) is None:
+        for choices in self.keys.candidates(stage.name, self.allow):
+            if (key := self.keys.key(stage.name, choices)) is None:
                 return None
             try:
                 data = self.index.get(key)
                 if data is not None:
                     return dict(unpack(data))
             except InputError as error:
-                self._complain(error)
+                self._report(error)
                 return None
         return None
 
-    def _complain(self, error: InputError) -> None:
+    def _report(self, error: InputError) -> None:
         if self._note is not None:
             self._note(str(error))
             self._note = None
@@ -105,6 +105,6 @@ def reuse_for(
     allow: Iterable[str],
     note: Callable[[str], None] | None = None,
 ) -> Reuse:
-    """The outputs that the folder ``cache`` holds for runs of ``graph`` on ``hardware`` with the input ``values``."""
+    """The outputs cached in the folder ``cache`` for runs of ``graph`` on ``hardware`` with the input ``values``."""
     device = f"{hardware.device} {hardware.name}"
     return Reuse(Index(cache / "outputs"), graph, values, device, what=what, allow=tuple(allow), note=note)

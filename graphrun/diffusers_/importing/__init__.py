@@ -1,1 +1,1 @@
-"""Pipelines that are there already, as graph files: a folder, a repository, a class or a live object; cut where nothing changes."""
+"""Import of pipelines as graph files: from a folder, a hub repository, one file, a class or a live object."""

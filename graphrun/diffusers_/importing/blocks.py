@@ -1,10 +1,14 @@
-"""Stages for a modular pipeline: its top-level blocks, where handing on what they make changes nothing, which is tried.
+"""Stages of a modular pipeline: its top-level blocks, where a dry run shows that splitting there changes nothing.
 
     FluxAutoBlocks    text_encoder --prompt_embeds, ...--> denoise --latents--> decode       blocks that ran for these inputs
-    input, denoise    joined where one enters no component, where a part that the next one reads keeps state (a scheduler's steps),
-                      where what is handed on is more than tensors, plain data and pictures
 
-Decides which blocks make a stage, and what each takes from where: values that its own code reads of the state. Knows no YAML.
+    Blocks stay in one stage where
+      - one enters no component (FLUX's `input` block joins its neighbour),
+      - one reads a part whose state another changed (a scheduler's timesteps),
+      - one passes another a value that is not a tensor, plain data or a picture.
+
+Decides which blocks make a stage, and the source of each argument, by the values that the blocks' own code reads of the pipeline
+state. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from graphrun.diffusers_.importing.fingerprint import Entered, digest_of
-from graphrun.diffusers_.importing.layout import OWN, Handed, Layout, first_words, options_of, outputs_in
-from graphrun.diffusers_.importing.trial import Rehearsed, few_steps
+from graphrun.diffusers_.importing.fingerprint import EntryRecord, digest_of
+from graphrun.diffusers_.importing.layout import PIPELINE_ERRORS, CallInputs, Layout, error_line, options_of, outputs_in
+from graphrun.diffusers_.importing.trial import TrialPipeline, few_steps
 from graphrun.errors import GraphrunError
 from graphrun.graph.graph import PLANNING_TEXT, Reference, Stage
 from graphrun.ops.block import GENERATOR
@@ -27,39 +31,45 @@ from graphrun.ops.call import FIELDS
 from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import begun
 
-# Names that mean something of their own among a stage's arguments and outputs.
-OURS = frozenset({"blocks", "seed", *FIELDS})
+# Names with a meaning of their own among a stage's arguments and outputs.
+RESERVED_NAMES = frozenset({"blocks", "seed", *FIELDS})
 
 
 @dataclass(slots=True)
-class _Ran:
-    """A block in a dry run: what it ``reads`` of the state (name -> the number of the block that wrote it, None: nobody), what it
-    ``writes``, what it enters, whether it ``drew`` random numbers, and which parts it ``changed``."""
+class _BlockRun:
+    """One block's run in a dry run.
+
+    ``reads``: state values that it read, name -> number of the block that wrote it (None: an input). ``writes``: names that it
+    wrote. ``entered``: the component entries. ``drew``: whether it drew random numbers. ``changed``: names of parts whose state it
+    changed.
+    """
 
     name: str
     reads: dict[str, int | None]
     writes: dict[str, None]
-    entered: tuple[Entered, ...] = ()
+    entered: tuple[EntryRecord, ...] = ()
     drew: bool = False
     changed: frozenset[str] = frozenset()
 
 
-class _Watched(dict[str, Any]):
-    """A state's values that note who reads and writes them; ``ran`` ends with the block that runs. ``odd``: (writer, reader) of
-    values that a graph cannot hand on."""
+class _TracedState(dict[str, Any]):
+    """The values of a pipeline state, with a record of which block reads and writes them.
+
+    The last of ``ran`` is the running block. ``unpassable``: (writer, reader) for values that a graph cannot pass between stages.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.ran: list[_Ran] = []
+        self.ran: list[_BlockRun] = []
         self.writers: dict[str, int] = {}
-        self.odd: list[tuple[int, int]] = []
+        self.unpassable: list[tuple[int, int]] = []
 
     def __getitem__(self, name: str) -> Any:
         self._read(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, as a block asks for it."""
+        """As ``dict.get``, recorded as a read."""
         self._read(name)
         return super().get(name, default)
 
@@ -70,64 +80,64 @@ class _Watched(dict[str, Any]):
         super().__setitem__(name, value)
 
     def _read(self, name: str) -> None:
-        here, writer = len(self.ran) - 1, self.writers.get(name)
-        if here < 0 or writer == here:
+        reader, writer = len(self.ran) - 1, self.writers.get(name)
+        if reader < 0 or writer == reader:
             return
         self.ran[-1].reads.setdefault(name, writer)
-        if writer is not None and name != GENERATOR and (name in OURS or not _plain(super().get(name))):
-            self.odd.append((writer, here))
+        if writer is not None and name != GENERATOR and (name in RESERVED_NAMES or not _is_passable(super().get(name))):
+            self.unpassable.append((writer, reader))
 
 
-def _plain(value: Any) -> bool:
-    """Whether ``value`` can be handed from stage to stage, and be kept: tensors, plain data, pictures, and containers of them."""
+def _is_passable(value: Any) -> bool:
+    """Whether ``value`` can be passed between stages and cached: a tensor, plain data, a picture, or a container of these."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and _is_passable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(_plain(item) for item in value)
+        return type(value) in (list, tuple) and all(_is_passable(item) for item in value)
     known = (bool, int, float, str, torch.Tensor, torch.dtype, np.ndarray, Image.Image)
     return value is None or isinstance(value, known)
 
 
-def cut_at_blocks(rehearsed: Rehearsed, handed: Handed, why: str) -> Layout:
-    """The stages of a modular pipeline: several, or one where ``why`` is given or they would not be the same pipeline.
+def split_at_blocks(trial: TrialPipeline, call: CallInputs, why: str) -> Layout:
+    """The stages of a modular pipeline: several, or one where ``why`` (a reason against several) is not empty or a trial differs.
 
     Raises ProbeError naming the call that failed.
     """
-    blocks = rehearsed.pipeline._blocks
-    if not why and not _in_a_row(blocks):
+    blocks = trial.pipeline._blocks
+    if not why and not _is_sequential(blocks):
         why = f"{type(blocks).__name__} are not run one after another"
     if not why:
-        found = _cut(rehearsed, handed)
+        found = _split(trial, call)
         if isinstance(found, Layout):
             return found
         why = found
-    entries = rehearsed.whole(handed.arguments)
+    entries = trial.run_whole(call.arguments)
     read = {p.name for p in blocks.inputs}
-    passed = {name: value for name, value in handed.passed.items() if name in read or name == "seed"}
-    outputs = outputs_in({name: rehearsed.made[name] for name in blocks.intermediate_output_names if name in rehearsed.made})
+    passed = {name: value for name, value in call.passed.items() if name in read or name == "seed"}
+    outputs = outputs_in({name: trial.output[name] for name in blocks.intermediate_output_names if name in trial.output})
     stage = Stage("make", "block", (), passed, outputs=outputs)
-    return _layout(rehearsed, handed, [stage], {"make": entries}, {name: f"$make.{name}" for name in outputs}, why)
+    return _layout(trial, call, [stage], {"make": entries}, {name: f"$make.{name}" for name in outputs}, why)
 
 
-def _in_a_row(blocks: Any) -> bool:
+def _is_sequential(blocks: Any) -> bool:
     from diffusers.modular_pipelines import SequentialPipelineBlocks
 
     return type(blocks).__call__ is SequentialPipelineBlocks.__call__
 
 
-def _cut(rehearsed: Rehearsed, handed: Handed) -> Layout | str:
-    """Several stages, or what speaks against them. An input whose values lead two ways is left out."""
-    watched = _watch(rehearsed, handed.arguments)
-    groups = _grouped(watched, rehearsed.pipeline)
+def _split(trial: TrialPipeline, call: CallInputs) -> Layout | str:
+    """Several stages, or the reason against them. An input for which the stages differ from the whole call is left out."""
+    observed = _trace_blocks(trial, call.arguments)
+    groups = _group_blocks(observed, trial.pipeline)
     if len(groups) < 2:
-        return "its blocks hand on to each other what no graph holds, or enter components in one block alone"
-    made = {name: watched.get(name) for number in groups[-1] for name in watched.ran[number].writes}
-    stages, entered = _stages(watched.ran, groups, handed, outputs_in(made)), dict[str, dict[Entered, None]]()
+        return "its blocks pass each other values that a graph cannot hold, or only one block enters components"
+    made = {name: observed.get(name) for number in groups[-1] for name in observed.ran[number].writes}
+    stages, entered = _stages(observed.ran, groups, call, outputs_in(made)), dict[str, dict[EntryRecord, None]]()
     outputs = {name: f"${stages[-1].name}.{name}" for name in stages[-1].outputs}
-    first: dict[str, tuple[Entered, ...]] = {}
-    for changes in _trials(handed):
-        values = _values(handed) | changes
-        same, found = _tried(rehearsed, handed, stages, outputs, values)
+    first: dict[str, tuple[EntryRecord, ...]] = {}
+    for changes in _trials(call):
+        values = _values(call) | changes
+        same, found = _compare(trial, call, stages, outputs, values)
         if same and not changes.keys() - {"steps"}:
             first = first or found
         if same:
@@ -136,47 +146,47 @@ def _cut(rehearsed: Rehearsed, handed: Handed) -> Layout | str:
         elif not (blamed := changes.keys() - {"steps"}):
             return str(found)
         else:
-            handed = _without(handed, blamed)
-            stages = [replace(s, arguments={k: v for k, v in s.arguments.items() if not _names(v, blamed)}) for s in stages]
-    return _layout(rehearsed, handed, stages, first, outputs, "", entered)
+            call = _without(call, blamed)
+            stages = [replace(s, arguments={k: v for k, v in s.arguments.items() if not _refers_to(v, blamed)}) for s in stages]
+    return _layout(trial, call, stages, first, outputs, "", entered)
 
 
-def _watch(rehearsed: Rehearsed, arguments: Mapping[str, Any]) -> _Watched:
-    """The blocks of a call with ``arguments``, one after another. Raises ProbeError."""
+def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _TracedState:
+    """Runs the blocks of a call with ``arguments`` one after another, recording their reads and writes. Raises ProbeError."""
     generator = torch.Generator("cpu").manual_seed(0)
     given = {"num_inference_steps": few_steps(arguments.get("strength")), **arguments, GENERATOR: generator}
-    with rehearsed.explained(arguments), rehearsed.fingerprint.listening():
-        pipeline, heard = rehearsed.pipeline, rehearsed.fingerprint.heard
+    with trial.as_probe_errors(arguments), trial.fingerprint.running():
+        pipeline, entries = trial.pipeline, trial.fingerprint.entries
         if "padding_mask_crop" not in arguments:
             without_pictures(pipeline)
         state = begun(pipeline, given, {})
-        state.values = watched = _Watched(state.values)
+        state.values = observed = _TracedState(state.values)
         for name, block in pipeline._blocks.sub_blocks.items():
-            count, drawn, before = len(heard), generator.get_state(), _kept(pipeline)
-            watched.ran.append(ran := _Ran(name, {}, {}))
+            count, drawn, before = len(entries), generator.get_state(), _part_digests(pipeline)
+            observed.ran.append(ran := _BlockRun(name, {}, {}))
             _, state = block(pipeline, state)
-            ran.entered, ran.drew = tuple(heard[count:]), not torch.equal(drawn, generator.get_state())
-            ran.changed = frozenset(key for key, digest in _kept(pipeline).items() if digest != before[key])
-    return watched
+            ran.entered, ran.drew = tuple(entries[count:]), not torch.equal(drawn, generator.get_state())
+            ran.changed = frozenset(key for key, digest in _part_digests(pipeline).items() if digest != before[key])
+    return observed
 
 
-def _kept(pipeline: Any) -> dict[str, str]:
-    """Digests of what the pipeline's parts keep: a scheduler its steps."""
+def _part_digests(pipeline: Any) -> dict[str, str]:
+    """Digests of the state of the pipeline's parts (a scheduler's timesteps), by part name."""
     parts = {name: part for name, part in pipeline.components.items() if hasattr(part, "from_config")}
     parts = {name: part for name, part in parts.items() if not isinstance(part, torch.nn.Module)}
     return {name: digest_of({k: v for k, v in vars(part).items() if k != "_internal_dict"}) for name, part in parts.items()}
 
 
-def _grouped(watched: _Watched, pipeline: Any) -> list[list[int]]:
-    """Numbers of the blocks that make a stage each: blocks that were skipped are in none."""
-    ran, blocks = watched.ran, pipeline._blocks.sub_blocks
+def _group_blocks(observed: _TracedState, pipeline: Any) -> list[list[int]]:
+    """The block numbers of each stage. Blocks that were skipped in the dry run are in none."""
+    ran, blocks = observed.ran, pipeline._blocks.sub_blocks
     groups = [[number] for number, each in enumerate(ran) if each.entered or each.writes]
 
     def join(one: int, other: int) -> None:
         middle = [group for group in groups if group[-1] >= one and group[0] <= other]
         groups[:] = sorted([*(g for g in groups if g not in middle), sum(middle, [])])
 
-    for one, other in watched.odd:
+    for one, other in observed.unpassable:
         join(one, other)
     for one, each in enumerate(ran):
         for other in range(one + 1, len(ran)):
@@ -184,18 +194,18 @@ def _grouped(watched: _Watched, pipeline: Any) -> list[list[int]]:
             if each.changed & expected and any(other in group for group in groups):
                 join(one, other)
     while len(groups) > 1 and (idle := [g for g in groups if not any(ran[number].entered for number in g)]):
-        place = groups.index(idle[0])
-        near = groups[place + 1] if place + 1 < len(groups) else groups[place - 1]
-        join(min(idle[0][0], near[0]), max(idle[0][-1], near[-1]))
+        index = groups.index(idle[0])
+        neighbour = groups[index + 1] if index + 1 < len(groups) else groups[index - 1]
+        join(min(idle[0][0], neighbour[0]), max(idle[0][-1], neighbour[-1]))
     return groups
 
 
-def _stages(ran: Sequence[_Ran], groups: Sequence[Sequence[int]], handed: Handed, outputs: tuple[str, ...]) -> list[Stage]:
-    """A stage for each of ``groups``, called as the block that enters most; the last one makes ``outputs``."""
+def _stages(ran: Sequence[_BlockRun], groups: Sequence[Sequence[int]], call: CallInputs, outputs: tuple[str, ...]) -> list[Stage]:
+    """A stage for each of ``groups``, named after its block with the most component entries. The last stage makes ``outputs``."""
     names: dict[int, str] = {}
     for group in groups:
         name = max((ran[number] for number in group), key=lambda each: len(each.entered)).name.replace(".", "_")
-        names |= dict.fromkeys(group, f"{name}_block" if name in handed.inputs else name)
+        names |= dict.fromkeys(group, f"{name}_block" if name in call.inputs else name)
     stages: list[Stage] = []
     drew: str | None = None
     for group in groups:
@@ -203,12 +213,12 @@ def _stages(ran: Sequence[_Ran], groups: Sequence[Sequence[int]], handed: Handed
         for name, writer in ((n, w) for number in group for n, w in ran[number].reads.items()):
             if name == GENERATOR and drew is not None:
                 arguments.setdefault(name, Reference("stage", drew, GENERATOR))
-            elif name == GENERATOR and "seed" in handed.passed:
-                arguments.setdefault("seed", handed.passed["seed"])
+            elif name == GENERATOR and "seed" in call.passed:
+                arguments.setdefault("seed", call.passed["seed"])
             elif writer is not None and writer not in group:
                 arguments.setdefault(name, Reference("stage", names[writer], name))
-            elif writer is None and name in handed.passed:
-                arguments.setdefault(name, handed.passed[name])
+            elif writer is None and name in call.passed:
+                arguments.setdefault(name, call.passed[name])
         stages.append(Stage(names[group[0]], "block", (), arguments))
         drew = names[group[0]] if any(ran[number].drew for number in group) else drew
     read = [r for stage in stages for r in stage.references]
@@ -216,71 +226,73 @@ def _stages(ran: Sequence[_Ran], groups: Sequence[Sequence[int]], handed: Handed
     return [replace(s, outputs=tuple(dict.fromkeys(r.output for r in read if r.name == s.name and r.output))) for s in stages]
 
 
-def _values(handed: Handed) -> dict[str, Any]:
-    """The value of each input: its default, a text for a prompt, a picture as the call goes through with."""
+def _values(call: CallInputs) -> dict[str, Any]:
+    """The value of each input in a trial: its default, the planning text for a prompt, the media of ``call.arguments``."""
     found: dict[str, Any] = {}
-    for name, entry in handed.inputs.items():
-        parameter = handed.parameters.get(name, name)
-        found[name] = PLANNING_TEXT if parameter == "prompt" else entry.get("default", handed.arguments.get(parameter))
+    for name, entry in call.inputs.items():
+        parameter = call.parameters.get(name, name)
+        found[name] = PLANNING_TEXT if parameter == "prompt" else entry.get("default", call.arguments.get(parameter))
     return found
 
 
-def _trials(handed: Handed) -> Iterator[dict[str, Any]]:
-    """Inputs to be tried in place of the defaults."""
-    few = few_steps(handed.arguments.get("strength"))
-    steps = {name: few for name, parameter in handed.parameters.items() if parameter == "num_inference_steps"}
+def _trials(call: CallInputs) -> Iterator[dict[str, Any]]:
+    """Inputs to try in place of the defaults, one trial each: the defaults, a batch of two, a negative prompt."""
+    few = few_steps(call.arguments.get("strength"))
+    steps = {name: few for name, parameter in call.parameters.items() if parameter == "num_inference_steps"}
     yield {}
     for name, value in (("batch", 2), ("negative_prompt", "blurry")):
-        if name in handed.inputs:
+        if name in call.inputs:
             yield {name: value, **steps}
 
 
-def _tried(
-    rehearsed: Rehearsed, handed: Handed, stages: Sequence[Stage], outputs: Mapping[str, str], values: Mapping[str, Any]
+def _compare(
+    trial: TrialPipeline, call: CallInputs, stages: Sequence[Stage], outputs: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[bool, Any]:
-    """Whether ``stages`` enter what the uncut call enters for ``values``, with the same numbers; what they enter, or why not."""
-    everything = tuple(rehearsed.meta_modules)
+    """(True, entries by stage) where ``stages`` enter the same components with the same values as the whole call does for
+    ``values``; else (False, the reason)."""
+    everything = tuple(trial.meta_modules)
     referred = {name: Reference("stage", text[1:].partition(".")[0], name) for name, text in outputs.items()}
-    graph = replace(rehearsed.graph, stages=tuple(replace(s, uses=everything) for s in stages), outputs=referred)
-    given = {handed.parameters.get(name, name): value for name, value in values.items() if value is not None}
+    graph = replace(trial.graph, stages=tuple(replace(s, uses=everything) for s in stages), outputs=referred)
+    given = {call.parameters.get(name, name): value for name, value in values.items() if value is not None}
     seed = given.pop(GENERATOR, 0)
     try:
-        whole = rehearsed.whole({**handed.arguments, **given}, seed)
-        found = rehearsed.staged(graph, values)
-    except (GraphrunError, *OWN) as error:
-        return False, f"cut at its blocks its own code fails: {first_words(error)}"
+        whole = trial.run_whole({**call.arguments, **given}, seed)
+        found = trial.run_staged(graph, values)
+    except (GraphrunError, *PIPELINE_ERRORS) as error:
+        return False, f"split at its blocks, its own code fails: {error_line(error)}"
     if tuple(each for entries in found.values() for each in entries) != whole:
-        return False, "cut at its blocks it enters its components with other numbers"
+        return False, "split at its blocks, it enters its components with other values"
     return True, found
 
 
-def _without(handed: Handed, names: set[str]) -> Handed:
-    return replace(handed, inputs={name: entry for name, entry in handed.inputs.items() if name not in names})
+def _without(call: CallInputs, names: set[str]) -> CallInputs:
+    return replace(call, inputs={name: entry for name, entry in call.inputs.items() if name not in names})
 
 
-def _names(value: Any, inputs: set[str]) -> bool:
+def _refers_to(value: Any, inputs: set[str]) -> bool:
     return isinstance(value, Reference) and value.kind == "input" and value.name in inputs
 
 
 def _layout(
-    rehearsed: Rehearsed,
-    handed: Handed,
+    trial: TrialPipeline,
+    call: CallInputs,
     stages: Sequence[Stage],
-    first: Mapping[str, tuple[Entered, ...]],
+    first: Mapping[str, tuple[EntryRecord, ...]],
     outputs: Mapping[str, str],
     why: str,
-    entered: Mapping[str, Mapping[Entered, None]] | None = None,
+    entered: Mapping[str, Mapping[EntryRecord, None]] | None = None,
 ) -> Layout:
-    """``stages`` with what they use: what they enter in any trial, and what nothing enters where a block expects it."""
+    """``stages`` with the components they use: those entered in any trial. A component that no stage enters goes to the first stage
+    with a block that expects it, else to the last stage."""
     entered = entered or {name: dict.fromkeys(entries) for name, entries in first.items()}
     uses = {stage.name: list(dict.fromkeys(each.component for each in entered[stage.name])) for stage in stages}
-    unused = tuple(name for name in rehearsed.meta_modules if not any(name in names for names in uses.values()))
-    blocks = rehearsed.pipeline._blocks.sub_blocks
+    unused = tuple(name for name in trial.meta_modules if not any(name in names for names in uses.values()))
+    blocks = trial.pipeline._blocks.sub_blocks
     for name in unused:
         asks = [s.name for s in stages for b in s.arguments.get("blocks", ()) if name in blocks[b].component_names]
         uses[asks[0] if asks else stages[-1].name].append(name)
-    made = (replace(s, uses=tuple(uses[s.name]), options=options_of(rehearsed, s, tuple(uses[s.name]))) for s in stages)
+    made = (replace(s, uses=tuple(uses[s.name]), options=options_of(trial, s, tuple(uses[s.name]))) for s in stages)
     read = {r.name for stage in stages for r in stage.references if r.kind == "input"}
-    measures = {str(size)[1:] for name in read for size in handed.inputs[name].values() if str(size).startswith("$")}
-    inputs = {name: entry for name, entry in handed.inputs.items() if name in read | measures}
+    measures = {str(size)[1:] for name in read for size in call.inputs[name].values() if str(size).startswith("$")}
+    inputs = {name: entry for name, entry in call.inputs.items() if name in read | measures}
     return Layout(inputs, tuple(made), outputs, first, unused, why)

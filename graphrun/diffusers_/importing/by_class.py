@@ -1,6 +1,6 @@
-"""Recipes of a pipeline's class with configurations: nothing is there but sizes, and weights are random.
+"""Pipeline specs from a pipeline's class and configuration files: there are sizes only, and weights are random.
 
-Decides which class each argument of the constructor has: the one asked for, the one its configuration names, or its annotation.
+The class of each constructor argument is the one that the user names, else the one in its configuration, else its annotation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.diffusers_.importing.modular import made_by_itself, needed_by, pipeline_of
+from graphrun.diffusers_.importing.modular import default_member, needed_by, pipeline_of
 from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec, dtype_of, is_module, plain_settings, slug
 from graphrun.diffusers_.importing.standin import MARKS
 from graphrun.errors import GraphError, InputError
@@ -24,16 +24,17 @@ from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
 from graphrun.ops.modular import is_modular_class
 
-# Of CLIP's tokenizers; others get `MARKS`.
+# Maximum length of CLIP's tokenizers; others get that of `MARKS`.
 CLIP_LENGTH = 77
 USUAL_SCHEDULER = "EulerDiscreteScheduler"
 
 
 def of_class(class_path: str, configs: Mapping[str, str], without: Collection[str] = (), workflow: str = "") -> PipelineSpec:
-    """The recipe of the pipeline class ``class_path``; ``configs``: argument of its constructor -> ``FILE``, ``CLASS:FILE`` or a
-    folder (a tokenizer's), or a plain value. Of a modular pipeline only what ``workflow`` uses has to be given.
+    """The spec of the pipeline class ``class_path``.
 
-    Raises InputError for a class that is none, an unknown argument, and for components whose configuration is not given.
+    ``configs``: argument of its constructor -> ``FILE``, ``CLASS:FILE``, a folder (for a tokenizer), or a plain value. A modular
+    pipeline needs only what ``workflow`` uses. Raises InputError where the class is not a pipeline, for an unknown argument, and
+    for components without a configuration.
     """
     kind = resolve_class(class_path)
     if is_modular_class(kind):
@@ -56,10 +57,10 @@ def of_class(class_path: str, configs: Mapping[str, str], without: Collection[st
         if text is not None and not classes and not Path(text.rpartition(":")[2]).exists():
             plain[name] = _value(text)
         elif text is not None:
-            members.append(_given(name, text, classes, class_path))
+            members.append(_described_member(name, text, classes, class_path))
         elif (optional := _optional(kind, name, parameter)) or not classes:
             absent += [name] if optional or not classes else []
-        elif (made := _unsaid(name, classes)) is not None:
+        elif (made := _default_member(name, classes)) is not None:
             members.append(made)
         else:
             missing.append(f"--config {name}=FILE ({classes[0].__name__})")
@@ -78,7 +79,7 @@ def of_class(class_path: str, configs: Mapping[str, str], without: Collection[st
 def _of_blocks(
     class_path: str, kind: type[Any], configs: Mapping[str, str], without: Collection[str], workflow: str
 ) -> PipelineSpec:
-    """The recipe of a modular pipeline's class: components as its blocks expect them."""
+    """The spec of a modular pipeline's class, with the components that its blocks expect."""
     pipeline = pipeline_of(kind)
     specs, plain = pipeline._component_specs, pipeline._config_specs
     if unknown := sorted({*configs, *without} - {*specs, *plain}):
@@ -89,10 +90,10 @@ def _of_blocks(
         if name in without:
             continue
         if name in configs:
-            members.append(_given(name, configs[name], classes, class_path))
+            members.append(_described_member(name, configs[name], classes, class_path))
         elif getattr(pipeline, name) is not None:
-            members += made_by_itself(pipeline, name)
-        elif name in needed and (made := _unsaid(name, classes) if classes else None) is not None:
+            members += default_member(pipeline, name)
+        elif name in needed and (made := _default_member(name, classes) if classes else None) is not None:
             members.append(made)
         elif name in needed:
             missing.append(f"--config {name}=FILE ({classes[0].__name__})" if classes else f"--config {name}=CLASS:FILE")
@@ -115,7 +116,7 @@ def _hints(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _classes(hint: Any) -> Iterator[type[Any]]:
-    """The classes that an annotation names, but for plain ones; of a list of schedulers its members."""
+    """The classes of allowed libraries in an annotation; for an enumeration of schedulers, its members."""
     if isinstance(hint, enum.EnumMeta):
         for member in sorted(hint.__members__, key=lambda name: name != USUAL_SCHEDULER):
             yield resolve_class(f"diffusers.{member}")
@@ -127,7 +128,7 @@ def _classes(hint: Any) -> Iterator[type[Any]]:
 
 
 def _path_of(kind: type[Any]) -> str:
-    """The short class path of ``kind``, where its library exports it."""
+    """The class path of ``kind``: the short one where its library exports it."""
     library = kind.__module__.split(".")[0]
     short = f"{library}.{kind.__name__}"
     try:
@@ -136,8 +137,8 @@ def _path_of(kind: type[Any]) -> str:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> MemberSpec:
-    """The thing that ``--config NAME=TEXT`` describes."""
+def _described_member(name: str, text: str, classes: list[type[Any]], origin: str) -> MemberSpec:
+    """The component or part that ``--config NAME=TEXT`` describes. Raises InputError."""
     asked, colon, file = text.rpartition(":")
     path = Path(file).expanduser()
     where = f"--config {name}"
@@ -148,23 +149,24 @@ def _given(name: str, text: str, classes: list[type[Any]], origin: str) -> Membe
         if not path.is_file():
             raise InputError(f"{where}: there is no file {path}")
     config = dict(read_json(config_file)) if config_file is not None else None
-    class_path = asked if colon else _said(config or {}, classes)
+    class_path = asked if colon else _class_named(config or {}, classes)
     if not class_path:
         named = ", ".join(_path_of(kind) for kind in classes) or "a class"
         raise InputError(f"{where}: which class is it? write --config {name}=CLASS:{file} with {named}")
     if is_module(class_path, (), where):
         if config is None:
             raise InputError(f"{where}: {path} has no config.json")
-        dtype, why = dtype_of(config, ())
-        return MemberSpec(name, class_path, config, dtype=dtype or "unknown", why=why)
+        dtype, reason = dtype_of(config, ())
+        return MemberSpec(name, class_path, config, dtype=dtype or "unknown", dtype_reason=reason)
     if path.is_dir() and config is None:
         return MemberSpec(name, class_path, None, source=str(path.resolve()))
     made = MemberSpec(name, class_path, config)
     return replace(made, stand_in=True) if _is_tokenizer(resolve_class(class_path)) else made
 
 
-def _said(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
-    """The class that a configuration names itself (diffusers), that the pipeline takes, or that it was saved from."""
+def _class_named(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
+    """The class path that a configuration names (diffusers), that the pipeline's annotation names, or that it was saved from
+    (transformers' ``architectures``); empty where none does."""
     own = config.get("_class_name")
     if isinstance(own, str):
         return f"diffusers.{own}"
@@ -176,8 +178,8 @@ def _said(config: Mapping[str, Any], classes: list[type[Any]]) -> str:
     return f"transformers.{saved[0]}" if isinstance(saved[0], str) else ""
 
 
-def _unsaid(name: str, classes: list[type[Any]]) -> MemberSpec | None:
-    """A tokenizer's stand-in, or a scheduler or processor with its defaults; None for a component, whose sizes nobody said."""
+def _default_member(name: str, classes: list[type[Any]]) -> MemberSpec | None:
+    """A stand-in for a tokenizer, or a scheduler or processor with its defaults; None for a component, whose sizes are unknown."""
     kind = classes[0]
     path = _path_of(kind)
     if is_module(path, (), name):
@@ -196,7 +198,7 @@ def _is_tokenizer(kind: type[Any]) -> bool:
 
 
 def _value(text: str) -> Any:
-    """A plain constructor argument as it is written in YAML."""
+    """A plain constructor argument, parsed as YAML. Raises InputError."""
     import yaml
 
     try:

@@ -1,11 +1,11 @@
-"""A dry run in which components answer with numbers that depend on what they were handed, so that two runs can be told apart.
+"""Fingerprint runs: dry runs that show whether a pipeline split into stages computes the same as one call.
 
-Decides whether two ways through a pipeline are the same: each entry into a component is noted with a digest of everything that it
-was handed, and answered with random numbers seeded by that digest. Where one way hands over another tensor than the other, in
-another order, or one entry more, every digest behind it differs. No weights; a component's own code runs once, on meta, for shapes.
+Each entry into a component is recorded with a digest of all its arguments, and returns random numbers seeded by that digest. If one
+run passes another tensor than the other, in another order, or enters a component once more, every later digest differs. No weights
+are used; a component's own code runs once per signature, on meta, for the output shapes.
 
-    uncut   text_encoder 3f1a   transformer 90c2   transformer 7be0   vae.decode 12dd
-    cut     text_encoder 3f1a | transformer 90c2   transformer 7be0 | vae.decode 12dd     the same pipeline
+    one call    text_encoder 3f1a   transformer 90c2   transformer 7be0   vae.decode 12dd
+    stages      text_encoder 3f1a | transformer 90c2   transformer 7be0 | vae.decode 12dd     equal: the same pipeline
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graphrun import sim
-from graphrun.diffusers_.call import described
+from graphrun.diffusers_.call import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import GraphrunError, InputError
 from graphrun.modules.trees import walk
@@ -31,8 +31,8 @@ from graphrun.sim.tensor import SimTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """One entry into a component, and a digest of what it was handed."""
+class EntryRecord:
+    """One entry into a component, with a digest of its arguments."""
 
     component: str
     entry: str
@@ -43,53 +43,52 @@ class Entered:
 
 
 class FingerprintRun(Prober):
-    """A prober that answers with numbers made of what it is handed; ``heard`` has the entries of the run that it was in last.
+    """A prober that returns random numbers seeded by the arguments' digest. ``entries`` are those of the last run.
 
-    ``seen``: the values of local variables of the function ``watched`` when a component was entered last.
+    ``call_locals``: the numbers among the local variables of the function ``observed`` at the last entry into a component.
     """
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], watched: Callable[..., Any]) -> None:
+    def __init__(self, meta_modules: Mapping[str, nn.Module], observed: Callable[..., Any]) -> None:
         super().__init__(meta_modules)
-        self.heard: list[Entered] = []
-        self.seen: dict[str, Any] = {}
-        self._code = inspect.unwrap(watched).__code__
+        self.entries: list[EntryRecord] = []
+        self.call_locals: dict[str, Any] = {}
+        self._code = inspect.unwrap(observed).__code__
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """A context in which components echo, on an unlimited simulated accelerator; global random numbers go on as before."""
-        self.heard, self.seen = [], {}
+    def running(self) -> Iterator[None]:
+        """Context of one fingerprint run, on an unlimited simulated accelerator. Restores the global random state on exit."""
+        self.entries, self.call_locals = [], {}
         self.recording.items.clear()
         with torch.random.fork_rng(devices=[]), torch.no_grad(), sim.Machine() as machine, self.interceptor:
             machine.hollow_bytes = HOLLOW_BYTES
             yield
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The entry is noted, and answered in the shape of what it returns. Raises ProbeError where it cannot be traced."""
-        self._look()
+        """Records the entry, and returns random tensors in the shapes of its outputs. Raises ProbeError if it cannot be traced."""
+        self._capture_locals()
         try:
             _, made = self.trace(component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:
-            raise ProbeError(
-                f"{component}.{entry}({described(args, kwargs)}) cannot be traced without weights: {type(error).__name__}: {error}"
-            ) from error
+            what = f"{component}.{entry}({describe_arguments(args, kwargs)})"
+            raise ProbeError(f"{what} cannot be traced without weights: {type(error).__name__}: {error}") from error
         digest = digest_of((component, entry, args, kwargs))
-        self.heard.append(Entered(component, entry, digest))
+        self.entries.append(EntryRecord(component, entry, digest))
         generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
-        return walk(made.template, lambda t: _numbers(t, generator).to(sim.device) if t.is_meta else t)
+        return walk(made.template, lambda t: _random_like(t, generator).to(sim.device) if t.is_meta else t)
 
-    def _look(self) -> None:
+    def _capture_locals(self) -> None:
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             if frame.f_code is self._code:
-                self.seen = {name: value for name, value in frame.f_locals.items() if isinstance(value, (int, float))}
+                self.call_locals = {name: value for name, value in frame.f_locals.items() if isinstance(value, (int, float))}
                 return
 
 
-def _numbers(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Numbers near 1 in the shape of ``like``; zeros where they are indices or flags, or too many to be looked at."""
+def _random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Normal random numbers in the shape and dtype of ``like``; zeros for integer dtypes and above `HOLLOW_BYTES`."""
     nbytes = like.numel() * like.element_size()
     if not like.is_floating_point() or nbytes > HOLLOW_BYTES:
         return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
@@ -97,7 +96,7 @@ def _numbers(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def digest_of(value: Any) -> str:
-    """16 hexadecimal digits over every tensor's dtype, shape and numbers and every plain value in ``value``."""
+    """A digest (16 hexadecimal digits) of every tensor's dtype, shape and values, and of every plain value in ``value``."""
     found = hashlib.sha256()
     _digest(value, found.update)
     return found.hexdigest()[:16]
@@ -120,15 +119,15 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
             _digest(item, update)
     elif isinstance(value, (str, bool, int, float, type(None))):
         update(repr(value).encode())
-    elif not isinstance(value, torch.Generator):  # handed to `vae.decode` by some calls, and not drawn from there
+    elif not isinstance(value, torch.Generator):  # some pipelines pass one to `vae.decode`, which does not draw from it
         update(type(value).__name__.encode())
     else:
         update(repr(None).encode())
 
 
 @contextmanager
-def explained(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[None]:
-    """Whatever the pipeline's own code raises becomes a ProbeError that says after which entry."""
+def as_probe_errors(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[None]:
+    """Turns whatever the pipeline's own code raises into a ProbeError that names the entry before it. InputError passes."""
     try:
         yield
     except ProbeError as error:
@@ -136,8 +135,8 @@ def explained(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[N
     except InputError:
         raise
     except Exception as error:
-        heard = [str(entered) for entered in fingerprint.heard]
-        after = f"after {heard[-1]} was entered" if heard else "before any component was entered"
+        entries = [str(entered) for entered in fingerprint.entries]
+        after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
         text = " ".join(str(error).split())[:400]
         said = f"in the pipeline's own code: {type(error).__name__}: {text}"
         raise ProbeError(f"the dry run of {what} failed {after}, {said}. {advice}") from error

@@ -1,6 +1,6 @@
-"""Recipes from folders in the layout of diffusers, and from repositories on the hub, of which only small files are fetched.
+"""Pipeline specs from folders in diffusers' layout and from hub repositories.
 
-Decides which files count. No weights are fetched; of those that lie in a folder, headers are read, for their dtypes.
+From the hub only small files are fetched, never weights. Of weights in a local folder the headers are read, for their dtypes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import diffusers
 
-from graphrun.diffusers_.importing.modular import made_by_itself, own_code, pipeline_of
+from graphrun.diffusers_.importing.modular import default_member, own_code, pipeline_of
 from graphrun.diffusers_.importing.spec import (
     MemberSpec,
     PipelineSpec,
@@ -32,14 +32,15 @@ from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
 MODULAR_INDEX, OWN_BLOCKS = "modular_model_index.json", "modular_config.json"
-# Configurations, tokenizers, processors, schedulers; never weights, nor what other frameworks are run from.
+# Files to fetch: configurations, tokenizers, processors, schedulers. `LARGE`: weights and exports for other frameworks, never
+# fetched.
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 LARGE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*onnx*", "*.msgpack", "*.h5", "*openvino*", "*.pb")
 CONFIGS = ("config.json", "scheduler_config.json")
 
 
 def of_folder(folder: Path, without: Collection[str] = (), origin: str = "") -> PipelineSpec:
-    """The recipe of the pipeline saved in ``folder``. Raises InputError where it is none, or needs code of its own."""
+    """The spec of the pipeline saved in ``folder``. Raises InputError where there is none, or where it needs code of its own."""
     origin = origin or str(folder)
     if folder.is_file():
         raise InputError(existing_kind(folder))
@@ -47,10 +48,10 @@ def of_folder(folder: Path, without: Collection[str] = (), origin: str = "") -> 
 
 
 def of_hub(repository: str, revision: str | None = None, without: Collection[str] = ()) -> PipelineSpec:
-    """The recipe of the pipeline in the hub's ``repository``: fetched without a byte of weights, or from the cache.
+    """The spec of the pipeline in the hub's ``repository``. Its small files are fetched, or taken from the hub's cache.
 
-    A ``revision`` is pinned: the recipe has the commit that it is now, as its configurations are of that one.
-    Raises InputError where the hub cannot be reached and the files are not in the cache, or there is no such repository.
+    A ``revision`` (branch, tag or commit) is pinned: the spec names the commit that it is now, since the configurations are of that
+    commit. Raises InputError where there is no such repository, or where it cannot be reached and is not in the cache.
     """
     folder = _fetched(repository, revision, SMALL)
     if revision is None:
@@ -61,7 +62,7 @@ def of_hub(repository: str, revision: str | None = None, without: Collection[str
 
 
 def _fetched(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder in the hub's cache with the files of ``repository`` that ``patterns`` name, and no weights."""
+    """The folder in the hub's cache with those files of ``repository`` that match ``patterns``, no weights. Raises InputError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -102,7 +103,7 @@ def _read(folder: Path, source: str, revision: str | None, without: Collection[s
         source=source,
         members=tuple(members),
         settings=plain_settings(kind, plain, absent),
-        place=str(folder.resolve()),
+        folder=str(folder.resolve()),
         revision=revision,
     )
 
@@ -113,7 +114,7 @@ def _refuse_unknown(without: Collection[str], parts: Collection[str], origin: st
 
 
 def _of_blocks(folder: Path, source: str, revision: str | None, without: Collection[str], origin: str) -> PipelineSpec:
-    """The recipe of a modular pipeline, of which each component may lie elsewhere."""
+    """The spec of a modular pipeline, whose components may each be in another folder or repository."""
     index = read_json(folder / MODULAR_INDEX)
     kind, path = _pipeline(index.get("_class_name"), origin)
     if not is_modular_class(kind):
@@ -129,13 +130,13 @@ def _of_blocks(folder: Path, source: str, revision: str | None, without: Collect
     for name in (name for name in pipeline._component_specs if name not in without):
         entry = index.get(name)
         if not isinstance(entry, list) or len(entry) != 3:
-            members += made_by_itself(pipeline, name)
+            members += default_member(pipeline, name)
         elif isinstance(said := entry[2], dict) and said.get("pretrained_model_name_or_path"):
             at = str(said.get("subfolder") or "")
             here = bool(at) and (folder / at).is_dir()
-            place, found = (folder, source) if here else _elsewhere(said, at, f"{origin}/{name}")
+            location, found = (folder, source) if here else _elsewhere(said, at, f"{origin}/{name}")
             member = _member(
-                place, at, [str(text) for text in (entry[:2] if entry[0] else said.get("type_hint", entry))[:2]], kind, origin
+                location, at, [str(text) for text in (entry[:2] if entry[0] else said.get("type_hint", entry))[:2]], kind, origin
             )
             members.append(replace(member, name=name, source=None if here and at == name else f"{found}/{at}".rstrip("/")))
     plain = {name: index[name] for name, spec in pipeline._config_specs.items() if name in index and index[name] != spec.default}
@@ -146,20 +147,20 @@ def _of_blocks(folder: Path, source: str, revision: str | None, without: Collect
         source=source,
         members=tuple(members),
         settings=plain | ({BLOCKS: own} if own else {}),
-        place=str(folder.resolve()),
+        folder=str(folder.resolve()),
         revision=revision,
     )
 
 
 def _elsewhere(said: Mapping[str, Any], subfolder: str, origin: str) -> tuple[Path, str]:
-    """The folder with a component's small files, where it is another one than its pipeline's, and the source that it is."""
-    place, revision = str(said["pretrained_model_name_or_path"]), said.get("revision")
-    if (folder := Path(place).expanduser()).is_dir():
+    """(folder with the small files, source) of a component that is not in its pipeline's folder. Raises InputError."""
+    location, revision = str(said["pretrained_model_name_or_path"]), said.get("revision")
+    if (folder := Path(location).expanduser()).is_dir():
         return folder, str(folder.resolve())
-    if place.startswith((".", "/", "~")) or place.count("/") != 1:
-        raise InputError(f"{origin} lies in {place}, and there is no such folder: move it to {subfolder}/ beside {MODULAR_INDEX}")
+    if location.startswith((".", "/", "~")) or location.count("/") != 1:
+        raise InputError(f"{origin}: there is no folder {location}: move the component to {subfolder}/ beside {MODULAR_INDEX}")
     files = tuple(f"{subfolder}/{kind}" for kind in SMALL) if subfolder else SMALL
-    return _fetched(place, revision, files), f"{place}@{revision.replace('/', '%2F')}" if revision else place
+    return _fetched(location, revision, files), f"{location}@{revision.replace('/', '%2F')}" if revision else location
 
 
 def _index(folder: Path, origin: str) -> Mapping[str, Any]:
@@ -193,7 +194,7 @@ def _names(entry: list[Any]) -> bool:
 
 
 def _several(folder: Path, name: str, entry: list[str], kind: type[Any], origin: str) -> list[MemberSpec]:
-    """The components in the folders NAME, NAME_1, ... of one that is a list of others, such as several ControlNets."""
+    """The components in the folders NAME, NAME_1, ... of a member that is a list, such as several ControlNets; else empty."""
     path = class_in(entry[0], entry[1], kind, f"{origin}/{name}")
     whole: Any = resolve_class(path, ())
     configured = hasattr(whole, "load_config") or getattr(whole, "config_class", None) is not None
@@ -221,5 +222,5 @@ def _member(folder: Path, name: str, entry: list[str], kind: type[Any], origin: 
     if config is None:
         raise InputError(f"{where} has no config.json: without it {entry[1]} has no sizes")
     stored = stored_tensors(own, where) if has_weights(own) else ()
-    dtype, why = dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in stored])
-    return MemberSpec(name, path, config, dtype=dtype or "unknown", why=why)
+    dtype, reason = dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in stored])
+    return MemberSpec(name, path, config, dtype=dtype or "unknown", dtype_reason=reason)

@@ -1,6 +1,6 @@
-"""Recipes of pipelines that are in memory: the classes, configurations and dtypes of their own modules, wherever their weights are.
+"""Pipeline specs of live pipelines: the classes, configurations and dtypes of their modules. Reads no weights.
 
-Decides where the weights and tokenizers can be found again by a graph file. Reads no weights.
+Also decides from where a graph file can load the weights and tokenizers again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from graphrun.ops.modular import is_modular_class
 
 
 def of_pipeline(pipe: Any) -> PipelineSpec:
-    """The recipe of ``pipe``. Its weights count as those of the folder or repository it was loaded from, where it was.
+    """The spec of ``pipe``. The source is the folder or repository that it was loaded from, if there is one.
 
-    Raises InputError for what a graph cannot hold: a module without a configuration, pipelines inside it, lists of modules.
+    Raises InputError for what a graph file cannot express: a module without a configuration, a pipeline inside it, a list of
+    modules, a class that cannot be imported by name, modular blocks that were changed by code.
     """
     kind = own_class(pipe)
     origin = f"from_pipeline({kind.__name__})"
@@ -59,27 +60,27 @@ def of_pipeline(pipe: Any) -> PipelineSpec:
         source=source,
         members=tuple(members),
         settings=plain_settings(kind, given | lists, absent),
-        place=source if here else None,
+        folder=source if here else None,
         trust=tuple(dict.fromkeys(trust)),
     )
 
 
 def _components(pipe: Any) -> dict[str, Any]:
-    """What ``pipe`` calls its components, and those that its constructor can do without (LongCat's scheduler)."""
+    """The members of ``pipe``, and parts that its constructor creates when they are left out (LongCat's scheduler)."""
     named = {name: getattr(pipe, name, None) for name, entry in pipe.config.items() if isinstance(entry, (list, tuple))}
     return dict(pipe.components) | {name: part for name, part in named.items() if pipe.config[name][1:] == (type(part).__name__,)}
 
 
 def of_blocks(pipe: Any, path: str, trust: tuple[str, ...], origin: str) -> PipelineSpec:
-    """The recipe of the modular pipeline ``pipe``, whose components come each from where it was loaded."""
-    settings, workflow, more = blocks_of(pipe._blocks, own_class(pipe), origin)
+    """The spec of the modular pipeline ``pipe``. Each component has the source that it was loaded from."""
+    settings, workflow, packages = blocks_of(pipe._blocks, own_class(pipe), origin)
     settings |= {name: plain(pipe.config[name]) for name, spec in fresh_configs(pipe).items() if pipe.config[name] != spec}
     members = list[MemberSpec]()
     for name, value in pipe.components.items():
         if value is not None:
             member, spec = _member(name, value, origin), pipe._component_specs[name]
             members.append(replace(member, source=loaded_from(spec) or member.source))
-            more = (*more, *path_of(type(value))[1])
+            packages = (*packages, *path_of(type(value))[1])
     return PipelineSpec(
         origin=origin,
         name=slug(own_class(pipe).__name__.removesuffix("ModularPipeline")),
@@ -87,7 +88,7 @@ def of_blocks(pipe: Any, path: str, trust: tuple[str, ...], origin: str) -> Pipe
         source=None,
         members=tuple(members),
         settings=settings,
-        trust=tuple(dict.fromkeys((*trust, *more))),
+        trust=tuple(dict.fromkeys((*trust, *packages))),
         workflow=workflow,
     )
 
@@ -106,17 +107,17 @@ def _member(name: str, value: Any, origin: str) -> MemberSpec:
         dtype = str(tensor.dtype).removeprefix("torch.")
         sizes[dtype] = sizes.get(dtype, 0) + nbytes
     dtype = max(sizes, key=lambda key: sizes[key], default="float32")
-    return MemberSpec(name, path, plain_config(config), dtype=dtype, why=OF_FILES, live=value)
+    return MemberSpec(name, path, plain_config(config), dtype=dtype, dtype_reason=OF_FILES, live=value)
 
 
 def _several(value: Any) -> list[nn.Module]:
-    """The modules of one that is a list of others and has no configuration of its own, such as several ControlNets."""
+    """The modules in a wrapper that has no configuration of its own, such as several ControlNets; empty for anything else."""
     listed = isinstance(value, nn.Module) and getattr(value, "config", None) is None
     inner = [child for child in value.children() if isinstance(child, nn.ModuleList)] if listed else []
     return list(inner[0]) if len(inner) == 1 else []
 
 
 def _found_again(value: Any) -> str | None:
-    """The folder that a tokenizer or processor was loaded from, if it is still there."""
+    """The folder that a tokenizer or processor was loaded from; None where it no longer exists."""
     loaded = getattr(value, "name_or_path", "")
     return str(Path(loaded).resolve()) if loaded and Path(loaded).is_dir() else None

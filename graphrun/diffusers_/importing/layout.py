@@ -1,6 +1,6 @@
-"""What a graph file says beside classes, and the parts of it that every way to stage a pipeline shares: inputs, options, outputs.
+"""Inputs, stage options and outputs of an imported graph, shared by all ways to split a pipeline into stages.
 
-Decides which inputs a call is handed. Must not know stages or YAML.
+Decides which inputs a call gets. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphrun.diffusers_.importing.fingerprint import Entered
-from graphrun.diffusers_.importing.signature import Wanted, further_inputs, media_kind
-from graphrun.diffusers_.importing.trial import Rehearsed
+from graphrun.diffusers_.importing.fingerprint import EntryRecord
+from graphrun.diffusers_.importing.signature import InputSpec, further_inputs, media_kind
+from graphrun.diffusers_.importing.trial import TrialPipeline
 from graphrun.graph.graph import Reference, Stage
 from graphrun.graph.ops import OPERATIONS
 from graphrun.ops.call import FIELDS
@@ -19,21 +19,27 @@ from graphrun.ops.call import FIELDS
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a graph file says beside classes: inputs (entries), stages, outputs. ``entered``: per stage what it enters, in order;
-    ``unused``: components that nothing enters; ``why``: what speaks against several stages, empty where there are."""
+    """The part of a graph file that is not classes and configurations.
+
+    ``inputs``: name -> entry. ``entered``: the component entries of each stage, in order. ``unused``: components that no stage
+    enters. ``why``: the reason why the pipeline is one stage; empty where there are several.
+    """
 
     inputs: Mapping[str, Mapping[str, Any]]
     stages: tuple[Stage, ...]
     outputs: Mapping[str, str]
-    entered: Mapping[str, tuple[Entered, ...]]
+    entered: Mapping[str, tuple[EntryRecord, ...]]
     unused: tuple[str, ...]
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """Of a call: its ``inputs`` (entries), and what it is ``passed``, by its own parameters (``seed`` for a generator). With
-    ``arguments`` it goes through. ``parameters``: input -> the parameter that it is handed to."""
+class CallInputs:
+    """Inputs and arguments of a pipeline call.
+
+    ``inputs``: name -> entry in the graph file. ``passed``: parameter -> reference to an input or literal, with ``seed`` in place
+    of ``generator``. ``arguments``: values with which the call runs. ``parameters``: input name -> parameter that it is passed as.
+    """
 
     inputs: Mapping[str, Mapping[str, Any]]
     passed: Mapping[str, Any]
@@ -41,54 +47,56 @@ class Handed:
     parameters: Mapping[str, str]
 
 
-def handed_in(rehearsed: Rehearsed, plain: Mapping[str, Wanted], arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> Handed:
-    """The inputs of a call with ``arguments``: the ``plain`` ones, and media of ``sizes``."""
-    more = {*arguments, *further_inputs(rehearsed.parameters, {})}
-    kept = {name: wanted for name, wanted in plain.items() if wanted.parameter in more or name in ("seed", "steps")}
+def call_inputs(
+    trial: TrialPipeline, plain: Mapping[str, InputSpec], arguments: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> CallInputs:
+    """The inputs of a call with ``arguments``: the ``plain`` ones, and media with the ``sizes`` given."""
+    more = {*arguments, *further_inputs(trial.parameters, {})}
+    kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in ("seed", "steps")}
     if "negative_prompt" in plain:
         kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
-    inputs: dict[str, Mapping[str, Any]] = {name: wanted.entry for name, wanted in plain.items() if name in kept}
-    inputs |= {name: _media_entry(name, inputs, sizes) for name in rehearsed.media}
+    inputs: dict[str, Mapping[str, Any]] = {name: input_spec.entry for name, input_spec in plain.items() if name in kept}
+    inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
     inputs = {name: kept[name].entry if name in kept else entry for name, entry in inputs.items()}
     passed: dict[str, Any] = {}
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name
         passed["seed" if parameter == "generator" else parameter] = Reference("input", name)
-    for name in (name for name in rehearsed.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
+    for name in (name for name in trial.media if isinstance(arguments[name], list) and media_kind(name) != "video"):
         own = [f"{name}_{number}" for number in range(len(arguments[name]))]  # one for each of several ControlNets
         inputs |= dict.fromkeys(own, inputs.pop(name))
         passed[name] = [Reference("input", each) for each in own]
-    passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in rehearsed.media}
-    parameters = {name: wanted.parameter for name, wanted in kept.items()}
-    return Handed(inputs, passed, arguments, parameters)
+    passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in trial.media}
+    parameters = {name: input_spec.parameter for name, input_spec in kept.items()}
+    return CallInputs(inputs, passed, arguments, parameters)
 
 
-def options_of(rehearsed: Rehearsed, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
-    """Other ways to run ``stage`` that its components have: tiles."""
-    able = any(hasattr(rehearsed.meta_modules[name], "enable_tiling") for name in uses)
+def options_of(trial: TrialPipeline, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
+    """Run options that ``stage`` can have: ``tiling`` where a component and the op support it."""
+    able = any(hasattr(trial.meta_modules[name], "enable_tiling") for name in uses)
     return ("tiling",) if able and "tiling" in OPERATIONS[stage.op].options else ()
 
 
 def _media_entry(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a picture or the like: its sizes are those of the call where it has any."""
+    """The entry of a media input. Its sizes refer to inputs of the call where there are such, and are numbers otherwise."""
     kind = media_kind(name) or "image"
-    wanted = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(kind, ("height", "width"))
-    return {"type": kind, **{size: f"${size}" if size in inputs else sizes[size] for size in wanted}}
+    names = {"audio": ("rate", "seconds"), "video": ("height", "width", "frames")}.get(kind, ("height", "width"))
+    return {"type": kind, **{size: f"${size}" if size in inputs else sizes[size] for size in names}}
 
 
 def outputs_in(made: Any) -> tuple[str, ...]:
-    """What a call returned, in the words of the op: image, video, audio, else its fields that hold tensors."""
+    """Names of a call's outputs as the op has them: image, video, audio; else its fields that hold tensors or arrays."""
     fields = dict(made) if isinstance(made, Mapping) else dict(vars(made)) if hasattr(made, "__dict__") else {}
     if usual := [ours for ours, names in FIELDS.items() if any(fields.get(name) is not None for name in names)]:
         return tuple(usual)
     return tuple(name for name, value in fields.items() if hasattr(value, "shape")) or ("image",)
 
 
-# What the pipeline's own code raises where it was not written for a part of its call.
-OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
+# What a pipeline's own code may raise when it is run in parts.
+PIPELINE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
 
 
-def first_words(error: Exception) -> str:
-    """The type of ``error``, and what it says in the room of a line."""
+def error_line(error: Exception) -> str:
+    """The type and message of ``error`` in one line; the message has at most 80 characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{': ' if text else ''}{text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,6 +1,6 @@
-"""Modular pipelines as recipes: which class their blocks are of, which way through them is meant, where components come from.
+"""Pipeline specs of modular pipelines: the class of their blocks, the workflow, and where each component comes from.
 
-Decides what a graph file can name: blocks of a class, made as that class makes them, or a workflow of it. Runs no block.
+A graph file can name blocks that are of a class with that class's own settings, or a workflow of such blocks. Runs no block.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from graphrun.modules.classes import resolve_class
 from graphrun.ops.modular import BLOCKS, is_modular_class, quietly
 
 WORKFLOW = "workflow"
-# What an instance of blocks has of its class, or of nobody.
+# Attributes of a block instance that are not settings of its own.
 NOT_OWN = frozenset({"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"})
 
 
 def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """(settings, workflow, packages) that say which ``blocks`` those of a pipeline of class ``kind`` are.
+    """(settings, workflow, packages to trust) that identify ``blocks`` in a graph file. ``kind`` is the pipeline's class.
 
-    Raises InputError for blocks that were put together by code, and for code that came with a checkpoint.
+    Raises InputError for blocks that were assembled or changed by code, and for code that came with a checkpoint.
     """
     if type(blocks).__module__.startswith("diffusers_modules"):
         raise InputError(f"{origin}: {own_code(type(blocks).__name__)}")
     usual = _default_blocks(kind)
     if usual is not None:
-        if _same(usual, blocks):
+        if _same_blocks(usual, blocks):
             return {}, "", ()
         for workflow in usual._workflow_map or {}:
-            if _same(usual.get_workflow(workflow), blocks):
+            if _same_blocks(usual.get_workflow(workflow), blocks):
                 return {}, workflow, ()
     if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
         path, trust = path_of(type(blocks))
-        made = _made(type(blocks))
-        if made is not None and _same(made, blocks):
+        made = _default_instance(type(blocks))
+        if made is not None and _same_blocks(made, blocks):
             return {BLOCKS: path}, "", trust
     raise InputError(
         f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by code, and a graph file names a "
@@ -48,7 +48,7 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
 
 
 def own_code(name: str) -> str:
-    """What to do with blocks called ``name`` that came with a checkpoint."""
+    """The error text for blocks called ``name`` that came with a checkpoint."""
     return (
         f"{name} is code that came with a checkpoint, and such code is never run by a graph: install it as a package, and make the "
         "pipeline of its class; or attach to it: graphrun.attach(pipe, vram=...)"
@@ -60,48 +60,48 @@ def _default_blocks(kind: type[Any]) -> Any:
     return resolve_class(f"diffusers.{name}", (), "", "blocks")() if name else None
 
 
-def _made(kind: type[Any]) -> Any:
+def _default_instance(kind: type[Any]) -> Any:
     try:
         return kind()
     except TypeError:
         return None
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two blocks do the same: of one class, with the same settings and the same blocks in them by the same names."""
+def _same_blocks(one: Any, other: Any) -> bool:
+    """Whether two blocks are of one class with equal settings and the same inner blocks under the same names."""
     if type(one) is not type(other) or list(one.sub_blocks) != list(other.sub_blocks):
         return False
-    mine, theirs = _own(one), _own(other)  # what only one has was set in use
+    mine, theirs = _own_settings(one), _own_settings(other)  # an attribute that only one has was set during use
     if any(mine[name] != theirs[name] for name in mine.keys() & theirs.keys()):
         return False
-    return all(_same(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
+    return all(_same_blocks(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
 
 
-def _own(block: Any) -> dict[str, Any]:
-    return {name: _told(value) for name, value in vars(block).items() if name not in NOT_OWN}
+def _own_settings(block: Any) -> dict[str, Any]:
+    return {name: _comparable(value) for name, value in vars(block).items() if name not in NOT_OWN}
 
 
-def _told(value: Any) -> Any:
-    """``value`` as it can be compared; of a parameter's declaration the name, since blocks change the rest of it."""
+def _comparable(value: Any) -> Any:
+    """``value`` in a comparable form. Of a parameter's declaration only the name counts, since blocks change its other fields."""
     if isinstance(value, (list, tuple)):
-        return [_told(item) for item in value]
+        return [_comparable(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _told(item) for key, item in value.items()}
+        return {key: _comparable(item) for key, item in value.items()}
     plain = value is None or isinstance(value, (bool, int, float, str))
     return value if plain else (type(value).__name__, getattr(value, "name", ""))
 
 
-def made_by_itself(pipeline: Any, name: str) -> list[MemberSpec]:
-    """The guider, processor or the like that the blocks of ``pipeline`` make for themselves under ``name``, where a file can show
-    it."""
+def default_member(pipeline: Any, name: str) -> list[MemberSpec]:
+    """The guider, processor or other part that the blocks of ``pipeline`` create themselves under ``name``: one member, or none
+    where it has no configuration for the graph file."""
     made = getattr(pipeline, name)
     return [MemberSpec(name, path_of(type(made))[0], plain_config(made.config))] if hasattr(made, "config") else []
 
 
 def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
-    """A modular pipeline of class ``kind`` without components, of blocks of the class path ``blocks`` in place of its own.
+    """A modular pipeline of class ``kind`` without components, with blocks of the class path ``blocks`` if given, else its own.
 
-    Raises InputError where the class alone does not say which blocks it is of.
+    Raises InputError where ``kind`` has no blocks of its own and ``blocks`` is None.
     """
     if blocks is None and _default_blocks(kind) is None:
         raise InputError(f"{kind.__name__} has no blocks of its own: name a class such as diffusers.FluxModularPipeline")
@@ -110,29 +110,29 @@ def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
 
 
 def needed_by(blocks: Any, workflow: str) -> set[str]:
-    """Names of the components that ``blocks`` use in ``workflow``, else in the first that they name."""
+    """Names of the components that ``blocks`` use in ``workflow``, else in their first workflow."""
     workflows = blocks._workflow_map or {}
-    way = workflow if workflow in workflows else next(iter(workflows), None)
-    return set((blocks.get_workflow(way) if way else blocks).component_names)
+    chosen = workflow if workflow in workflows else next(iter(workflows), None)
+    return set((blocks.get_workflow(chosen) if chosen else blocks).component_names)
 
 
 def fresh_configs(pipe: Any) -> dict[str, Any]:
-    """The plain settings that ``pipe``'s blocks ask for, as these have them by themselves."""
+    """Default values of the plain settings that the blocks of ``pipe`` declare."""
     return {spec.name: spec.default for spec in pipe._blocks.expected_configs}
 
 
 def loaded_from(spec: Any) -> str | None:
-    """The folder or hub path that a component of this specification is loaded from, None where it says none."""
-    place = spec.pretrained_model_name_or_path
-    if not place:
+    """The folder or hub path that a component with this specification is loaded from; None where it names none."""
+    path = spec.pretrained_model_name_or_path
+    if not path:
         return None
-    at = f"{place}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(place).is_dir() else str(place)
-    base = str(Path(place).resolve()) if Path(place).is_dir() else at
+    at = f"{path}@{spec.revision.replace('/', '%2F')}" if spec.revision and not Path(path).is_dir() else str(path)
+    base = str(Path(path).resolve()) if Path(path).is_dir() else at
     return f"{base}/{spec.subfolder}" if spec.subfolder else base
 
 
 def with_workflow(spec: PipelineSpec, sets: Mapping[str, Any]) -> tuple[PipelineSpec, Mapping[str, Any]]:
-    """``spec`` for the ``workflow`` among ``sets``, and the others of these. Raises InputError where it has none of that name."""
+    """(``spec`` with the ``workflow`` in ``sets``, ``sets`` without it). Raises InputError for an unknown workflow."""
     if WORKFLOW not in sets or not is_modular_class(spec.kind):
         return spec, sets
     own = spec.settings.get(BLOCKS)

@@ -1,7 +1,8 @@
-"""The inputs of a graph from the signature of a pipeline's call: which there are, their defaults, and what the code says of them.
+"""Inputs of an imported graph, from the signature of the pipeline's call and the checks in its code.
 
-Decides names, types, bounds. A default that the signature leaves to the code (``height=None``) is what the code made of it in a dry
-run; a size's divisor and a length's maximum are read from the checks in the class's source. Knows no stages.
+Decides names, types, defaults and bounds. A default that the signature leaves to the code (``height=None``) is the value that a
+local variable of that name had in a dry run. A size's divisor and a length's maximum are read from the checks in the class's
+source.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from graphrun.errors import InputError
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.modular import blocks_in, is_modular_class
 
-# Names of inputs for parameters of a call; others are called as they are.
+# Input name by parameter of a call. Other inputs have the parameter's own name.
 NAMES = {"num_inference_steps": "steps", "num_frames": "frames", "num_images_per_prompt": "batch", "num_videos_per_prompt": "batch"}
 PARAMETERS = {"num_waveforms_per_prompt": "batch"} | NAMES
 NAMED_SIZES = ("height", "width", "num_frames")
 BOUNDED = ("max_sequence_length",)
-# Sizes of pictures, videos and sound that a call is handed, whether it takes them as arguments too or not.
-# Parameters that take pictures, videos and sound, by what they are called.
+# Parameters that take pictures, videos and sound, by patterns for their names.
 MEDIA = {"mask": r"(^|_)masks?(_|$)", "video": r"(^|_)video(_|$)", "audio": r"(^|_)audio$", "image": r"(^|_)images?$"}
 NOT_MEDIA = re.compile(r"embeds|latents|attention|ip_adapter|per_prompt|_in_s$|_length|guidance|scale|processing|noise|fps")
-MEASURES = ("height", "width", "frames", "rate", "seconds")
+# Sizes of media inputs. They may be set whether or not the call has parameters of these names.
+MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """An input: the parameter that it is handed to (``generator`` for a seed), and its entry in the graph file."""
+class InputSpec:
+    """An input: its name, the parameter that it is passed as (``generator`` for a seed), and its entry in the graph file."""
 
     name: str
     parameter: str
@@ -40,13 +41,16 @@ class Wanted:
 
     @property
     def default(self) -> Any:
-        """The entry's default, None where a run has to give it."""
+        """The entry's default; None where a run has to set the input."""
         return self.entry.get("default")
 
 
 def call_parameters(pipeline: Any, workflow: str = "") -> Mapping[str, inspect.Parameter]:
-    """The parameters of ``pipeline``'s call; of a modular one the inputs of its blocks, of which it must have a prompt and media
-    that every way through them needs, and what ``workflow`` is about."""
+    """The parameters of ``pipeline``'s call by name.
+
+    Those of a modular pipeline are the inputs of its blocks. There, a parameter has no default if ``workflow`` is keyed by it, or
+    if it is a prompt or media that the blocks require.
+    """
     if not is_modular_class(type(pipeline)):
         return inspect.signature(type(pipeline).__call__).parameters
     about = (pipeline._blocks._workflow_map or {}).get(workflow, ())
@@ -60,18 +64,20 @@ def call_parameters(pipeline: Any, workflow: str = "") -> Mapping[str, inspect.P
 
 
 def media_kind(name: str) -> str | None:
-    """What is handed to a parameter called ``name``: image, mask, video or audio; None for anything else."""
+    """The kind of media that a parameter called ``name`` takes: image, mask, video or audio; None for anything else."""
     if NOT_MEDIA.search(name):
         return None
     return next((kind for kind, pattern in MEDIA.items() if re.search(pattern, name)), None)
 
 
-def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, Wanted]:
-    """The plain inputs of ``pipeline``'s call by name: texts, sizes, counts, scales. ``seen``: what its code made of sizes that the
-    signature leaves open; without one an input is left out."""
+def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dict[str, InputSpec]:
+    """The plain inputs of ``pipeline``'s call by name: texts, sizes, counts, scales.
+
+    ``seen``: the values that the call's code used in a dry run for sizes without a default. A size without either is left out.
+    """
     parameters = call_parameters(pipeline)
-    found: dict[str, Wanted] = {}
-    for parameter in ORDER:
+    found: dict[str, InputSpec] = {}
+    for parameter in INPUT_ORDER:
         if parameter not in parameters:
             continue
         default = parameters[parameter].default
@@ -80,11 +86,11 @@ def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dic
         entry = _entry(kind, pipeline, parameter, default)
         name = PARAMETERS.get(parameter, "seed" if parameter == "generator" else parameter)
         if entry is not None and name not in found:
-            found[name] = Wanted(name, parameter, entry)
+            found[name] = InputSpec(name, parameter, entry)
     return found
 
 
-ORDER = (
+INPUT_ORDER = (
     "prompt",
     "negative_prompt",
     "height",
@@ -102,38 +108,43 @@ ORDER = (
 )
 
 
-# What else of a call is worth an input where the call is run whole; everything keeps the pipeline's own default.
-MORE = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$")
+# Further parameters that become inputs where the call is run in one stage. Each has the pipeline's own default.
+FURTHER_INPUTS = re.compile(r"num_inference_steps$|guidance_scale(_\d)?$|num_frames$|conditioning_scale$|^noise_level$|^fps$")
 
 
-def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Numbers that a call run whole is asked for beside `plain_inputs`: a prior's steps, a second guidance."""
-    known = {wanted.parameter for wanted in taken.values()}
-    found: dict[str, Wanted] = {}
+def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[str, InputSpec]) -> dict[str, InputSpec]:
+    """Numeric inputs of a call run in one stage besides `plain_inputs`: a prior's steps, a second guidance scale."""
+    known = {input_spec.parameter for input_spec in taken.values()}
+    found: dict[str, InputSpec] = {}
     for name, parameter in parameters.items():
         default = parameter.default
-        if name not in known and MORE.search(name) and isinstance(default, (int, float)) and not isinstance(default, bool):
-            found[name] = Wanted(name, name, {"type": type(default).__name__, "default": default})
+        if (
+            name not in known
+            and FURTHER_INPUTS.search(name)
+            and isinstance(default, (int, float))
+            and not isinstance(default, bool)
+        ):
+            found[name] = InputSpec(name, name, {"type": type(default).__name__, "default": default})
     return found
 
 
 def set_inputs(
-    kind: type[Any], parameters: Mapping[str, inspect.Parameter], plain: Mapping[str, Wanted], sets: Mapping[str, Any]
-) -> dict[str, Wanted]:
-    """``plain`` with the defaults in ``sets``; other ``parameters`` of the call that are set there become inputs too.
+    kind: type[Any], parameters: Mapping[str, inspect.Parameter], plain: Mapping[str, InputSpec], sets: Mapping[str, Any]
+) -> dict[str, InputSpec]:
+    """``plain`` with the defaults in ``sets``. Other ``parameters`` of the call that are set there become inputs too.
 
-    Raises InputError for what the call has not.
+    Raises InputError for a name that is not a parameter of the call.
     """
     found = {name: replace(w, entry={**w.entry, "default": sets[name]}) if name in sets else w for name, w in plain.items()}
-    taken = {wanted.parameter for wanted in plain.values()} | {"self"}
+    taken = {input_spec.parameter for input_spec in plain.values()} | {"self"}
     for name, value in sets.items():
-        if name in plain or name in MEASURES:
+        if name in plain or name in MEDIA_SIZES:
             continue
         parameter = next((key for key, own in PARAMETERS.items() if own == name and key in parameters), name)
         if parameter not in parameters or parameter in taken:
             raise InputError(f"--set {name}: {kind.__name__} takes no such argument{did_you_mean(name, [*plain, *parameters])}")
         if isinstance(value, (bool, int, float, str)):
-            found[name] = Wanted(name, parameter, {"type": type(value).__name__, "default": value})
+            found[name] = InputSpec(name, parameter, {"type": type(value).__name__, "default": value})
     return found
 
 
@@ -158,7 +169,10 @@ def _entry(kind: type[Any], pipeline: Any, parameter: str, default: Any) -> dict
 
 
 def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
-    """What the class's code wants the argument ``name`` to be a multiple of, at least what its VAE does: the largest of both."""
+    """The number that the argument ``name`` must be a multiple of: the largest divisor in the class's checks.
+
+    Without such a check it is the VAE's scale factor, or 1.
+    """
     found = [1, *_evaluated(kind, pipeline, _divided(kind, pipeline, name))]
     if not found[1:]:
         found.append(getattr(pipeline, "vae_scale_factor", 0) or getattr(pipeline, "vae_scale_factor_spatial", 0) or 1)
@@ -166,7 +180,7 @@ def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
 
 
 def maximum(kind: type[Any], pipeline: Any, name: str) -> int | None:
-    """The largest value of ``name`` that the class's code does not refuse, None where it says nothing."""
+    """The largest value of ``name`` that the class's checks accept; None where there is no check."""
     numbers = [n for n in _evaluated(kind, pipeline, _limits(kind, pipeline, name)) if isinstance(n, int)]
     return min(numbers, default=None)
 
@@ -180,26 +194,27 @@ def _tree(kind: type[Any], pipeline: Any) -> Iterator[ast.AST]:
 
 
 def _divided(kind: type[Any], pipeline: Any, name: str) -> Iterator[ast.expr]:
-    """``N`` of every ``name % N`` and ``name // N``."""
+    """``N`` of every ``name % N`` and ``name // N`` in the class's source."""
     for node in _tree(kind, pipeline):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)) and _is(node.left, name):
             yield node.right
 
 
 def _limits(kind: type[Any], pipeline: Any, name: str) -> Iterator[ast.expr]:
-    """``N`` of every ``name > N``."""
+    """``N`` of every ``name > N`` in the class's source."""
     for node in _tree(kind, pipeline):
         if isinstance(node, ast.Compare) and _is(node.left, name) and isinstance(node.ops[0], ast.Gt):
             yield node.comparators[0]
 
 
 def _is(node: ast.expr, name: str) -> bool:
-    """Whether ``node`` is the argument ``name``, or a block's value of that name."""
+    """Whether ``node`` is the variable ``name``, or an attribute of that name (a value in a block's state)."""
     return name in (getattr(node, "id", ""), getattr(node, "attr", ""))
 
 
 def _evaluated(kind: type[Any], pipeline: Any, expressions: Iterator[ast.expr]) -> Iterator[Any]:
-    """The values of those expressions that are made of numbers, products, the pipeline's own attributes and names for these."""
+    """The values of those expressions that consist of numbers, products, floor divisions, attributes of the pipeline, and variables
+    assigned from these."""
     named = {
         node.targets[0].id: node.value
         for node in _tree(kind, pipeline)

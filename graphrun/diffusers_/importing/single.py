@@ -1,10 +1,11 @@
-"""Recipes of one file with weights: a checkpoint in the layout of those who trained it, or a GGUF transformer.
+"""Pipeline specs from one file with weights: a checkpoint in its authors' layout, or a GGUF transformer.
 
-Decides which pipeline it belongs to (diffusers' own table, `DIFFUSERS_DEFAULT_PIPELINE_PATHS`) and which components it holds. Of
-the file the header is read; configurations, tokenizers and what it lacks are those of a folder or repository in diffusers' layout.
+diffusers' own table, `DIFFUSERS_DEFAULT_PIPELINE_PATHS`, tells which pipeline the file belongs to. Only the file's header is read.
+Configurations, tokenizers and components that the file lacks come from a folder or repository in diffusers' layout.
 
-    sdxl.safetensors   | unet | vae | text_encoder | text_encoder_2 |    tokenizers, scheduler, configurations: the repository's
-    flux-Q4_K_S.gguf   | transformer |                                   and the encoders and the vae too
+    file                 components in the file                            from the folder or repository
+    sdxl.safetensors     unet, vae, text_encoder, text_encoder_2           tokenizers, scheduler, configurations
+    flux-Q4_K_S.gguf     transformer                                       the same, and the text encoders and the VAE
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from graphrun.modules.source_files import Stored
 
 ONE_FILE = (".safetensors", ".gguf")
 NOT_OF_A_FILE = ("safety_checker",)  # diffusers' `SINGLE_FILE_OPTIONAL_COMPONENTS`
-# diffusers takes a file that it does not know for Stable Diffusion 1.x: those have this tensor.
+# diffusers classifies an unknown file as Stable Diffusion 1.x ("v1"). Real ones have this tensor.
 SURE = {"v1": "model.diffusion_model.output_blocks.11.0.skip_connection.weight"}
 
 
 def of_file(file: Path, config: str | None, base_of: Callable[[str], PipelineSpec]) -> PipelineSpec:
-    """The recipe of the checkpoint ``file``. ``config``: whose configurations they are, asked of ``base_of``; left out, the
-    repository that diffusers knows the file's layout by.
+    """The spec of the checkpoint ``file``.
 
-    Raises InputError where the file is of no such pipeline, GraphError where it is broken or lacks tensors of a component.
+    ``config``: the source of the configurations, which ``base_of`` turns into a spec; None: the repository in diffusers' table for
+    the file's layout. Raises InputError where the file belongs to no such pipeline, GraphError where it is broken or lacks tensors
+    of a component.
     """
     if not file.is_file():
         raise InputError(f"no such file: {file}")
@@ -62,19 +64,19 @@ def of_file(file: Path, config: str | None, base_of: Callable[[str], PipelineSpe
 def repository_of(file: Path) -> str:
     """The repository with the configurations of the pipeline that ``file`` is a checkpoint of, by diffusers' table.
 
-    Raises InputError where diffusers does not know the file, or knows it as a model that is no pipeline.
+    Raises InputError where diffusers does not know the file, or knows it as a model that is only a part of a pipeline.
     """
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
 
     stored = tensors_in(file, _component("", "", file), _precision(file))
     shapes = {t.name: shape_of(t.shape, t.quant) if t.quant else t.shape for t in stored}
-    give = "say whose configurations are its own: --config FOLDER, or --config OWNER/NAME on the hub"
+    give = "name the source of its configurations: --config FOLDER, or --config OWNER/NAME on the hub"
     try:
         kind = infer_diffusers_model_type({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     except (KeyError, IndexError, RuntimeError, NotImplementedError) as error:
-        raise InputError(f"diffusers cannot tell which pipeline {file} is of: {give}") from error
+        raise InputError(f"diffusers cannot tell which pipeline {file} belongs to: {give}") from error
     if SURE.get(kind, next(iter(shapes), "")) not in shapes:
-        raise InputError(f"diffusers does not know which pipeline {file} is of: {give}")
+        raise InputError(f"diffusers does not know which pipeline {file} belongs to: {give}")
     known = DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]
     repository = str(known["pretrained_model_name_or_path"])
     if "subfolder" in known or "controlnet" in kind or "animatediff" in kind:
@@ -90,35 +92,38 @@ def _precision(file: Path) -> str:
 
 
 def _component(name: str, class_path: str, file: Path, config: object = None) -> Component:
-    """What reading a header asks for; dtypes do not matter there."""
+    """A component as reading a file's header needs it. Its dtype does not matter there."""
     made = dict(config) if isinstance(config, dict) else {}
     return Component(name, class_path, str(file), made, True, "bfloat16", ("bfloat16",), where=str(file), gguf=str(file))
 
 
 def _held(member: MemberSpec, file: Path, base: PipelineSpec) -> tuple[MemberSpec, Content] | str:
-    """``member`` as the file holds it, or what says that the file is without it. Raises GraphError where it holds another model."""
+    """(``member`` with the file as its source, its tensors in the file), or the reason why the file does not hold it, as a text.
+
+    Raises GraphError where the file holds the component with other shapes, or lacks some of its tensors.
+    """
     component = _component(member.name, member.class_path, file, member.config)
     module = meta_module(component, ())
     try:
         content = content_of(component, module, file, _precision(file))
     except GraphError as error:
-        if isinstance(error.__cause__, InputError):  # no conversion of the class goes through with it
+        if isinstance(error.__cause__, InputError):  # diffusers cannot convert the file to this class
             return f"{member.name}: {error.__cause__}"
-        raise GraphError(f"{error}; --config names whose configurations are its own") from error
+        raise GraphError(f"{error}; --config names the source of its configurations") from error
     if not content.pieces:
         return f"{member.name}: no tensor of it"
     refuse_missing(content, module.state_dict(), component)
-    if file.suffix == ".gguf":  # what is not quantized there is read in the dtype that the others have
-        return replace(member, more={"precision": ["gguf"]}, gguf=str(file)), content
-    dtype, why = dtype_of({}, [(piece.dtype, piece.nbytes) for piece in content.pieces.values()])
-    made = replace(member, dtype=dtype or member.dtype, why=why or member.why)
+    if file.suffix == ".gguf":  # its tensors that are not quantized are read in the dtype of most components
+        return replace(member, extra={"precision": ["gguf"]}, gguf=str(file)), content
+    dtype, reason = dtype_of({}, [(piece.dtype, piece.nbytes) for piece in content.pieces.values()])
+    made = replace(member, dtype=dtype or member.dtype, dtype_reason=reason or member.dtype_reason)
     layers = {f"{path}.weight" for path in quantizable_layers(module, torch.bfloat16)}
-    more = {"precision": list(found)} if (found := as_stored(content, layers)) else {}
-    return replace(made, source=str(file), more=more), content
+    extra = {"precision": list(found)} if (found := as_stored(content, layers)) else {}
+    return replace(made, source=str(file), extra=extra), content
 
 
 def _refuse_twins(file: Path, found: dict[str, Content]) -> None:
-    """Raises InputError where two components would be the same tensors of the file, as Wan's two experts."""
+    """Raises InputError where two components would read the same tensors of the file, as Wan's two experts would."""
     first: dict[frozenset[Stored], str] = {}
     for name, content in found.items():
         pieces = content.pieces.values()
@@ -128,5 +133,5 @@ def _refuse_twins(file: Path, found: dict[str, Content]) -> None:
             key = "gguf:, with precision: [gguf]," if file.suffix == ".gguf" else "source:"
             raise InputError(
                 f"{file} may be {other} or {name}, which have one layout: import the folder or repository, and name the file as "
-                f"{key} of the one that it is"
+                f"{key} of the right one"
             )

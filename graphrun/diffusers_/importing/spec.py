@@ -1,11 +1,12 @@
-"""What a pipeline is made of, wherever it was found: its class, its components and parts, its settings.
+"""Pipeline spec: a pipeline's class, its components and parts, and its settings, whatever source they come from.
 
-Decides which class, configuration and dtype each has. Reads no weights, runs no code that came with a checkpoint, knows no stages.
+Decides the class, configuration and dtype of each. Reads no weights, runs no code that came with a checkpoint, knows no stages.
 
-    folder, hub id    model_index.json: names -> classes; NAME/config.json; tokenizers and processors stay in the source
-    class             its constructor's names and annotations; configurations from files
-    one file          the components whose tensors are in it; all else of a folder or repository
-    live object       its modules' own classes, configurations and dtypes
+    source           where the members come from
+    folder, hub id   model_index.json (name -> class) and NAME/config.json; tokenizers and processors are loaded from the source
+    class            the names and annotations of its constructor; configurations from files
+    one file         the components whose tensors are in it; everything else from a folder or repository
+    live object      its modules' own classes, configurations and dtypes
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ from graphrun.graph.loading import PICKLED
 from graphrun.modules.classes import resolve_class
 
 DTYPES = ("bfloat16", "float16", "float32")
-OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # why a component has its dtype
+OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # reasons for a component's dtype
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSpec:
-    """A component (it has a ``dtype``, and ``why`` it has that one) or a part of a pipeline. ``source``: where it is not the
-    pipeline's source and its name. ``stand_in``: a tokenizer of which nothing is known but its settings. ``live``: the object.
-    ``gguf``: the file of that precision, ``more``: what else its entry says."""
+    """A member of a pipeline: a component (with a ``dtype``, and the ``dtype_reason`` for it) or a part.
+
+    ``source``: where it is loaded from if that is not the pipeline's source and the member's name. ``stand_in``: a tokenizer
+    without its vocabulary, of which only the settings are known. ``live``: the object in memory. ``gguf``: the file of that
+    precision. ``extra``: further keys of its entry in the graph file.
+    """
 
     name: str
     class_path: str
     config: Mapping[str, Any] | None
     source: str | None = None
     dtype: str = ""
-    why: str = ""
+    dtype_reason: str = ""
     stand_in: bool = False
     live: Any = None
     gguf: str | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_component(self) -> bool:
@@ -56,10 +60,13 @@ class MemberSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """``pipeline`` is a class path, ``source`` a folder (absolute) or a repository, None where there are no weights. ``place`` is
-    the folder where its small files are now. ``settings`` are constructor arguments that are plain. ``origin`` is how the user
-    called it, ``notes`` what else a reader of the file should know, ``workflow`` the way through a modular pipeline's blocks,
-    ``trust`` packages of the user's own classes."""
+    """A pipeline as a source describes it.
+
+    ``origin``: the source as the user named it. ``pipeline``: its class path. ``source``: an absolute folder or a repository; None
+    where there are no weights. ``settings``: plain constructor arguments. ``folder``: where its small files are now. ``trust``:
+    packages of the user's own classes. ``notes``: comments for the head of the graph file. ``workflow``: that of a modular
+    pipeline.
+    """
 
     origin: str
     name: str
@@ -67,7 +74,7 @@ class PipelineSpec:
     source: str | None
     members: tuple[MemberSpec, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    place: str | None = None
+    folder: str | None = None
     revision: str | None = None
     trust: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -80,13 +87,13 @@ class PipelineSpec:
 
     @property
     def components(self) -> dict[str, MemberSpec]:
-        """What has weights, by name."""
+        """The members with weights, by name."""
         return {member.name: member for member in self.members if member.is_component}
 
     def graph(self) -> Graph:
-        """The same as a graph without stages."""
-        place = self.place
-        sources = {t.name: t.source or (f"{place}/{t.name}" if place and not t.stand_in else None) for t in self.members}
+        """The spec as a graph without stages."""
+        folder = self.folder
+        sources = {t.name: t.source or (f"{folder}/{t.name}" if folder and not t.stand_in else None) for t in self.members}
         return Graph(
             name=self.name,
             path=None,
@@ -113,8 +120,10 @@ class PipelineSpec:
 
 
 def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]) -> dict[str, Any]:
-    """Those of ``given`` that the constructor of ``kind`` takes and would not have by itself; None for what is ``absent`` and has
-    to be handed in all the same."""
+    """The settings among ``given`` that the constructor of ``kind`` takes and that differ from its defaults.
+
+    Members that are ``absent`` but required by the constructor are added as None.
+    """
     parameters = inspect.signature(kind.__init__).parameters
     optional = getattr(kind, "_optional_components", ())
     found = {name: value for name, value in given.items() if name in parameters and plain(parameters[name].default) != value}
@@ -123,8 +132,10 @@ def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[s
 
 
 def dtype_of(declared: Mapping[str, Any], stored: Sequence[tuple[str, int]]) -> tuple[str, str]:
-    """(dtype, why) of a component: what most bytes of its files are in, else what its configuration says; empty where neither
-    does. ``stored``: (dtype, bytes) of its tensors."""
+    """(dtype, reason) of a component: the dtype of most bytes in its files, else the one in its configuration, else ("", "").
+
+    ``stored``: (dtype, bytes) of the tensors in its files.
+    """
     sizes = Counter[str]()
     for dtype, nbytes in stored:
         sizes[dtype] += nbytes
@@ -139,9 +150,9 @@ def dtype_of(declared: Mapping[str, Any], stored: Sequence[tuple[str, int]]) -> 
 
 
 def class_in(library: str, name: str, pipeline: type[Any], origin: str) -> str:
-    """The class path for an entry ``[library, name]`` of a model_index. ``library`` may be a folder of diffusers' pipelines.
+    """The class path for an entry ``[library, name]`` of a model_index. ``library`` may be a subpackage of diffusers' pipelines.
 
-    Raises InputError for what is not part of an installed library: code that comes with a checkpoint is never run.
+    Raises InputError where no installed and allowed library has the class: code that comes with a checkpoint is never run.
     """
     if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", text) for text in (library, name)):
         raise InputError(f"{library!r}, {name!r} do not name a class", origin)
@@ -166,20 +177,20 @@ def class_in(library: str, name: str, pipeline: type[Any], origin: str) -> str:
 
 
 def _annotated(pipeline: type[Any], name: str) -> list[str]:
-    """The path of a class called ``name`` in the annotations of the pipeline's constructor."""
+    """The class paths of classes called ``name`` in the annotations of the pipeline's constructor."""
     hints = (parameter.annotation for parameter in inspect.signature(pipeline.__init__).parameters.values())
     return [f"{hint.__module__}.{name}" for hint in hints if isinstance(hint, type) and hint.__name__ == name]
 
 
 def is_module(class_path: str, trust: Sequence[str], origin: str) -> bool:
-    """Whether the class is one of modules, which have weights."""
+    """Whether the class is an ``nn.Module``. Modules are components; anything else is a part."""
     return issubclass(resolve_class(class_path, trust, origin), nn.Module)
 
 
 def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
-    """The class path of ``kind``, of which there is an object, and the package that a graph of it has to be trusted with.
+    """(class path of ``kind``, packages that a graph with it needs in ``allow:`` besides the default ones).
 
-    Raises InputError where it cannot be imported by its name.
+    Raises InputError where the class cannot be imported by its name.
     """
     package = kind.__module__.split(".")[0]
     for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
@@ -192,19 +203,21 @@ def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """A live object's configuration as JSON has it."""
+    """A live object's configuration as JSON-ready data, without diffusers' bookkeeping keys."""
     own: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     found: dict[str, Any] = json.loads(json.dumps(plain(dict(own)), default=str, sort_keys=True))
     return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
 
 
 def accepted(spec: PipelineSpec) -> PipelineSpec:
-    """``spec`` without what diffusers ignores in the configuration of a saved or live model, such as what its constructor notes
-    there itself (AutoencoderTiny's ``block_out_channels``)."""
+    """``spec`` without configuration keys that diffusers ignores when it loads a saved or live model.
+
+    Such keys are written by constructors themselves (AutoencoderTiny's ``block_out_channels``).
+    """
 
     def of(member: MemberSpec) -> MemberSpec:
         kind: Any = resolve_class(member.class_path, spec.trust, spec.origin) if member.is_component else None
-        if not hasattr(kind, "load_config") or (spec.place is None and member.live is None):
+        if not hasattr(kind, "load_config") or (spec.folder is None and member.live is None):
             return member
         known = inspect.signature(kind.__init__).parameters
         return replace(member, config={key: value for key, value in (member.config or {}).items() if key in known or key[0] == "_"})
@@ -213,7 +226,7 @@ def accepted(spec: PipelineSpec) -> PipelineSpec:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with dtypes by their names, and lists for tuples."""
+    """``value`` with dtypes as their names and tuples as lists."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
@@ -222,16 +235,16 @@ def plain(value: Any) -> Any:
 
 
 def slug(text: str) -> str:
-    """A name for a graph out of a folder's, a repository's or a class's: ``FLUX.1-dev`` is ``flux.1-dev``."""
+    """A graph name from the name of a folder, repository or class: ``flux.1-dev`` for ``FLUX.1-dev``."""
     return re.sub(r"[^a-z0-9._-]+", "-", text.rstrip("/").rpartition("/")[2].lower()).strip("-.")[:64] or "pipeline"
 
 
 def existing_kind(path: Path) -> str:
-    """What to say of a file where a folder is expected."""
+    """The error text for a file where a folder is expected."""
     if path.name == "model_index.json":
-        return f"{path} is the list of a pipeline's folder: give the folder, {path.parent}"
+        return f"{path} is the index of a pipeline's folder: give the folder, {path.parent}"
     if path.suffix in PICKLED:
-        return f"{path} is pickled, and nothing is unpickled: convert it to safetensors"
+        return f"{path} is a pickle, and nothing is unpickled: convert it to safetensors"
     if path.suffix == ".sft":
-        return f"{path} is to be called {path.stem}.safetensors, which it is"
+        return f"{path} is a safetensors file: rename it to {path.stem}.safetensors"
     return f"{path} is a file; give a folder with a model_index.json, a hub id or a pipeline's class"

@@ -1,10 +1,12 @@
-"""Stages for a pipeline: three where cutting its call changes nothing, which is tried, else one that runs the call whole.
+"""Stages of a pipeline: encode_prompt, denoise and decode where splitting its call changes nothing, else one stage for the call.
 
-    op call        pipe(...)                            everything
-    three stages   encode_prompt | denoise | decode     where both ways enter every component with the same numbers, for several
-                                                        settings: as they are, without guidance, with a negative prompt, a batch
+    one stage       op `call`: pipe(...)
+    three stages    encode_prompt | denoise | decode
 
-Decides stages, which components each uses, and which inputs are left. Must not know YAML.
+Whether splitting changes nothing is tried with fingerprint runs: the stages and the whole call must enter every component with the
+same values, for the default settings, without guidance, with a negative prompt and with a batch of two.
+
+Decides the stages, the components that each uses, and the inputs. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -14,17 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphrun.diffusers_.importing.blocks import cut_at_blocks
-from graphrun.diffusers_.importing.fingerprint import Entered
-from graphrun.diffusers_.importing.layout import OWN, Layout, first_words, handed_in, options_of, outputs_in
-from graphrun.diffusers_.importing.signature import NAMED_SIZES, NAMES, PARAMETERS, Wanted, further_inputs, plain_inputs, set_inputs
-from graphrun.diffusers_.importing.trial import STEPS, Rehearsed, called
-from graphrun.diffusers_.live import joined
+from graphrun.diffusers_.importing.blocks import split_at_blocks
+from graphrun.diffusers_.importing.fingerprint import EntryRecord
+from graphrun.diffusers_.importing.layout import PIPELINE_ERRORS, Layout, call_inputs, error_line, options_of, outputs_in
+from graphrun.diffusers_.importing.signature import (
+    NAMED_SIZES,
+    NAMES,
+    PARAMETERS,
+    InputSpec,
+    further_inputs,
+    plain_inputs,
+    set_inputs,
+)
+from graphrun.diffusers_.importing.trial import STEPS, TrialPipeline, find_arguments
+from graphrun.diffusers_.live import merge_shared
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Reference, Stage
 from graphrun.graph.ops import OPERATIONS
 
-# Inputs that the three ops take, by the argument they are passed as.
+# Arguments of the three ops: argument -> name of the input.
 ENCODE = {
     "prompt": "prompt",
     "negative_prompt": "negative_prompt",
@@ -35,7 +45,7 @@ ENCODE = {
 }
 SIZES = {"height": "height", "width": "width", "num_frames": "frames", "use_resolution_binning": "use_resolution_binning"}
 DENOISE = {**SIZES, "steps": "steps", "guidance_scale": "guidance_scale", "true_cfg_scale": "true_cfg_scale", "seed": "seed"}
-# What the op `encode_prompt` takes only where the pipeline's own `encode_prompt` does, and under which names.
+# Inputs that the op `encode_prompt` gets only where the pipeline's own `encode_prompt` has one of these parameters.
 OF_ENCODER = {
     "guidance_scale": ("do_classifier_free_guidance",),
     "batch": ("num_images_per_prompt", "num_videos_per_prompt"),
@@ -43,57 +53,57 @@ OF_ENCODER = {
 }
 
 
-def lay_out(rehearsed: Rehearsed, sets: Mapping[str, Any], *, whole: bool = False) -> Layout:
-    """The stages of a recipe that is on meta. ``sets``: defaults of inputs in place of the pipeline's; ``whole``: do not cut.
+def lay_out(trial: TrialPipeline, sets: Mapping[str, Any], *, whole: bool = False) -> Layout:
+    """The stages of ``trial``'s pipeline. ``sets``: defaults of inputs in place of the pipeline's; ``whole``: one stage.
 
-    Raises ProbeError naming the call that failed, InputError where components come to share weights.
+    Raises ProbeError naming the call that failed, InputError where the pipeline makes components share weights.
     """
-    kind, pipeline = rehearsed.spec.kind, rehearsed.pipeline
-    if shared := [name.replace("_and_", " and ") for name in joined(rehearsed.meta_modules) if name not in rehearsed.meta_modules]:
+    kind, pipeline = trial.spec.kind, trial.pipeline
+    if shared := [name.replace("_and_", " and ") for name in merge_shared(trial.meta_modules) if name not in trial.meta_modules]:
         raise InputError(
-            f"{rehearsed.spec.pipeline} gives {shared[0]} weights in common, and the components of a graph have none: attach "
-            "to the live pipeline (graphrun.attach), where they are one"
+            f"{trial.spec.pipeline} makes {shared[0]} share weights, and components of a graph cannot: attach to the live "
+            "pipeline (graphrun.attach), which places them as one component"
         )
-    parameters = rehearsed.parameters
+    parameters = trial.parameters
     sets = {PARAMETERS.get(name, name) if name in parameters else name: value for name, value in sets.items()}
     literals = {name: value for name, value in sets.items() if isinstance(value, (list, dict))}
     given = {parameter: sets[name] for parameter in NAMED_SIZES if (name := NAMES.get(parameter, parameter)) in sets}
     plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, given), sets)
     sizes = _picture_sizes(pipeline, plain, sets)
-    called(rehearsed, plain, sizes, literals)
-    plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, rehearsed.fingerprint.seen | given), sets)
-    arguments = called(rehearsed, plain, sizes, literals)
+    find_arguments(trial, plain, sizes, literals)
+    plain = set_inputs(kind, parameters, plain_inputs(kind, pipeline, trial.fingerprint.call_locals | given), sets)
+    arguments = find_arguments(trial, plain, sizes, literals)
     why = "it was asked for whole" if whole else ""
-    if rehearsed.modular:
-        return cut_at_blocks(rehearsed, handed_in(rehearsed, plain, arguments, sizes), why)
-    why = why or _against(rehearsed, [*plain, *literals])
+    if trial.modular:
+        return split_at_blocks(trial, call_inputs(trial, plain, arguments, sizes), why)
+    why = why or _reason_not_to_split(trial, [*plain, *literals])
     if not why:
-        found = _cut(rehearsed, plain)
+        found = _split(trial, plain)
         if isinstance(found, Layout):
             return found
         why = found
-    return _uncut(rehearsed, plain | further_inputs(parameters, plain), arguments, sizes, why)
+    return _one_stage(trial, plain | further_inputs(parameters, plain), arguments, sizes, why)
 
 
-def _picture_sizes(pipeline: Any, plain: Mapping[str, Wanted], sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Height and width of a picture that nobody gives: the call's, else those that the denoiser was made for."""
-    sample = next((s for n in ("unet", "transformer", "prior") if (s := _sample(getattr(pipeline, n, None)))), 64)
+def _picture_sizes(pipeline: Any, plain: Mapping[str, InputSpec], sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of media inputs: those in ``sets``, else the call's, else for pictures the denoiser's ``sample_size`` in pixels."""
+    sample = next((s for n in ("unet", "transformer", "prior") if (s := _sample_size(getattr(pipeline, n, None)))), 64)
     own = sample * (getattr(pipeline, "vae_scale_factor", None) or 8)
     usual = {"height": own, "width": own, "frames": 9, "rate": 44100, "seconds": 1.0}
     return {name: sets.get(name, plain[name].default if name in plain else value) for name, value in usual.items()}
 
 
-def _sample(module: Any) -> int | None:
+def _sample_size(module: Any) -> int | None:
     size = getattr(getattr(module, "config", None), "sample_size", None)
     return size if isinstance(size, int) else None
 
 
-def _against(rehearsed: Rehearsed, plain: Sequence[str]) -> str:
-    """Why the call with the inputs ``plain`` cannot be cut in three, by the looks of it; empty where it may be tried."""
-    parameters = rehearsed.parameters
-    if rehearsed.media:
-        return f"it takes {', '.join(rehearsed.media)}"
-    if not hasattr(rehearsed.spec.kind, "encode_prompt"):
+def _reason_not_to_split(trial: TrialPipeline, plain: Sequence[str]) -> str:
+    """The reason why a call with the inputs ``plain`` cannot be split in three, by its signature; empty where it can be tried."""
+    parameters = trial.parameters
+    if trial.media:
+        return f"it takes {', '.join(trial.media)}"
+    if not hasattr(trial.spec.kind, "encode_prompt"):
         return "it has no encode_prompt"
     if lacking := [name for name in ("latents", "output_type", "generator") if name not in parameters]:
         return f"its call takes no {lacking[0]}"
@@ -104,73 +114,73 @@ def _against(rehearsed: Rehearsed, plain: Sequence[str]) -> str:
     return "" if "prompt" in plain and "steps" in plain else "it takes no prompt or no number of steps"
 
 
-def _cut(rehearsed: Rehearsed, plain: Mapping[str, Wanted]) -> Layout | str:
-    """Three stages, or what speaks against them. An input whose values lead two ways is left out."""
-    kept = {name: wanted for name, wanted in plain.items() if name in {*ENCODE.values(), *DENOISE.values()}}
-    encoder = inspect.signature(rehearsed.spec.kind.encode_prompt).parameters
-    base = {name: PLANNING_TEXT if name == "prompt" else wanted.default for name, wanted in kept.items()}
+def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec]) -> Layout | str:
+    """Three stages, or the reason against them. An input for which the stages differ from the whole call is left out."""
+    inputs = {name: input_spec for name, input_spec in plain.items() if name in {*ENCODE.values(), *DENOISE.values()}}
+    encoder = inspect.signature(trial.spec.kind.encode_prompt).parameters
+    base = {name: PLANNING_TEXT if name == "prompt" else input_spec.default for name, input_spec in inputs.items()}
     few = {"steps": STEPS}
-    if "negative_prompt" in kept and _differ(rehearsed, kept, base | few, base | few | {"negative_prompt": None}):
-        base["negative_prompt"] = None  # its absence means something else than an empty text
+    if "negative_prompt" in inputs and _differ(trial, inputs, base | few, base | few | {"negative_prompt": None}):
+        base["negative_prompt"] = None  # leaving it out is not the same as an empty text
     trials: list[tuple[dict[str, Any], tuple[str, ...]]] = [({}, ())]
-    trials += [({"guidance_scale": scale, **few}, ()) for scale in (1.0, 0.0) if "guidance_scale" in kept]
-    trials += [({"batch": 2, **few}, ("batch",))] if "batch" in kept else []
-    if "negative_prompt" in kept:
-        scale = {"true_cfg_scale": 2.0} if "true_cfg_scale" in kept else {}
+    trials += [({"guidance_scale": scale, **few}, ()) for scale in (1.0, 0.0) if "guidance_scale" in inputs]
+    trials += [({"batch": 2, **few}, ("batch",))] if "batch" in inputs else []
+    if "negative_prompt" in inputs:
+        scale = {"true_cfg_scale": 2.0} if "true_cfg_scale" in inputs else {}
         trials += [({"negative_prompt": "blurry", **scale, **few}, ("negative_prompt", "true_cfg_scale"))]
-    entered: dict[str, dict[Entered, None]] = {}
-    first: dict[str, tuple[Entered, ...]] = {}
+    entered: dict[str, dict[EntryRecord, None]] = {}
+    first: dict[str, tuple[EntryRecord, ...]] = {}
     for changes, blamed in trials:
-        values = {name: value for name, value in {**base, **changes}.items() if name in kept}
-        graph = _staged(rehearsed.graph, kept, encoder)
+        values = {name: value for name, value in {**base, **changes}.items() if name in inputs}
+        graph = _staged(trial.graph, inputs, encoder)
         try:
-            found = rehearsed.staged(graph, values)
-            same = _flat(found) == _plain_call(rehearsed, kept, values)
+            found = trial.run_staged(graph, values)
+            same = _flat(found) == _whole_entries(trial, inputs, values)
             why = "cut in three it enters its components with other numbers" if not same else ""
-        except (GraphrunError, *OWN) as error:
-            found, why = {}, f"cut in three its own code fails: {first_words(error)}"
+        except (GraphrunError, *PIPELINE_ERRORS) as error:
+            found, why = {}, f"cut in three its own code fails: {error_line(error)}"
         if why and not blamed:
             return why
         if why:
-            kept = {name: wanted for name, wanted in kept.items() if name not in blamed}
+            inputs = {name: input_spec for name, input_spec in inputs.items() if name not in blamed}
             continue
         first = first or found
         for stage, entries in found.items():
             entered.setdefault(stage, {}).update(dict.fromkeys(entries))
     if any(not entries for entries in first.values()):
         return "cut in three a stage would enter nothing"
-    if "negative_prompt" in kept and base["negative_prompt"] is None:
+    if "negative_prompt" in inputs and base["negative_prompt"] is None:
         entry = {"type": "str", "optional": True}
-        kept["negative_prompt"] = replace(kept["negative_prompt"], entry=entry)
+        inputs["negative_prompt"] = replace(inputs["negative_prompt"], entry=entry)
     uses = {stage: tuple(dict.fromkeys(each.component for each in entries)) for stage, entries in entered.items()}
-    return _layout(rehearsed, _staged(rehearsed.graph, kept, encoder), kept, uses, first)
+    return _layout(trial, _staged(trial.graph, inputs, encoder), inputs, uses, first)
 
 
 def _layout(
-    rehearsed: Rehearsed,
+    trial: TrialPipeline,
     graph: Graph,
-    kept: Mapping[str, Wanted],
+    inputs: Mapping[str, InputSpec],
     uses: Mapping[str, tuple[str, ...]],
-    entered: Mapping[str, tuple[Entered, ...]],
+    entered: Mapping[str, tuple[EntryRecord, ...]],
 ) -> Layout:
     used = {name for names in uses.values() for name in names}
-    unused = tuple(name for name in rehearsed.meta_modules if name not in used)
+    unused = tuple(name for name in trial.meta_modules if name not in used)
     uses = {**uses, "denoise": (*uses["denoise"], *unused)}
     return Layout(
-        inputs={name: wanted.entry for name, wanted in kept.items()},
-        stages=tuple(replace(s, uses=uses[s.name], options=options_of(rehearsed, s, uses[s.name])) for s in graph.stages),
+        inputs={name: input_spec.entry for name, input_spec in inputs.items()},
+        stages=tuple(replace(s, uses=uses[s.name], options=options_of(trial, s, uses[s.name])) for s in graph.stages),
         outputs={"image": "$decode.image"},
         entered=entered,
         unused=unused,
     )
 
 
-def _staged(graph: Graph, kept: Mapping[str, Wanted], encoder: Mapping[str, Any]) -> Graph:
-    """``graph`` in three stages that all may use everything."""
+def _staged(graph: Graph, inputs: Mapping[str, InputSpec], encoder: Mapping[str, Any]) -> Graph:
+    """``graph`` with three stages, each of which may use every component."""
     everything = tuple(graph.components)
 
     def passed(table: Mapping[str, str]) -> dict[str, Any]:
-        return {argument: Reference("input", name) for argument, name in table.items() if name in kept}
+        return {argument: Reference("input", name) for argument, name in table.items() if name in inputs}
 
     encode = {
         argument: value
@@ -190,30 +200,30 @@ def _stage(name: str, op: str, uses: tuple[str, ...], arguments: dict[str, Any])
     return Stage(name, op, uses, arguments, outputs=tuple(OPERATIONS[op].outputs))
 
 
-def _plain_call(rehearsed: Rehearsed, kept: Mapping[str, Wanted], values: Mapping[str, Any]) -> tuple[Entered, ...]:
-    """What the uncut call enters for the inputs ``values``."""
-    arguments = {kept[n].parameter: v for n, v in values.items() if v is not None and kept[n].parameter != "generator"}
-    return rehearsed.whole(arguments, seed=values.get("seed") or 0)
+def _whole_entries(trial: TrialPipeline, inputs: Mapping[str, InputSpec], values: Mapping[str, Any]) -> tuple[EntryRecord, ...]:
+    """The component entries of the whole call for the input ``values``."""
+    arguments = {inputs[n].parameter: v for n, v in values.items() if v is not None and inputs[n].parameter != "generator"}
+    return trial.run_whole(arguments, seed=values.get("seed") or 0)
 
 
-def _differ(rehearsed: Rehearsed, kept: Mapping[str, Wanted], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return _plain_call(rehearsed, kept, one) != _plain_call(rehearsed, kept, other)
+def _differ(trial: TrialPipeline, inputs: Mapping[str, InputSpec], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return _whole_entries(trial, inputs, one) != _whole_entries(trial, inputs, other)
 
 
-def _flat(found: Mapping[str, Iterable[Entered]]) -> tuple[Entered, ...]:
+def _flat(found: Mapping[str, Iterable[EntryRecord]]) -> tuple[EntryRecord, ...]:
     return tuple(entered for entries in found.values() for entered in entries)
 
 
-def _uncut(
-    rehearsed: Rehearsed, plain: Mapping[str, Wanted], arguments: Mapping[str, Any], sizes: Mapping[str, Any], why: str
+def _one_stage(
+    trial: TrialPipeline, plain: Mapping[str, InputSpec], arguments: Mapping[str, Any], sizes: Mapping[str, Any], why: str
 ) -> Layout:
-    """One stage that runs the call whole."""
+    """One stage that runs the whole call. ``why``: the reason why it was not split."""
     steps = {"num_inference_steps": plain["steps"].default} if "steps" in plain else {}
-    entries = rehearsed.whole({**arguments, **steps})
-    handed = handed_in(rehearsed, plain, arguments, sizes)
+    entries = trial.run_whole({**arguments, **steps})
+    call = call_inputs(trial, plain, arguments, sizes)
     uses = tuple(dict.fromkeys(entered.component for entered in entries))
-    outputs = outputs_in(rehearsed.made)
-    unused = tuple(name for name in rehearsed.meta_modules if name not in uses)
-    stage = Stage("make", "call", (*uses, *unused), handed.passed, outputs=outputs)
-    stage = replace(stage, options=options_of(rehearsed, stage, uses))
-    return Layout(handed.inputs, (stage,), {name: f"$make.{name}" for name in outputs}, {"make": entries}, unused, why)
+    outputs = outputs_in(trial.output)
+    unused = tuple(name for name in trial.meta_modules if name not in uses)
+    stage = Stage("make", "call", (*uses, *unused), call.passed, outputs=outputs)
+    stage = replace(stage, options=options_of(trial, stage, uses))
+    return Layout(call.inputs, (stage,), {name: f"$make.{name}" for name in outputs}, {"make": entries}, unused, why)

@@ -1,16 +1,16 @@
-"""A tokenizer in place of one of which only the class is known: sizes are right, since pipelines pad texts. Knows no pipeline."""
+"""A byte tokenizer that stands in for one of which only the class is known. Sizes are right, since pipelines pad texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# What its special tokens are called, and how long a text may be where nobody says.
+# Names of its special tokens, and the maximum length of a text where none is known.
 MARKS = {"model_max_length": 512, "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def stand_in(settings: Mapping[str, Any]) -> Any:
-    """A tokenizer of bytes with ``settings``."""
+    """A byte tokenizer of class ``PreTrainedTokenizerFast`` with ``settings``."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +18,7 @@ def stand_in(settings: Mapping[str, Any]) -> Any:
 
 
 def stand_in_words() -> str:
-    """A tokenizer of bytes, as the tokenizers library writes it: any text has as many tokens as bytes, and two around them."""
+    """A byte tokenizer as JSON in the tokenizers library's format: one token for each byte, between ``<s>`` and ``</s>``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

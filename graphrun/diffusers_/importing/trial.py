@@ -1,6 +1,6 @@
-"""A recipe's pipeline on meta, run whole and in stages by its own code, and what was heard.
+"""Trial runs of an imported pipeline on meta: its own code runs as one call or in stages, and its component entries are recorded.
 
-Decides how a pipeline is called for a probe: which media it is handed, how its errors are said. Must not know how it is cut.
+Decides the arguments of the call (which media it needs) and the text of its errors. Does not know how the call is split.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.diffusers_.importing.fingerprint import Entered, FingerprintRun, digest_of, explained
-from graphrun.diffusers_.importing.signature import Wanted, call_parameters, media_kind
+from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, as_probe_errors, digest_of
+from graphrun.diffusers_.importing.signature import InputSpec, call_parameters, media_kind
 from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
@@ -29,13 +29,17 @@ from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
 
-STEPS = 2
+STEPS = 2  # denoising steps of a trial
 HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
 
 
 @dataclass(slots=True)
-class Rehearsed:
-    """A recipe with its components on meta and its parts for real, and the echo that all runs of it share."""
+class TrialPipeline:
+    """A pipeline spec with components on meta and real parts, and the prober that all its fingerprint runs share.
+
+    ``media``: parameters that got media in the last successful `find_arguments`. ``whole_runs``: entries by digest of the
+    arguments.
+    """
 
     spec: PipelineSpec
     graph: Graph
@@ -43,61 +47,63 @@ class Rehearsed:
     parts: dict[str, Any]
     fingerprint: FingerprintRun
     media: tuple[str, ...] = ()
-    made: Any = None  # what the last whole call returned
-    known: dict[Any, tuple[Entered, ...]] = field(default_factory=dict)
+    output: Any = None  # what the last whole call returned
+    whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
     _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Of the pipeline's call."""
+        """The parameters of the pipeline's call."""
         if not self._parameters:
             self._parameters.update(call_parameters(self.pipeline, self.spec.workflow))
         return self._parameters
 
     @property
     def modular(self) -> bool:
-        """Whether it is a modular pipeline, made of blocks."""
+        """Whether the pipeline is modular, that is, made of blocks."""
         return is_modular_class(self.spec.kind)
 
     @property
     def pipeline(self) -> Any:
-        """Put together anew: schedulers keep state."""
+        """The pipeline, assembled anew for each run because schedulers keep state."""
         return assemble(self.graph, self.meta_modules, self.parts, sim.device)
 
-    def whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[Entered, ...]:
-        """What is entered in the uncut call with ``arguments``. Raises ProbeError."""
+    def run_whole(self, arguments: Mapping[str, Any], seed: int = 0) -> tuple[EntryRecord, ...]:
+        """The component entries of the whole call with ``arguments``. Raises ProbeError."""
         key = digest_of((dict(arguments), seed))
-        if key not in self.known:
+        if key not in self.whole_runs:
             given = dict(arguments)
-            if "num_inference_steps" in self.parameters:  # of which a strength leaves only a share
+            if "num_inference_steps" in self.parameters:  # a strength below 1 runs only a share of them
                 given.setdefault("num_inference_steps", few_steps(given.get("strength")))
             if "generator" in self.parameters:
                 given["generator"] = torch.Generator("cpu").manual_seed(seed)
-            with self.explained(given), self.fingerprint.listening():
+            with self.as_probe_errors(given), self.fingerprint.running():
                 pipeline = self.pipeline
                 if "padding_mask_crop" not in given:
                     without_pictures(pipeline)
-                self.made = pipeline(**given)
+                self.output = pipeline(**given)
             if self.modular:
-                self.made = self.made.values
-                self.fingerprint.seen = {name: value for name, value in self.made.items() if isinstance(value, (int, float))}
-            self.known[key] = tuple(self.fingerprint.heard)
-        return self.known[key]
+                self.output = self.output.values
+                self.fingerprint.call_locals = {
+                    name: value for name, value in self.output.items() if isinstance(value, (int, float))
+                }
+            self.whole_runs[key] = tuple(self.fingerprint.entries)
+        return self.whole_runs[key]
 
     @contextmanager
-    def explained(self, given: Iterable[str]) -> Iterator[None]:
-        """Whatever the call with the arguments ``given`` raises here is a ProbeError that says after which entry."""
-        with explained(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
+    def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
+        """Turns errors of the call with the arguments ``given`` into a ProbeError that names the entry before it."""
+        with as_probe_errors(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
             yield
 
-    def staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[Entered, ...]]:
-        """What each stage of ``graph`` enters for ``values``. Raises whatever the ops raise."""
-        found: dict[str, tuple[Entered, ...]] = {}
+    def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
+        """The component entries of each stage of ``graph`` for the inputs ``values``. Raises whatever the ops raise."""
+        found: dict[str, tuple[EntryRecord, ...]] = {}
 
         def after_stage(stage: str, _: Mapping[str, Any]) -> None:
-            found[stage] = tuple(self.fingerprint.heard[sum(map(len, found.values())) :])
+            found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
 
-        with quietly(), self.fingerprint.listening():
+        with quietly(), self.fingerprint.running():
             means = {"parts": self.parts, "meta_modules": self.meta_modules, "planning": True, "after_stage": after_stage}
             run_stages(graph, self.meta_modules, sim.device, values, **means)
         return found
@@ -117,17 +123,17 @@ class Rehearsed:
 
 
 def few_steps(strength: float | None) -> int:
-    """Steps of which a call of ``strength`` runs two."""
+    """The number of steps of which a call with ``strength`` (None: 1) runs two."""
     return math.ceil(STEPS / (strength or 1))
 
 
-def rehearse(spec: PipelineSpec) -> Rehearsed:
-    """``spec`` made on meta. Raises GraphError naming the component or part that cannot be made."""
+def build_trial(spec: PipelineSpec) -> TrialPipeline:
+    """``spec`` with its components built on meta. Raises GraphError naming the component or part that cannot be built."""
     graph = spec.graph()
     meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
     members = {member.name: member for member in spec.members}
     parts = {name: _part(members[name], part, graph) for name, part in graph.parts.items()}
-    return Rehearsed(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
+    return TrialPipeline(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
 
 
 def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
@@ -137,27 +143,27 @@ def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
 
 
 def in_one_dtype(spec: PipelineSpec) -> PipelineSpec:
-    """``spec`` with every component in fp32: whether a cut changes something does not depend on dtypes."""
+    """``spec`` with every component in fp32: whether splitting changes something does not depend on dtypes."""
     return replace(spec, members=tuple(replace(t, dtype="float32") if t.is_component else t for t in spec.members))
 
 
-def called(
-    rehearsed: Rehearsed, plain: Mapping[str, Wanted], sizes: Mapping[str, Any], literals: Mapping[str, Any]
+def find_arguments(
+    trial: TrialPipeline, plain: Mapping[str, InputSpec], sizes: Mapping[str, Any], literals: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments with which the call goes through: those that it must have, and media as far as it needs them (``rehearsed.media``).
+    """Arguments with which the call runs: the required ones, and as few media as it needs (noted in ``trial.media``).
 
-    ``sizes`` of pictures; ``literals`` are handed in as they are. Raises ProbeError with what the try ran into that
-    got furthest, the first of these.
+    ``sizes`` are those of the media; ``literals`` are passed as they are. Raises ProbeError where no choice of media works: the
+    error of the try that entered most components, the first of these.
     """
-    parameters = rehearsed.parameters
-    arguments = {wanted.parameter: wanted.default for wanted in plain.values() if wanted.parameter != "generator"}
+    parameters = trial.parameters
+    arguments = {input_spec.parameter: input_spec.default for input_spec in plain.values() if input_spec.parameter != "generator"}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
     if "prompt" in parameters:
         arguments["prompt"] = PLANNING_TEXT
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
-    needed = [name for name in candidates if _leads(name, parameters, rehearsed.modular)]
+    needed = [name for name in candidates if _is_required(name, parameters, trial.modular)]
     empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
     tensors = [
         n
@@ -166,32 +172,32 @@ def called(
     ]
     if tensors:
         raise ProbeError(
-            f"{rehearsed.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"{trial.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
     optional = [name for name in candidates if name not in needed]
     failed: ProbeError | None = None
     furthest = -1
-    lists = (value for value in rehearsed.spec.settings.values() if isinstance(value, list))
+    lists = (value for value in trial.spec.settings.values() if isinstance(value, list))
     several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
     for count in sorted({1, several}):
-        for chosen in _more_and_more(needed, optional):
+        for chosen in _media_choices(needed, optional):
             pictures = {name: blank(candidates[name], sizes) for name in chosen}
             given = {**arguments, **{n: p if count == 1 or isinstance(p, list) else [p] * count for n, p in pictures.items()}}
             try:
-                rehearsed.whole(given)
+                trial.run_whole(given)
             except ProbeError as error:
-                if len(rehearsed.fingerprint.heard) > furthest:
-                    failed, furthest = error, len(rehearsed.fingerprint.heard)
+                if len(trial.fingerprint.entries) > furthest:
+                    failed, furthest = error, len(trial.fingerprint.entries)
                 continue
-            rehearsed.media = tuple(chosen)
+            trial.media = tuple(chosen)
             return given
     assert failed is not None
     raise failed
 
 
-def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
-    """The needed ones, those with one more, then with two more, ..."""
+def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[list[str]]:
+    """The choices of media to try: the needed ones, these with each optional one, then with the first two, three, ... of them."""
     yield list(needed)
     for name in optional:
         yield [*needed, name]
@@ -199,8 +205,8 @@ def _more_and_more(needed: Sequence[str], optional: Sequence[str]) -> Iterator[l
         yield [*needed, *optional[:count]]
 
 
-def _leads(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
-    """Whether the parameter has to be given, or stands before the prompt in a signature: what the pipeline is about."""
+def _is_required(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
+    """Whether the parameter has no default, or comes before the prompt in a signature, which marks the pipeline's main input."""
     names = list(parameters)
     before = not modular and "prompt" in names and names.index(name) < names.index("prompt")
     return before or parameters[name].default is inspect.Parameter.empty

@@ -1,6 +1,6 @@
-"""A recipe and its layout as the text of a graph file, with the files that belong beside it.
+"""The text of a graph file from a pipeline spec and its stages, and the files that belong beside it.
 
-Decides what a person reads: comments, order, what stands in a line and what in a file of its own. Writes nothing to disk.
+Decides comments, order, and which configurations are inline and which in files of their own. Writes nothing to disk.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 
 import yaml
 
-from graphrun.diffusers_.importing.fingerprint import Entered
+from graphrun.diffusers_.importing.fingerprint import EntryRecord
 from graphrun.diffusers_.importing.layout import Layout
 from graphrun.diffusers_.importing.spec import OF_CONFIG, OF_FILES, MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in_words
 from graphrun.graph.graph import DEFAULT_ALLOW, Reference, Stage
 
-WIDTH = 128  # of a line
-SHORT = 90  # characters of a configuration that stands in the line
+WIDTH = 128  # characters in a line
+SHORT = 90  # characters of JSON up to which a configuration is inline
 COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 STAND_IN = "tokenizers/bytes.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The YAML, and by path relative to it what else is written: a text, or a function that fills a folder."""
+    """The YAML ``text`` and the ``files`` beside it: relative path -> text, or a function that fills a folder at a path."""
 
     text: str
     files: Mapping[str, str | Callable[[Path], Any]]
 
 
 def document_of(spec: PipelineSpec, layout: Layout, name: str) -> Document:
-    """The graph file called ``name``."""
+    """The graph file of the graph ``name``."""
     files: dict[str, str | Callable[[Path], Any]] = {}
     lines = [
         *_head(spec, layout),
@@ -58,7 +58,9 @@ def document_of(spec: PipelineSpec, layout: Layout, name: str) -> Document:
     if parts := [member for member in spec.members if not member.is_component]:
         lines += ["", "parts:"]
         if any(member.stand_in for member in parts):
-            lines.append("  # The file stands in for vocabularies, which are not here: texts are as long as they may be.")
+            lines.append(
+                "  # The file stands in for vocabularies that are not here: sizes come from the longest text there may be."
+            )
         lines += [line for t in parts for line in _part(t, name, files, spec)]
     lines += ["", "stages:", *(line for stage in layout.stages for line in _stage(stage, layout.entered[stage.name]))]
     lines += ["", f"outputs: {_flow(dict(layout.outputs))}", ""]
@@ -74,12 +76,12 @@ def _head(spec: PipelineSpec, layout: Layout) -> list[str]:
         ]
     lines += [f"# {note}" for note in spec.notes]
     if layout.why:
-        lines.append(f"# {kind} runs whole, in one stage: {layout.why}.")
+        lines.append(f"# The call of {kind} is one stage: {layout.why}.")
     else:
         several = COUNTS.get(len(layout.stages), str(len(layout.stages)))
-        lines.append(f"# {several} stages that enter every component with the same numbers as {kind} does in one call.")
+        lines.append(f"# {several} stages that enter every component with the same values as {kind} does in one call.")
     if layout.unused:
-        lines.append(f"# Nothing enters {', '.join(layout.unused)} for these inputs.")
+        lines.append(f"# No stage enters {', '.join(layout.unused)} for these inputs.")
     return lines
 
 
@@ -87,10 +89,10 @@ def _component(member: MemberSpec, name: str, files: dict[str, Any]) -> list[str
     entry: dict[str, Any] = {"class": member.class_path, "config": _config(member, name, files), "dtype": member.dtype}
     if member.source is not None:
         entry["source"] = member.source
-    entry |= member.more
+    entry |= member.extra
     if member.gguf is not None:
         entry["gguf"] = member.gguf
-    note = "" if member.why in (OF_FILES, OF_CONFIG) else f"  # {member.why}"
+    note = "" if member.dtype_reason in (OF_FILES, OF_CONFIG) else f"  # {member.dtype_reason}"
     return [_entry(2, member.name, entry) + note]
 
 
@@ -112,7 +114,7 @@ def _part(member: MemberSpec, name: str, files: dict[str, Any], spec: PipelineSp
 
 
 def _config(member: MemberSpec, name: str, files: dict[str, Any]) -> Any:
-    """The configuration itself where it is short, else the file that it goes to."""
+    """The configuration itself where it is short, else the path of the file that holds it."""
     config = dict(member.config or {})
     if len(json.dumps(config)) <= SHORT:
         return config
@@ -121,26 +123,26 @@ def _config(member: MemberSpec, name: str, files: dict[str, Any]) -> Any:
     return path
 
 
-def _stage(stage: Stage, entered: Iterable[Entered]) -> list[str]:
+def _stage(stage: Stage, entered: Iterable[EntryRecord]) -> list[str]:
     times = Counter(map(str, entered))
-    heard = ", ".join(key if count == 1 else f"{key} {count} times" for key, count in times.items())
-    passed = {key: _said(value) for key, value in stage.arguments.items()}
+    entries = ", ".join(key if count == 1 else f"{key} {count} times" for key, count in times.items())
+    passed = {key: _written(value) for key, value in stage.arguments.items()}
     body: dict[str, Any] = {"op": stage.op, "uses": list(stage.uses)}
     if stage.options:
         body["options"] = list(stage.options)
-    lines = [f"  # enters {heard}", f"  {stage.name}:"]
+    lines = [f"  # enters {entries}", f"  {stage.name}:"]
     return lines + [_entry(4, key, value) for key, value in {**body, "with": passed}.items()]
 
 
-def _said(value: Any) -> Any:
-    """An argument as the file says it: a reference by its name."""
+def _written(value: Any) -> Any:
+    """An argument as the file writes it, with references by their names."""
     if isinstance(value, list):
-        return [_said(item) for item in value]
+        return [_written(item) for item in value]
     return str(value) if isinstance(value, Reference) else value
 
 
 def _entry(indent: int, key: str, value: Any) -> str:
-    """``key: value`` in one line where it fits, else a line for each of a mapping's entries."""
+    """``key: value`` in one line where it fits in `WIDTH`, else one line for each entry of a mapping."""
     space = " " * indent
     line = f"{space}{key}: {_flow(value)}"
     if len(line) <= WIDTH or not isinstance(value, Mapping):

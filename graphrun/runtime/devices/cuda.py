@@ -1,18 +1,18 @@
-"""A CUDA device, by PyTorch's documented semantics of streams and of its caching allocator. Holds no decision of a plan.
+"""A CUDA device as a `Device`, based on the documented semantics of PyTorch's streams and caching allocator.
 
-Streams. Ops run on the stream that is current when a session begins ("compute"); weights arrive on a side stream ("copy"). All
-memory is allocated on compute. ``Tensor.record_stream`` is not used: it defers a free until an event is polled, so that peaks would
-depend on timing; the executor's marks order every reuse instead (the drawing in device.py). The host waits for a stream only at a
-slot's barrier, and never for the whole device.
+Streams. Ops run on the stream that is current when a session begins ("compute"); weights are copied on a side stream ("copy"). All
+memory is allocated on compute. ``Tensor.record_stream`` is not used: it defers a free until an event is polled, so peaks would
+depend on timing. Instead, the executor's marks order every reuse (see the diagram in device.py). The host waits for a stream only
+at the barrier of a slot, and never for the whole device.
 
-Bytes. A card must hold what the allocator *reserves*, so peaks are peaks of reserved bytes, less cuBLAS's workspace, which PyTorch
-takes from the same allocator and a problem counts apart. Expandable segments keep reserved close to allocated, and plans assume
-them; they are requested here, through the allocator's settings, and serve every segment that is made from then on. What the process
-set itself (PYTORCH_ALLOC_CONF) stays.
+Bytes. The GPU must hold what the allocator *reserves*. Peaks are therefore peaks of reserved bytes, minus cuBLAS's workspace, which
+PyTorch takes from the same allocator and a problem counts separately. Expandable segments keep reserved close to allocated, and
+plans assume them. They are enabled here, through the allocator's settings, for every segment created from then on. Settings of the
+process itself (PYTORCH_ALLOC_CONF) are kept.
 
-Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two (pytorch/pytorch#150517): 17 GiB would lock 32. An arena
-is therefore ordinary memory, whole pages of its own, that is registered with cudaHostRegister once it is filled. Copies from it are
-as asynchronous as from memory that torch pinned: CUDA looks at the pages, not at who locked them.
+Pinned memory. ``torch.empty(pin_memory=True)`` rounds up to a power of two (pytorch/pytorch#150517): 17 GiB would lock 32 GiB. An
+arena is therefore ordinary memory on pages of its own, registered with cudaHostRegister. Copies from it are as asynchronous as from
+memory that torch pinned, because CUDA checks the pages and not who locked them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the p
 
 
 class CudaDevice:
-    """CUDA device number ``index``, with ``workspace_bytes`` of cuBLAS's scratch counted apart from tensors.
+    """CUDA device number ``index``, with ``workspace_bytes`` of cuBLAS scratch counted separately from tensors.
 
-    Raises InputError when there is no such device.
+    Raises InputError if there is no such device.
     """
 
     def __init__(self, index: int = 0, workspace_bytes: int = 0) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise InputError(f"cuda:{index} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device sim")
+            raise InputError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} CUDA devices; use --device sim")
         _request_expandable_segments()
         self._index = index
         self._workspace_bytes = workspace_bytes
@@ -67,13 +67,13 @@ class CudaDevice:
 
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
-        """The device is current, and its allocator reserves at most ``cap_bytes`` and the workspace; leaving lifts the cap.
+        """Makes the device current, and limits its allocator to ``cap_bytes`` plus the workspace, until the context is left.
 
-        The fraction counts what the caching allocator reserves and not the context (torch.cuda.set_per_process_memory_fraction), so
-        that what other code of this process has reserved counts too.
+        The limit (torch.cuda.set_per_process_memory_fraction) counts what the caching allocator has reserved, also for other code
+        of this process, and not the CUDA context.
         """
         before = torch.cuda.get_per_process_memory_fraction(self._index)
-        wanted = cap_bytes + self._workspace_bytes + 0.5  # the allocator multiplies and cuts off: no byte less than the cap
+        wanted = cap_bytes + self._workspace_bytes + 0.5  # the allocator multiplies and truncates; 0.5 keeps it from losing a byte
         share = wanted / torch.cuda.get_device_properties(self._index).total_memory
         with torch.cuda.device(self._index):
             self._compute = torch.cuda.current_stream(self._index)
@@ -91,7 +91,7 @@ class CudaDevice:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def arena(self, nbytes: int) -> torch.Tensor:
-        """Host memory that begins at a page and shares its last page with nobody: a page can be registered once."""
+        """Host memory on pages of its own, because a page can be registered only once."""
         memory = torch.empty(round_up(nbytes, PAGESIZE) + PAGESIZE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGESIZE
         arena = memory[start : start + nbytes]
@@ -99,17 +99,19 @@ class CudaDevice:
         return arena
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Registers ``arena``'s pages, and unregisters them when its storage dies. Raises InputError when the system refuses.
+        """Registers the pages of ``arena``, and unregisters them when its storage is freed. Raises InputError if the system
+        refuses.
 
-        The finalizer runs before the storage frees its memory, as weak references to a Python object are cleared first. Asking
-        ``arena.is_pinned()`` would not do: once `sim` is registered it asks that backend (at::getAccelerator prefers PrivateUse1).
+        The finalizer runs before the storage frees its memory, because weak references to a Python object are cleared first.
+        ``arena.is_pinned()`` cannot be used: once `sim` is registered, it asks that backend (at::getAccelerator prefers
+        PrivateUse1).
         """
         if arena.numel() == 0:
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(arena.data_ptr(), round_up(arena.numel(), PAGESIZE), PORTABLE))
         if code:
-            self._take_last_error()
+            self._clear_last_error()
             raise InputError(
                 f"the system refused to pin {show_size(arena.numel())} (cudaError {code}): "
                 "raise the limit on locked memory (ulimit -l), or give a smaller --ram"
@@ -117,34 +119,37 @@ class CudaDevice:
         weakref.finalize(arena.untyped_storage(), runtime.cudaHostUnregister, arena.data_ptr())
         self.arenas.count("pinned", arena)
 
-    def _take_last_error(self) -> None:
-        """A refused call of the runtime's stays its last error (cudaGetLastError), and PyTorch, which asks for that behind every
-        launch, would blame the next kernel: this is that kernel. torch.cuda.cudart() has no cudaGetLastError."""
+    def _clear_last_error(self) -> None:
+        """Clears the last error of the CUDA runtime by launching a kernel.
+
+        A failed runtime call stays the last error (cudaGetLastError). PyTorch checks it after every launch and would blame the next
+        kernel. torch.cuda.cudart() has no cudaGetLastError.
+        """
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._compute):
             torch.empty(1, device=self.torch_device).fill_(1)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        """``cudaMemcpyAsync`` on the copy stream; from pageable memory the driver makes the host wait."""
+        """``cudaMemcpyAsync`` on the copy stream. From pageable memory it blocks the host."""
         self._copy_async(target, source)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Likewise; to pageable memory, so that the host waits."""
+        """``cudaMemcpyAsync`` on the copy stream. To pageable memory it blocks the host."""
         self._copy_async(target, source)
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
-        """Nothing: the time has passed."""
+        """Does nothing: the time has passed."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """On one thread of its own, that holds no lock of Python's while it reads."""
+        """Runs jobs on one thread, which releases the GIL while it reads files."""
         return self._reader.submit(job).result
 
     def reached(self, marks: Sequence[float]) -> bool:
-        """Whether it was read."""
+        """Whether the read is finished."""
         return len(marks) == 2
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
-        """Nothing: the time passes."""
+        """Does nothing: the time passes."""
         yield
 
     def _copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -157,7 +162,7 @@ class CudaDevice:
             raise TransferFailed(f"copying {show_size(source.nbytes)} to {target.device} failed: {error}") from None
 
     def mark(self, stream: Stream) -> torch.cuda.Event | float:
-        """A timing event recorded on ``stream``; of the disk, the host's time."""
+        """A timing event recorded on ``stream``; for the disk, the host's time in seconds."""
         if stream == "disk":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -165,7 +170,7 @@ class CudaDevice:
         return event
 
     def wait(self, stream: Stream, mark: torch.cuda.Event | float) -> None:
-        """``cudaStreamWaitEvent``; the disk is the host's, which waits itself. A time of the host's has passed."""
+        """``cudaStreamWaitEvent``; for the disk, the host waits. A host time needs no waiting: it has passed."""
         if isinstance(mark, float):
             return
         if stream == "disk":
@@ -174,13 +179,13 @@ class CudaDevice:
             self._stream(stream).wait_event(mark)
 
     def barrier(self) -> None:
-        """Both streams are drained. Errors of kernels and copies that ran asynchronously surface here."""
+        """Synchronizes both streams. Errors of asynchronous kernels and copies are raised here."""
         self._copy.synchronize()
         self._compute.synchronize()
 
     def seconds_at(self, mark: torch.cuda.Event | float) -> float:
-        """Seconds from the session's begin. cudaEventElapsedTime says milliseconds in 32 bits: to half a microsecond in the first
-        seconds, to 4 after a minute, to a quarter of a millisecond after an hour."""
+        """Seconds since the session began. cudaEventElapsedTime returns milliseconds as a 32-bit float: its resolution is half a
+        microsecond in the first seconds, 4 microseconds after a minute, a quarter of a millisecond after an hour."""
         if isinstance(mark, float):
             return mark - self._begun_seconds
         return float(self._origin.elapsed_time(mark)) / 1e3
@@ -192,26 +197,26 @@ class CudaDevice:
 
     @property
     def available_bytes(self) -> int:
-        """What the allocator has reserved and what the driver calls free (cudaMemGetInfo), less the workspace."""
+        """Bytes reserved by the allocator plus bytes free on the device (cudaMemGetInfo), minus the workspace."""
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
         return torch.cuda.memory_reserved(self._index) + int(free_bytes) - self._workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was reserved since `reset_peak`, less the workspace."""
+        """Peak reserved bytes since `reset_peak`, minus the workspace."""
         return max(0, torch.cuda.max_memory_reserved(self._index) - self._workspace_bytes)
 
     def reset_peak(self) -> None:
-        """The peak restarts at what is reserved now."""
+        """Restarts the peak at the bytes reserved now."""
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def release_cached(self) -> None:
-        """Unmaps cached pages, and drops cuBLAS's workspaces, which are taken again at the next product."""
+        """Unmaps cached pages, and frees cuBLAS's workspaces, which are allocated again at the next matrix product."""
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def holders(self) -> tuple[str, ...]:
-        """Live blocks of the allocator by size."""
+        """Sizes of the allocator's live blocks, largest first."""
         blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]  # type: ignore[no-untyped-call]
         sizes = sorted((int(block["size"]) for block in blocks if block["state"] == "active_allocated"), reverse=True)
         return tuple(show_size(size) for size in sizes)
@@ -222,7 +227,8 @@ class CudaDevice:
         return storage.data_ptr(), storage.nbytes()
 
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """Out of memory by its type. A CUDA error is sticky and asynchronous, so where it came from is not known."""
+        """OutOfMemory by its type; BrokenPlan for other CUDA errors, which are sticky and asynchronous, so their origin is
+        unknown."""
         if isinstance(error, torch.OutOfMemoryError):
             return OutOfMemory(f"{self.torch_device} refused an allocation: {str(error).splitlines()[0]}")
         if isinstance(error, torch.AcceleratorError):
@@ -234,13 +240,13 @@ class CudaDevice:
 
 
 def _request_expandable_segments() -> None:
-    """The settings so far, with expandable segments unless they say something about them. Other settings are kept as they are.
+    """Enables expandable segments, unless the settings mention them. Other settings are kept.
 
-    Torch 2.11 cannot be asked for its settings: they are taken from the variables that it reads them from (PyTorch's notes on
-    CUDA, "Optimizing memory usage").
+    Torch 2.11 has no function that returns its settings: they are taken from its environment variables (PyTorch's notes on CUDA,
+    "Optimizing memory usage").
     """
-    asked = getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_of_environment)
-    settings: str = asked()
+    read_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_of_environment)
+    settings: str = read_settings()
     if "expandable_segments" not in settings:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:True"))))
 

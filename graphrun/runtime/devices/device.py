@@ -1,14 +1,11 @@
-"""What the executor needs of a device: bytes, two streams, a clock. Says how, never when.
+"""Protocol of a device, as the executor uses it: memory, two streams and a disk queue, a clock; and counters of host memory.
 
     compute  |--block 0--|--block 1--|--block 2--|
-    copy     |--in 1--|--in 2--|     ^  in 4 waits for the mark after block 2, whose bytes it overwrites
-    disk   |--read 1--|--read 2--|   |                   reads are done by the host, or by a thread of it
-                               mark -+
+    copy     |--in 1--|--in 2--|                 |--in 4--|     in 4 overwrites block 2, so it waits for the mark after block 2
+    disk   |--read 1--|--read 2--|                              reads run on the host, or on a thread of it
 
-Memory is allocated on the compute stream and written on the copy stream, so order comes from marks alone: the copy stream waits for
-a compute mark made after the allocation, compute waits for a mark after the copy, and a buffer is dropped behind a barrier.
-
-Counts host memory that a device handed out and that still lives, for a run to compare before and after, and with its plan.
+Memory is allocated on the compute stream and written on the copy stream; only marks order the two. The copy stream waits for a
+compute mark made after the allocation, compute waits for a mark after the copy, and a buffer is released after a barrier.
 """
 
 from __future__ import annotations
@@ -26,29 +23,29 @@ from graphrun.errors import GraphrunError
 
 
 class Arenas:
-    """Bytes by tier (``arenas``: all, ``pinned``: those with locked pages). They go down when a storage dies, not when asked to."""
+    """Counters of live host memory by tier: ``arenas`` (all) and ``pinned`` (page-locked). A storage counts until it is freed."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
-        self._lock = threading.RLock()  # a filling thread counts too; a finalizer may run inside `count`
+        self._lock = threading.RLock()  # the reader thread counts too, and a finalizer may run inside `count`
 
     def count(self, tier: str, memory: torch.Tensor) -> None:
-        """``memory`` counts to ``tier`` for as long as its storage lives."""
+        """Counts ``memory`` in ``tier`` until its storage is freed."""
         nbytes = memory.numel() * memory.element_size()
         self._add(tier, nbytes)
         weakref.finalize(memory.untyped_storage(), self._add, tier, -nbytes).atexit = False
 
     def nbytes(self, tier: str) -> int:
-        """Bytes that live in ``tier``."""
+        """Live bytes in ``tier``."""
         return self._bytes[tier]
 
     def peak_bytes(self, tier: str) -> int:
-        """The most that lived in ``tier`` since `reset_peaks`."""
+        """Most live bytes in ``tier`` since `reset_peaks`."""
         return max(self._peaks[tier], self._bytes[tier])
 
     def reset_peaks(self) -> None:
-        """The peaks restart at what lives now."""
+        """Restarts the peaks at the live bytes."""
         with self._lock:
             self._peaks = Counter(self._bytes)
 
@@ -63,18 +60,18 @@ Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an
 
 
 class Device(Protocol):
-    """An accelerator with one compute stream and one copy stream into it."""
+    """An accelerator with one compute stream, one copy stream, and a disk queue that feeds it."""
 
     @property
     def name(self) -> str:
-        """What a trace calls the device."""
+        """Name of the device in a trace."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the ops compute."""
+        """The torch device on which ops compute."""
 
     def session(self, cap_bytes: int) -> AbstractContextManager[None]:
-        """The device is active, and tensors beyond ``cap_bytes`` are refused, for as long as the context stands."""
+        """Activates the device, and refuses allocations beyond ``cap_bytes``, until the context is left."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the device. Raises torch.OutOfMemoryError past the cap."""
@@ -83,41 +80,44 @@ class Device(Protocol):
         """A flat uint8 tensor on the host, in memory that `pin` can lock."""
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Locks the pages of ``arena`` for as long as its storage lives. A no-op where nothing pins."""
+        """Page-locks ``arena`` until its storage is freed. A no-op on devices without page locking."""
 
     @property
     def arenas(self) -> Arenas:
-        """The host memory that `arena` handed out and that still lives, and what of it is pinned."""
+        """Counters of the live host memory that `arena` allocated, and of its page-locked part."""
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        """Queues a copy from the host on the copy stream. Raises TransferFailed where it is known to have failed."""
+        """Queues a copy from the host on the copy stream. Raises TransferFailed if it is known to have failed."""
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy to the host on the copy stream. Raises as `copy_in`."""
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
-        """``nbytes`` were read from disk just now, for ``target`` in host memory: a clock that is not the host's is charged."""
+        """Call after reading ``nbytes`` from disk into ``target``, which lies in host memory: charges a virtual clock."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Does ``job`` beside what the host does, one job after another: a function that waits for it and raises what it raised."""
+        """Queues ``job`` to run in the background, one job after another.
+
+        Returns a function that waits for it and raises its error.
+        """
 
     def reached(self, marks: Sequence[Mark]) -> bool:
-        """Whether a read that left ``marks`` (none yet: it is under way) lies behind the copy stream already."""
+        """Whether a read with ``marks`` (empty: still under way) ends before the current end of the copy stream."""
 
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
-        """What computes inside does so on the host, ``slowdown`` times as long as here: its clock is charged."""
+        """Context of compute on the CPU, which takes ``slowdown`` times as long as on the device: charges a virtual clock."""
 
     def mark(self, stream: Stream) -> Mark:
-        """A point behind everything queued on ``stream`` so far."""
+        """A mark after everything queued on ``stream`` so far."""
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """What is queued on ``stream`` from now on starts behind ``mark``. The host does not wait."""
+        """Makes work queued on ``stream`` from now on start after ``mark``. The host does not wait."""
 
     def barrier(self) -> None:
-        """The host waits until both streams are empty, and both go on from the same time."""
+        """Waits on the host until both streams are empty. Both continue from the same time."""
 
     def seconds_at(self, mark: Mark) -> float:
-        """When ``mark`` was reached, on the device's clock. Valid behind a barrier."""
+        """Time of ``mark`` on the device's clock. Valid after a barrier."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -125,23 +125,23 @@ class Device(Protocol):
 
     @property
     def available_bytes(self) -> int:
-        """What this process may have allocated in all: what it has, and what is free now."""
+        """Bytes that this process can have allocated in total: what it has now, plus what is free."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most the device had to hold since `reset_peak`."""
+        """Peak bytes on the device since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Forgets the peak so far."""
+        """Restarts the peak at the bytes allocated now."""
 
     def release_cached(self) -> None:
-        """Gives back memory that holds no tensor. Called behind a barrier."""
+        """Returns cached memory without tensors to the device. Call after a barrier."""
 
     def holders(self) -> tuple[str, ...]:
-        """What lies on the device, largest first, as text for an error."""
+        """Text for an error: the allocations on the device, largest first."""
 
     def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """What identifies the storage of ``tensor``, which is on the device, and its bytes."""
+        """(key, bytes) of the storage of ``tensor``, which is on the device."""
 
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """The typed error that ``error`` amounts to, or None when it says nothing of this device's memory or copies."""
+        """The GraphrunError for ``error``, or None if it does not concern this device's memory or copies."""

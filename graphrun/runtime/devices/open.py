@@ -1,4 +1,4 @@
-"""The device that a problem was planned for, opened on this machine."""
+"""Opens the device of a problem on this machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from graphrun.runtime.devices.device import Device
 
 
 def open_device(problem: Problem) -> Device:
-    """A device of the problem's kind: its rates on ``sim``, the first CUDA device on ``cuda``. InputError where there is none."""
+    """A simulated device with the problem's rates for ``sim``, the first CUDA device for ``cuda``.
+
+    Raises InputError if there is none.
+    """
     return open_hardware(problem.hardware)
 
 
 def open_hardware(hardware: Hardware) -> Device:
-    """The device that ``hardware`` describes. InputError where there is none."""
+    """The device that ``hardware`` describes. Raises InputError if there is none."""
     if hardware.device == "sim":
         from graphrun.runtime.devices.simulated import SimulatedDevice
         from graphrun.sim import Machine

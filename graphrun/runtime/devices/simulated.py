@@ -1,4 +1,4 @@
-"""A simulated machine as a device for the executor. Bytes move at once; its virtual clock is as asynchronous as a card's."""
+"""The simulated machine as a `Device`. Copies happen at once; the virtual clock overlaps them with compute as a GPU does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphrun.units import show_size
 
 
 class SimulatedDevice:
-    """``machine`` behind the protocol of `graphrun.runtime.devices.device.Device`."""
+    """Implements `graphrun.runtime.devices.device.Device` for ``machine``."""
 
     def __init__(self, machine: sim.Machine) -> None:
         self.machine = machine
@@ -34,7 +34,10 @@ class SimulatedDevice:
 
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
-        """The machine is active, with a capacity of at most ``cap_bytes``; leaving restores its own, unless it shrank meanwhile."""
+        """Activates the machine with a capacity of at most ``cap_bytes``.
+
+        Leaving restores its capacity, unless it was changed meanwhile.
+        """
         before = self.machine.capacity_bytes
         capped = cap_bytes if before is None else min(before, cap_bytes)
         with self.machine, self._watched():
@@ -60,49 +63,49 @@ class SimulatedDevice:
         return memory
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Is counted alone."""
+        """Only counts the bytes."""
         self.arenas.count("pinned", arena)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        """The bytes move now; the copy timeline is charged."""
+        """Copies now, and charges the copy timeline."""
         with self.machine.on_copy_stream(pageable):
             target.copy_(source)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Likewise."""
+        """As `copy_in`, to the host."""
         with self.machine.on_copy_stream():
             target.copy_(source)
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
-        """The disk timeline is charged."""
+        """Charges the disk timeline."""
         self.machine.read(nbytes)
         if self.machine.ordering is not None:
             self.machine.ordering.host_wrote(target, "read from disk")
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """The job is done now; its time passes on the disk timeline."""
+        """Runs the job now; its time passes on the disk timeline."""
         if self.machine.ordering is not None:
             return self.machine.ordering.background(job)
         job()
         return lambda: None
 
     def reached(self, marks: Sequence[float]) -> bool:
-        """Whether the copy timeline is past the end of the read."""
+        """Whether the read ends before the current end of the copy timeline."""
         return bool(marks) and marks[-1] <= self.machine.record("copy")
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
-        """The compute timeline is charged with the FLOPs that the host does inside."""
+        """Charges the compute timeline with the FLOPs computed on the CPU inside, times ``slowdown``."""
         with sim.HostFlops() as counted:
             yield
         self.machine.charge(round(counted.flops * slowdown))
 
     def mark(self, stream: Stream) -> float:
-        """The time at which what was issued to ``stream`` will be done."""
+        """The virtual time at which the work issued to ``stream`` is finished."""
         return self.machine.record(stream)
 
     def wait(self, stream: Stream, mark: float) -> None:
-        """``stream`` goes on no earlier than ``mark``."""
+        """``stream`` continues no earlier than ``mark``."""
         self.machine.wait(stream, mark)
 
     def barrier(self) -> None:
@@ -110,42 +113,42 @@ class SimulatedDevice:
         self.machine.synchronize()
 
     def seconds_at(self, mark: float) -> float:
-        """A mark is its time."""
+        """``mark`` itself."""
         return mark
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the storages that live, rounded as the machine counts them."""
+        """Bytes of live storages, each rounded up to 512."""
         return self.machine.allocated_bytes
 
     @property
     def available_bytes(self) -> int:
-        """The machine's capacity as it is now."""
+        """The current capacity of the machine; 2**62 without a limit."""
         return self.machine.capacity_bytes if self.machine.capacity_bytes is not None else 1 << 62
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated since `reset_peak`."""
+        """Peak bytes allocated since `reset_peak`."""
         return self.machine.peak_bytes
 
     def reset_peak(self) -> None:
-        """The peak restarts at what is allocated now."""
+        """Restarts the peak at the bytes allocated now."""
         self.machine.reset_peak()
 
     def release_cached(self) -> None:
-        """Nothing: the machine caches no memory."""
+        """Does nothing: the machine caches no memory."""
 
     def holders(self) -> tuple[str, ...]:
-        """Size, dtype and shape of every storage that lives."""
+        """Size, dtype and shape of every live storage."""
         return tuple(f"{show_size(nbytes)} {dtype} {tuple(shape)}" for nbytes, shape, dtype in self.machine.live())
 
     def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Key and bytes in the machine's books."""
+        """Key and bytes in the machine's ledger."""
         allocation: Any = getattr(tensor, "allocation")  # noqa: B009
         return allocation.key, allocation.nbytes
 
     def explain(self, error: BaseException) -> GraphrunError | None:
-        """Refused allocations and failed copies, injected or not."""
+        """OutOfMemory for a refused allocation, TransferFailed for a failed copy; injected or not."""
         if isinstance(error, torch.OutOfMemoryError):
             return OutOfMemory(str(error))
         if isinstance(error, sim.SimulatedCopyError):

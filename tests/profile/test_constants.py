@@ -1,0 +1,142 @@
+"""Constant values of meta tensors that a dry run may read: literal sizes, masks, and the worst case of expert routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphrun import sim
+from graphrun.profile.dry_run import Prober
+from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Mark
+
+
+def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Recorder]:
+    recorder = Recorder(module, [f"experts.{n}" for n in range(len(getattr(module, "experts", ())))])
+    recorder.ignore(args)
+    with torch.no_grad(), FusedAttention(recorder), recorder:
+        out = module(*args)
+    recorder.close()
+    return out, recorder
+
+
+class Crop(nn.Module):
+    """Like HiDream's unpatchify: a size is moved to the device as a tensor and used as the end of a slice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = torch.tensor([3, 5], device=x.device).unsqueeze(0).repeat(len(x), 1)
+        height, width = sizes[0]
+        return x[:, : height * width].reshape(len(x), height, width)
+
+
+class Experts(nn.Module):
+    """Like HiDream's mixture of experts: two of four experts for each token, each called with the tokens that selected it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        picked = torch.topk(x[:, :4], k=2, dim=-1).indices.view(-1)
+        ends = picked.bincount().cpu().numpy().cumsum(0)
+        found = torch.zeros_like(x)
+        for expert, begin, end in zip(self.experts, [0, *ends], ends, strict=False):
+            if begin != end:
+                found[: end - begin] += expert(x[: end - begin])
+        return found
+
+
+def test_a_literal_size_is_constant_after_arithmetic() -> None:
+    out, _ = record(Crop(), torch.empty(2, 64, device="meta"))
+    assert out.shape == (2, 3, 5)
+
+
+def test_an_overwritten_tensor_is_no_longer_constant() -> None:
+    class Overwritten(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = torch.tensor([7], device=x.device)
+            size.copy_(x[:1].long())
+            return x[: int(size)]
+
+    out, _ = record(Overwritten(), torch.empty(64, device="meta"))
+    assert out.shape == (1,), "an unknown size is taken to be 1"
+
+
+def test_in_the_worst_case_all_tokens_select_the_same_two_experts() -> None:
+    out, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
+    assert out.shape == (32, 8)
+    assert recorder.entered == ["experts.0", "experts.1"]
+    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token"
+
+
+class Packed(nn.Module):
+    """Like Lumina 2's positions: the length of each text is the sum of its mask."""
+
+    def forward(self, mask: torch.Tensor) -> torch.Tensor:
+        lengths = mask.sum(dim=1)
+        longest = max(lengths.tolist())
+        assert int(lengths.max()) == longest
+        return torch.zeros(len(mask), longest + 4, device=mask.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_the_sum_of_a_mask_is_that_of_a_mask_of_ones(dtype: torch.dtype) -> None:
+    out, _ = record(Packed(), torch.empty(2, 16, dtype=dtype, device="meta"))
+    assert out.shape == (2, 20)
+
+
+class Sorted(nn.Module):
+    """Like HunyuanVideo 1.5 and HunyuanImage: valid tokens first, then the padding."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.bool()
+        return torch.stack([torch.cat([text[of], text[~of]]) for text, of in zip(tokens, mask, strict=True)])
+
+
+def test_a_mask_selects_every_row_and_its_complement_none() -> None:
+    out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
+    assert out.shape == (2, 16, 64)
+    made = [nbytes for _, nbytes in recorder.events if nbytes > 0]
+    assert made.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
+    assert made.count(512) == 5, "the mask, and for each text the complement of its row and two index columns"
+
+
+class Positions(nn.Module):
+    """Like Ernie-Image's and Mochi's positions: computed in fp32 whatever autocast the caller has enabled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False), torch.autocast(x.device.type, torch.float32):
+            return x.float() @ x.float().T
+
+
+def test_code_that_disables_autocast_is_traced_on_meta() -> None:
+    positions = Positions()
+    prober = Prober({"positions": positions})
+    with sim.Machine(), prober.interceptor:
+        assert positions(torch.zeros(4, 8, device="sim")).shape == (4, 4)
+    mark = prober.recording.items[-1]
+    assert isinstance(mark, Mark)
+    assert mark.call is not None
+    assert sum(flops for _, flops in mark.call.flops) == 2 * 4 * 8 * 4
+    with pytest.raises(RuntimeError, match="unsupported"), torch.autocast("meta", enabled=False):
+        pass
+
+
+def test_a_new_tensor_at_the_address_of_a_constant_one_is_not_constant() -> None:
+    """Masks and selections computed on the host must not affect later device tensors."""
+
+    class Gone(nn.Module):
+        def forward(self, mask: torch.Tensor) -> list[int]:
+            rows = []
+            for _ in range(64):
+                (~torch.ones(8, dtype=torch.bool)).sum()
+                (~mask[:0]).clone()
+                rows.append(len(mask[mask.clone()]))
+                torch.ones(8, dtype=torch.bool).all()
+                torch.ones(8, dtype=torch.bool).sum()
+                rows.append(8 * bool(mask.any().item()))
+            return rows
+
+    rows, _ = record(Gone(), torch.ones(8, dtype=torch.bool, device="meta"))
+    assert rows == [8] * len(rows)

@@ -1,0 +1,183 @@
+"""A small test component: a remainder with tied weights, buffers and mixed dtypes, and two block groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrun import sim
+from graphrun.model.plan import Plan, parse
+from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
+from graphrun.modules.blocks import lay_out
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.executor import follow
+from graphrun.runtime.host import Host
+from graphrun.trace import Trace
+from graphrun.units import round_up
+
+WIDTH, ROWS = 64, 16
+GROUPS = (
+    BlockGroup("remainder", ("",), False),
+    BlockGroup("wide", tuple(f"wide.{i}" for i in range(4)), True),
+    BlockGroup("thin", tuple(f"thin.{i}" for i in range(6)), True),
+)
+ACTIVATION_BYTES = 256 * 1024
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        self.register_buffer("gain", torch.rand(WIDTH).to(torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x))) * self.gain
+
+
+class Small(nn.Module):
+    """``skip``: blocks that a call leaves out. ``inside`` runs after the third block; ``reverse``: reverse block order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Linear(WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.head.weight = self.embed.weight
+            self.wide = nn.ModuleList(Block(3 * WIDTH) for _ in range(4))
+            self.thin = nn.ModuleList(Block(WIDTH) for _ in range(6))
+            self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+            self.register_buffer("order", torch.arange(WIDTH - 1, -1, -1), persistent=False)
+        self.requires_grad_(False)
+        self.skip: frozenset[str] = frozenset()
+        self.reverse = False
+        self.inside: Callable[[torch.Tensor], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)[:, self.order] * self.scale
+        blocks = [*((f"wide.{i}", b) for i, b in enumerate(self.wide)), *((f"thin.{i}", b) for i, b in enumerate(self.thin))]
+        for path, block in reversed(blocks) if self.reverse else blocks:
+            if path not in self.skip:
+                x = block(x)
+            if self.inside is not None and path == "wide.2":
+                self.inside(x)
+        return self.head(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.wide:
+            x = block(x)
+        return x
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.thin:
+            x = block(x)
+        return x
+
+
+def hardware(h2d: float = 1e9, flops: float = 1e11) -> Hardware:
+    return Hardware("sim", "sim", 1 << 40, 0, 0, h2d, h2d, h2d, 1.0, h2d, flops, False, False)
+
+
+def numbers(name: str, module: nn.Module, on: Hardware) -> ComponentNumbers:
+    layouts = lay_out(module, [path for k in GROUPS for path in k.blocks])
+    sizes = tuple(round_up(layouts[k.blocks[0]].nbytes, ALLOCATION_BYTES) for k in GROUPS)
+    loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
+    host_bytes = sum(size * len(k.blocks) for size, k in zip(sizes, GROUPS, strict=True))
+    return ComponentNumbers(name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),))
+
+
+def use(name: str, calls: int, on: Hardware, group_calls: tuple[int, ...] | None = None) -> Use:
+    flops = [4 * ROWS * WIDTH * WIDTH, 4 * ROWS * WIDTH * 3 * WIDTH, 4 * ROWS * WIDTH * WIDTH]
+    return Use(name, calls, group_calls or (calls, calls, calls), tuple(f / on.flops_per_second for f in flops))
+
+
+def problem(
+    modules: Mapping[str, nn.Module], phases: Sequence[Sequence[Use]], on: Hardware | None = None, budget: int = 1 << 30
+) -> Problem:
+    on = on or hardware()
+    return Problem(
+        graph="small",
+        graph_digest="0",
+        settings=(),
+        hardware=on,
+        budget_bytes=budget,
+        ram_bytes=1 << 40,
+        components=tuple(numbers(name, module, on) for name, module in modules.items()),
+        phases=tuple(
+            PhaseNumbers(f"s{i}", 0, tuple(uses), 8192, ACTIVATION_BYTES, ACTIVATION_BYTES) for i, uses in enumerate(phases)
+        ),
+    )
+
+
+def plan_of(of: Problem, text: str) -> Plan:
+    return parse(f"plan {of.digest}\n{text}")
+
+
+def device_of(of: Problem) -> SimulatedDevice:
+    rate = of.hardware.h2d_bytes_per_second
+    return SimulatedDevice(
+        sim.Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=of.hardware.flops_per_second)
+    )
+
+
+def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None) -> dict[str, torch.Tensor]:
+    """Calls ``a``, ``a.encode`` and the like one after another, each on what the last returned."""
+    x = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    if device is not None:
+        x = x.to(device)
+    for call in calls:
+        name, _, entry = call.partition(".")
+        x = (getattr(modules[name], entry) if entry else modules[name])(x)
+    return {"x": x.cpu()}
+
+
+def run(of: Problem, plan: Plan, host: Host, device: SimulatedDevice, calls: Sequence[str], **options: Any) -> Trace:
+    return follow(of, plan, host, device, lambda: calls_to(host.modules, calls, device.torch_device), **options)
+
+
+def plain(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> torch.Tensor:
+    with torch.no_grad():
+        return calls_to(modules, calls, None)["x"]
+
+
+def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def untouched(module: nn.Module) -> bool:
+    """No hook, no wrapped class, every tensor on the CPU."""
+    hooks = any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+    return (
+        not hooks
+        and type(module) is Small
+        and "forward" not in vars(module)
+        and all(t.device.type == "cpu" for t in tensors(module))
+    )
+
+
+ON = hardware()
+WIDE, THIN = numbers("a", Small(), ON).variants[0].block_bytes[1:]
+
+# ``a`` is called four times, then ``b`` once: a streams all its blocks, and b is loaded during a's last three calls.
+PREFETCH = """
+    slot s0/0:a load
+      load a remainder[0] from pinned
+    slot s0/0:a first
+      stream a keep remainder[0] ring {ring} B
+      run
+    slot s0/0:a steady x3
+      stream a keep remainder[0] ring {ring} B
+      load b all from pinned
+      run
+    slot s1/0:b load
+      evict a remainder[0]
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""

@@ -1,0 +1,70 @@
+"""The small component with its weights in a file: parameters on meta, read when its backing store is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from small_component import Small, device_of, numbers
+
+from graphrun.model.problem import ComponentNumbers, Hardware, Problem
+from graphrun.modules.source_files import stored_tensors
+from graphrun.modules.sources import Composed, FileSource, Writer
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.host import Host
+
+
+def saved(folder: Path, seed: int = 0) -> Path:
+    """A folder with the weights of ``Small(seed)`` in one file; tied tensors once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.clone() for name, tensor in Small(seed).state_dict().items() if name != "head.weight"}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
+    """A module whose parameters are on meta, and the writer of its blocks."""
+    module = Small()
+    buffers = dict(module.named_buffers())
+    made: dict[int, torch.nn.Parameter] = {}
+    for child in module.modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                meta = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+                child._parameters[key] = made.setdefault(id(parameter), meta)
+    stored = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
+    stored["head.weight"] = stored["embed.weight"]
+    return module, Writer(Composed(FileSource(stored), buffers, stored), "float32", {})
+
+
+def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:
+    """The small component in ``backing_store``; if that is in RAM, the plan reads it."""
+    plain = numbers(name, Small(), on)
+    variant = plain.variants[0]
+    read = tuple(nbytes / on.disk_bytes_per_second for nbytes in variant.block_bytes)
+    if backing_store == "disk":
+        variant = replace(variant, backing_store="disk", host_bytes=2 * max(variant.block_bytes), disk_seconds=read)
+    else:
+        rate = on.pageable_bytes_per_second if backing_store == "pageable" else on.h2d_bytes_per_second
+        loads = tuple(nbytes / rate for nbytes in variant.block_bytes)
+        variant = replace(variant, backing_store=backing_store, read_seconds=read, load_seconds=loads)
+    return replace(plain, variants=(replace(variant, **changes),))
+
+
+def machine_of(of: Problem) -> SimulatedDevice:
+    """A device with all of the problem's rates."""
+    device, on = device_of(of), of.hardware
+    device.machine.pageable_bytes_per_second = on.pageable_bytes_per_second
+    device.machine.disk_bytes_per_second = on.disk_bytes_per_second
+    return device
+
+
+def host_of(of: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:
+    """Host memory of meta_module_and_writer components."""
+    drafts = {name: meta_module_and_writer(folder) for name, folder in folders.items()}
+    modules = {name: module for name, (module, _) in drafts.items()}
+    return Host(modules, of, device, {name: writer for name, (_, writer) in drafts.items()})

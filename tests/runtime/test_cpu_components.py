@@ -1,0 +1,53 @@
+"""A component that computes on the CPU: weights stay on the host, inputs and outputs are copied, time is the CPU's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_component import Small, hardware, plain, plan_of, problem, run, use
+from stored_component import host_of, in_backing_store, machine_of, saved
+
+from graphrun.model.problem import Problem
+from graphrun.verify.simulate import simulate
+
+ON = hardware()
+CALLS = ["a", "b", "a"]
+TEXT = """
+    slot s0/0:a load
+      read a
+    slot s0/0:a first
+      run
+    slot s1/0:b load
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot s2/0:a load
+    slot s2/0:a first
+      run
+    slot end
+      evict b all
+"""
+
+
+def case(slowdown: float) -> Problem:
+    of = problem({"b": Small()}, [[use("a", 1, ON)], [use("b", 1, ON)], [use("a", 1, ON)]], ON)
+    on_cpu = in_backing_store("pageable", "a", ON, device="cpu", streamable=False, slowdown=slowdown, load_seconds=(0.0,) * 3)
+    return replace(of, components=(on_cpu, *of.components))
+
+
+def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path: Path) -> None:
+    of = case(10.0)
+    device = machine_of(of)
+    host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
+    seen: list[tuple[str, str]] = []
+    host.modules["a"].inside = lambda x: seen.append((x.device.type, host.modules["a"].device.type))
+    trace = run(of, plan_of(of, TEXT), host, device, CALLS)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, CALLS))
+    assert seen == [("cpu", "cpu")] * 2
+    assert trace.moved_bytes == sum(e.nbytes for e in trace.events if e.kind == "load" and e.component == "b")
+    planned = simulate(of, plan_of(of, TEXT))
+    assert trace.seconds == pytest.approx(planned.seconds, rel=0.05)
+    assert device.allocated_bytes == 0

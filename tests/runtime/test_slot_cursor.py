@@ -1,0 +1,96 @@
+"""The slots that a call into a component opens. Plans are in text form; a call is the name of a component."""
+
+from __future__ import annotations
+
+import pytest
+from small_component import Small, hardware, plan_of, problem, use
+
+from graphrun.errors import BrokenPlan
+from graphrun.runtime.slots import SlotCursor
+
+ON = hardware()
+TWO = """
+    slot s0/0:a load
+    slot s0/0:a first
+    slot s0/0:a steady x2
+    slot s1/0:b load
+    slot s1/0:b first
+    slot end
+"""
+PAIR = """
+    slot s0/0:a+b load
+    slot s0/0:a+b first
+    slot s0/0:a+b steady x2
+    slot end
+"""
+SAME = """
+    slot s0/0:a load
+    slot s0/0:a first
+    slot s0/0:a steady x1
+    slot s1/0:a load
+    slot s1/0:a first
+    slot end
+"""
+
+
+def cursor_of(text: str, *phases: tuple[tuple[str, int], ...]) -> SlotCursor:
+    of = problem({"a": Small(), "b": Small()}, [[use(name, calls, ON) for name, calls in phase] for phase in phases])
+    return SlotCursor(of, plan_of(of, text))
+
+
+def two() -> SlotCursor:
+    return cursor_of(TWO, (("a", 3),), (("b", 1),))
+
+
+def test_load_and_first_open_with_the_first_call_and_steady_with_the_second() -> None:
+    at = two()
+    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.enter("b"), at.finish()] == [[0, 1], [2], [], [3, 4], [5]]
+
+
+def test_a_call_beyond_the_plan_stays_in_steady() -> None:
+    at = two()
+    assert [at.enter("a") for _ in range(4)] == [[0, 1], [2], [], []]
+
+
+def test_first_lasts_until_every_component_of_the_phase_was_called() -> None:
+    at = cursor_of(PAIR, (("a", 3), ("b", 2)))
+    assert [at.enter(c) for c in "aabab"] == [[0, 1], [], [], [2], []]
+
+
+def test_a_phase_with_the_same_component_begins_when_the_planned_calls_are_done() -> None:
+    at = cursor_of(SAME, (("a", 2),), (("a", 1),))
+    assert [at.enter("a"), at.enter("a"), at.enter("a"), at.finish()] == [[0, 1], [2], [3, 4], [5]]
+
+
+def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected() -> None:
+    with pytest.raises(BrokenPlan, match="b was called out of order at the start: the plan expects a next"):
+        two().enter("b")
+    at = two()
+    for component in "aaab":
+        at.enter(component)
+    with pytest.raises(BrokenPlan, match="a was called out of order in slot s1/0:b first: the plan expects nothing more"):
+        at.enter("a")
+
+
+def test_leaving_a_phase_before_its_steady_slot_is_an_error() -> None:
+    at = two()
+    at.enter("a")
+    with pytest.raises(BrokenPlan, match="b was called in slot .* before that phase had its planned calls"):
+        at.enter("b")
+
+
+def test_a_second_call_where_the_plan_has_one_is_an_error() -> None:
+    at = two()
+    for component in "aaab":
+        at.enter(component)
+    with pytest.raises(BrokenPlan, match="b was called again in s1/0:b, for which the plan has one call"):
+        at.enter("b")
+
+
+@pytest.mark.parametrize("entries", ["", "a", "aa", "aaa"])
+def test_a_run_that_ends_before_its_plan_is_an_error(entries: str) -> None:
+    at = two()
+    for component in entries:
+        at.enter(component)
+    with pytest.raises(BrokenPlan, match="before the plan did"):
+        at.finish()

@@ -1,0 +1,320 @@
+"""Streaming keeps the result bitwise equal, stays within its planned bytes and time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from small_component import (
+    ON,
+    PREFETCH,
+    THIN,
+    WIDE,
+    Small,
+    device_of,
+    hardware,
+    plain,
+    plan_of,
+    problem,
+    run,
+    untouched,
+    use,
+)
+
+from graphrun.errors import BrokenPlan
+from graphrun.model.keep_order import keep_order
+from graphrun.model.plan import Plan
+from graphrun.model.problem import Hardware, Problem
+from graphrun.runtime.host import Host
+from graphrun.trace import Event, Trace
+from graphrun.verify.simulate import simulate
+
+
+def kept(count: int, of: str, total: int) -> str:
+    return f"{of}[{','.join(map(str, sorted(keep_order(total)[:count])))}]" if count else ""
+
+
+def streamed(of: Problem, wide: int, thin: int, ring_bytes: int, steady: int) -> Plan:
+    """Loads ``wide`` and ``thin`` blocks of the two groups beforehand and streams the others through ``ring_bytes``."""
+    keep = " ".join(filter(None, ("remainder[0]", kept(wide, "wide", 4), kept(thin, "thin", 6))))
+    stream = f"stream a keep {keep} ring {ring_bytes} B" if wide + thin < 10 else ""
+    return plan_of(
+        of,
+        f"""
+        slot s0/0:a load
+          load a {keep} from pinned
+        slot s0/0:a first
+          {stream}
+          run
+        slot s0/0:a steady x{steady}
+          {stream}
+          run
+        slot end
+          evict a {keep}
+        """,
+    )
+
+
+def follow_streamed(wide: int, thin: int, ring_bytes: int, on: Hardware = ON, calls: int = 3) -> tuple[Problem, Plan, Trace]:
+    module = Small()
+    of = problem({"a": module}, [[use("a", calls, on)]], on)
+    plan, device = streamed(of, wide, thin, ring_bytes, calls - 1), device_of(of)
+    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"] * calls)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * calls))
+    assert untouched(module)
+    assert device.allocated_bytes == trace.left_bytes == 0
+    return of, plan, trace
+
+
+@pytest.mark.parametrize("wide", range(5))
+@pytest.mark.parametrize("thin", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_number_of_kept_blocks_gives_the_same_bits_in_the_planned_bytes(wide: int, thin: int, depth: int) -> None:
+    ring_bytes = depth * (WIDE if wide < 4 else THIN)
+    of, plan, trace = follow_streamed(wide, thin, ring_bytes)
+    planned = simulate(of, plan)
+    for expected, measured in zip(planned.slots, trace.slots, strict=True):
+        assert measured.peak_bytes <= expected.peak_bytes
+        assert measured.calls == (0 if measured.part in ("load", "end") else 1 if measured.part == "first" else 2)
+    assert trace.moved_bytes <= planned.moved_bytes
+    assert [e.detail for e in trace.events if e.kind == "stream"] == [e.detail for e in planned.events if e.kind == "stream"]
+
+
+RINGS = [WIDE, WIDE + THIN, 2 * WIDE, 2 * WIDE + 256, 3 * WIDE - 256, 2 * WIDE + THIN, 5 * WIDE + 3 * THIN, 40 * WIDE]
+
+
+@pytest.mark.parametrize("ring_bytes", RINGS)
+@pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
+def test_the_clock_shows_the_simulated_seconds_for_any_ring(ring_bytes: int, flops: float) -> None:
+    of, plan, trace = follow_streamed(1, 2, ring_bytes, hardware(flops=flops), calls=4)
+    planned = simulate(of, plan)
+    for expected, measured in zip(planned.slots, trace.slots, strict=True):
+        assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.03, abs=20e-6)
+
+
+def test_a_copy_into_the_ring_waits_for_the_block_that_lay_there() -> None:
+    """Ring of two wide blocks, compute slow: the copy of block n + 2 cannot start before block n was computed."""
+    on = hardware(flops=1e8)
+    _, _, trace = follow_streamed(0, 6, 2 * WIDE, on, calls=2)
+    seconds = use("a", 1, on).seconds[1]
+    copies = [e for e in trace.events if e.kind == "stream" and e.slot == 2]
+    assert [e.detail for e in copies] == [f"wide.{i}" for i in range(4)]
+    for before, after in pairwise(copies[2:]):
+        assert after.start_seconds - before.start_seconds >= seconds * 0.99
+
+
+def test_with_room_for_one_block_copies_and_compute_take_turns() -> None:
+    on = hardware(flops=1e9)
+    _, _, trace = follow_streamed(0, 6, WIDE, on, calls=2)
+    copies = [e for e in trace.events if e.kind == "stream" and e.slot == 2]
+    seconds = use("a", 1, on).seconds[1] + (copies[0].end_seconds - copies[0].start_seconds)
+    for before, after in pairwise(copies):
+        assert after.start_seconds - before.start_seconds >= seconds * 0.99
+
+
+def test_blocks_that_first_loads_and_keeps_come_in_call_order_with_the_streamed_ones() -> None:
+    module = Small()
+    of = problem({"a": module}, [[use("a", 3, ON)]])
+    plan = plan_of(
+        of,
+        f"""
+        slot s0/0:a load
+          load a remainder[0] wide[0] from pinned
+        slot s0/0:a first
+          stream a keep remainder[0] wide[0,2] thin[3,5] ring {2 * WIDE} B
+          load a wide[2] thin[3,5] from pinned
+          run
+        slot s0/0:a steady x2
+          stream a keep remainder[0] wide[0,2] thin[3,5] ring {2 * WIDE} B
+          run
+        slot end
+          evict a remainder[0] wide[0,2] thin[3,5]
+        """,
+    )
+    device = device_of(of)
+    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"] * 3)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 3))
+    first = [e.detail for e in trace.events if e.slot == 1 and e.kind in ("load", "stream")]
+    assert first == ["wide.1", "wide.2", "wide.3", *(f"thin.{i}" for i in range(6))]
+    assert {e.detail for e in trace.events if e.slot == 1 and e.kind == "load"} == {"wide.2", "thin.3", "thin.5"}
+    assert trace.slots[1].peak_bytes <= simulate(of, plan).slots[1].peak_bytes
+
+
+def prefetched(flops: float) -> tuple[Problem, Plan, Trace]:
+    modules = {"a": Small(), "b": Small(1)}
+    on = hardware(flops=flops)
+    of = problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
+    plan, device = plan_of(of, PREFETCH.format(ring=2 * WIDE)), device_of(of)
+    trace = run(of, plan, Host(modules, of, device), device, ["a"] * 4 + ["b"])
+    assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, ["a"] * 4 + ["b"]))
+    return of, plan, trace
+
+
+def test_prefetch_is_spread_between_the_streamed_blocks() -> None:
+    _, _, trace = prefetched(2e10)
+    order = ["p" if e.kind == "load" else "s" for e in trace.events if e.slot == 2 and e.kind in ("load", "stream")]
+    assert order.count("p") == 11
+    assert order.count("s") == 30
+    assert order[0] == "s", "streamed blocks come first"
+    for part in (order[:14], order[14:28], order[28:]):
+        assert 2 <= part.count("p") <= 6
+    assert "p p p" not in " ".join(order)
+
+
+@pytest.mark.parametrize("flops", [2e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
+def test_prefetch_beside_streaming_takes_the_simulated_time(flops: float) -> None:
+    of, plan, trace = prefetched(flops)
+    for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
+        assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.05, abs=30e-6)
+        assert measured.peak_bytes <= expected.peak_bytes
+
+
+def test_prefetch_without_streaming_is_issued_at_once_and_hides_behind_compute() -> None:
+    modules = {"a": Small(), "b": Small(1)}
+    on = hardware(flops=1e9)
+    of = problem(modules, [[use("a", 3, on)], [use("b", 1, on)]], on)
+    plan = plan_of(
+        of,
+        """
+        slot s0/0:a load
+          load a all from pinned
+        slot s0/0:a first
+          run
+        slot s0/0:a steady x2
+          load b all from pinned
+          run
+        slot s1/0:b load
+          evict a all
+        slot s1/0:b first
+          run
+        slot end
+          evict b all
+        """,
+    )
+    device = device_of(of)
+    trace = run(of, plan, Host(modules, of, device), device, ["a", "a", "a", "b"])
+    copies = [e for e in trace.events if e.slot == 2 and e.kind == "load"]
+    computed = [e for e in trace.events if e.slot == 2 and e.kind == "run"]
+    assert len(copies) == 11
+    assert copies[0].start_seconds == pytest.approx(computed[0].start_seconds)
+    assert trace.slots[2].end_seconds == pytest.approx(computed[-1].end_seconds), "the copies are hidden"
+    assert trace.slots[3].moved_bytes == 0
+
+
+@pytest.mark.parametrize("flops", [2e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
+def test_blocks_that_the_first_call_loads_wait_each_for_its_own_copy(flops: float) -> None:
+    module, on = Small(), hardware(flops=flops)
+    of = problem({"a": module}, [[use("a", 1, on)]], on)
+    plan = plan_of(
+        of,
+        """
+        slot s0/0:a load
+          load a remainder[0] from pinned
+        slot s0/0:a first
+          load a wide[0,1,2,3] thin[0,1,2,3,4,5] from pinned
+          run
+        slot end
+          evict a all
+        """,
+    )
+    device = device_of(of)
+    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"])
+    first = trace.slots[1].end_seconds - trace.slots[1].start_seconds
+    remainder, _, thin = use("a", 1, on).seconds
+    assert first == pytest.approx(simulate(of, plan).slots[1].seconds, abs=remainder + 5e-6), "the head computes last here"
+    copies = {e.detail: e for e in trace.events if e.kind == "load"}
+    call = next(e for e in trace.events if e.kind == "run")
+    assert list(copies) == [path for k in of.components[0].groups for path in k.blocks]
+    assert call.start_seconds == pytest.approx(copies[""].end_seconds), "the call does not wait for its blocks, only they do"
+    assert call.end_seconds >= copies["thin.5"].end_seconds + thin
+
+
+def test_two_components_that_alternate_stream_through_a_ring_each() -> None:
+    modules = {"a": Small(), "b": Small(1)}
+    of = problem(modules, [[use("a", 3, ON), use("b", 3, ON)]])
+    stream = "\n".join(f"stream {c} keep remainder[0] wide[{i}] ring {2 * WIDE} B" for c, i in (("a", 0), ("b", 2)))
+    plan = plan_of(
+        of,
+        f"""
+        slot s0/0:a+b load
+          load a remainder[0] wide[0] from pinned
+          load b remainder[0] wide[2] from pinned
+        slot s0/0:a+b first
+          {stream}
+          run
+        slot s0/0:a+b steady x2
+          {stream}
+          run
+        slot end
+          evict a remainder[0] wide[0]
+          evict b remainder[0] wide[2]
+        """,
+    )
+    device = device_of(of)
+    trace = run(of, plan, Host(modules, of, device), device, ["a", "b"] * 3)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, ["a", "b"] * 3))
+    assert [slot.calls for slot in trace.slots] == [0, 1, 2, 0]
+    for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
+        assert measured.peak_bytes <= expected.peak_bytes
+
+
+@pytest.mark.parametrize("skip", ["wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"])
+def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
+    module, expected = Small(), Small()
+    module.skip = expected.skip = frozenset(skip.split())
+    of = problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(of)
+    for ring_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
+        trace = run(of, streamed(of, 0, 0, ring_bytes, 2), Host({"a": module}, of, device), device, ["a"] * 3)
+        assert torch.equal(trace.outputs["x"], plain({"a": expected}, ["a"] * 3))
+
+
+def test_entry_points_that_use_a_part_each_share_one_ring() -> None:
+    module = Small()
+    of = problem({"a": module}, [[use("a", 4, ON, (0, 2, 2))]])
+    plan = plan_of(
+        of,
+        f"""
+        slot s0/0:a load
+        slot s0/0:a first
+          stream a keep none ring {2 * WIDE} B
+          run
+        slot s0/0:a steady x3
+          stream a keep none ring {2 * WIDE} B
+          run
+        slot end
+        """,
+    )
+    device = device_of(of)
+    calls = ["a.encode", "a.decode", "a.encode", "a.decode"]
+    trace = run(of, plan, Host({"a": module}, of, device), device, calls)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, calls))
+    assert device.allocated_bytes == 0
+
+
+def test_blocks_out_of_the_plans_order_break_the_plan() -> None:
+    module = Small()
+    module.reverse = True
+    of = problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(of)
+    with pytest.raises(BrokenPlan, match="a: block thin.4 ran after thin.5"):
+        run(of, streamed(of, 0, 0, 2 * WIDE, 2), Host({"a": module}, of, device), device, ["a"] * 3)
+    assert device.allocated_bytes == 0
+    assert untouched(module)
+
+
+def test_more_calls_than_planned_are_streamed_too() -> None:
+    module = Small()
+    of = problem({"a": module}, [[use("a", 3, ON)]])
+    device = device_of(of)
+    trace = run(of, streamed(of, 1, 1, 2 * WIDE, 2), Host({"a": module}, of, device), device, ["a"] * 6)
+    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 6))
+    assert trace.slots[2].calls == 5
+
+
+def test_nothing_is_prefetched_that_no_planned_call_needs() -> None:
+    of, plan, trace = follow_streamed(0, 0, 20 * WIDE, calls=2)
+    passes: list[Event] = [e for e in trace.events if e.kind == "stream"]
+    assert len(passes) == 20
+    assert [e.slot for e in passes] == [1] * 10 + [2] * 10

@@ -1,0 +1,118 @@
+"""Tiny versions of whole pipelines: graph, plans, host memory, and the output of diffusers' own pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.loading import load
+from graphrun.model.plan import Stream
+from graphrun.model.problem import Problem
+from graphrun.modules.build import build, build_part, resolve_class
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import simulated
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.executor import follow, stages_for
+from graphrun.runtime.host import Host
+from graphrun.sim import Machine
+from graphrun.solve.infeasible import smallest_budget
+from graphrun.solve.solve import solve
+from graphrun.trace import Trace
+
+GRAPHS = Path(__file__).parent.parent.parent / "graphs"
+AMPLE = 1 << 40
+
+
+class TinyPipeline:
+    """The graph ``name``, estimated once for ``inputs``, with a device and host memory that all its runs share."""
+
+    def __init__(self, name: str, inputs: Mapping[str, Any]) -> None:
+        self.graph: Graph = load(GRAPHS / f"{name}.yaml", trust=["pyramid_flow"])
+        self.inputs = self.graph.resolve({"seed": 3, **inputs})
+        self.modules: dict[str, nn.Module] = {n: build(c, self.graph) for n, c in self.graph.components.items()}
+        self.kinds = {n: type(module) for n, module in self.modules.items()}
+        self.image = pixels(plain_image(self.graph, self.modules, self.inputs))
+        self._probed = probe(self.graph, self.inputs)
+        self.problem = self.within(AMPLE)
+        self.device = SimulatedDevice(Machine())
+        self.host = Host.of_graph(self.graph, self.problem, self.device, self.modules)
+
+    def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:
+        """Its problem; only with ``by_layer`` may components be split into layers."""
+        found = problem_of(self.graph, self._probed, simulated(), Limits(budget_bytes, AMPLE), self.inputs)
+        return found if by_layer else replace(found, components=tuple(replace(c, layers=None) for c in found.components))
+
+    def smallest(self) -> Problem:
+        """The problem with the smallest budget for which a plan exists."""
+        return self.within(smallest_budget(self.problem))
+
+    def run(self, problem: Problem, plan: Any, graph: Graph | None = None, **more: Any) -> Trace:
+        stages = stages_for(plan, graph or self.graph, self.inputs, self.device, self.host, **more)
+        return follow(problem, plan, self.host, self.device, stages)
+
+    def largest_with_activation(self) -> int:
+        """Bytes of the largest component and of the activation while it runs: what a run without streaming needs."""
+        largest = max(self.problem.components, key=lambda c: c.weight_bytes())
+        phases = [p for p in self.problem.phases if any(u.component == largest.name for u in p.uses)]
+        return largest.weight_bytes() + max(max(p.first_bytes, p.steady_bytes) for p in phases)
+
+
+def streamed(plan: Any) -> set[str]:
+    return {action.component for slot in plan.slots for action in slot.actions if isinstance(action, Stream)}
+
+
+def planned(problem: Problem) -> Any:
+    return solve(problem).plan
+
+
+def plain_image(graph: Graph, modules: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> Any:
+    """What diffusers' own pipeline makes on the CPU, called as its users call it."""
+    kind = resolve_class(graph.pipeline, graph.trust)
+    parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
+    absent = dict.fromkeys(getattr(kind, "_optional_components", ()))
+    known = inspect.signature(kind.__init__).parameters
+    things = {k: v for k, v in {**absent, **graph.pipeline_config, **modules, **parts}.items() if k in known}
+    pipeline = kind(**things)
+    pipeline.set_progress_bar_config(disable=True)
+    accepted = inspect.signature(kind.__call__).parameters
+    batch = "num_videos_per_prompt" if "num_videos_per_prompt" in accepted else "num_images_per_prompt"
+    names = {"steps": "num_inference_steps", "frames": "num_frames", "batch": batch}
+    inputs = {**inputs, **{k: v for k, v in graph.stage("denoise").arguments.items() if not isinstance(v, Reference)}}
+    arguments = {names.get(k, k): v for k, v in inputs.items() if k != "seed" and v is not None}
+    arguments = {k: v for k, v in arguments.items() if k in accepted}
+    generator = torch.Generator("cpu").manual_seed(inputs["seed"])
+    made = pipeline(generator=generator, output_type="pil", return_dict=False, **arguments)[0]
+    return made[0] if len(made) == 1 else made
+
+
+def pixels(image: Any) -> np.ndarray[Any, Any]:
+    return np.stack([np.asarray(frame) for frame in image]) if isinstance(image, list) else np.asarray(image)
+
+
+def ranges_of(machine: Machine, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, range]:
+    """The numbers (from 1) of the allocations that happen inside each of ``modules`` in its first call during ``run``."""
+    start, found, hooks, opened = machine.allocations, dict[str, range](), [], dict[str, int]()
+    for name, module in modules.items():
+
+        def before(*_: Any, name: str = name) -> None:
+            opened.setdefault(name, machine.allocations - start)
+
+        def after(*_: Any, name: str = name) -> None:
+            found.setdefault(name, range(opened[name] + 1, machine.allocations - start + 1))
+
+        hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

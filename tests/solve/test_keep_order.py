@@ -1,0 +1,25 @@
+"""`keep_order`: a permutation whose prefixes are spread evenly over the call order."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphrun.model.keep_order import keep_order
+
+
+@pytest.mark.parametrize("count", range(70))
+def test_every_block_is_in_the_order_once(count: int) -> None:
+    assert sorted(keep_order(count)) == list(range(count))
+
+
+def test_bit_reversal_for_powers_of_two() -> None:
+    assert keep_order(8) == (0, 4, 2, 6, 1, 5, 3, 7)
+
+
+@pytest.mark.parametrize("count", [19, 24, 38, 57])
+def test_prefixes_are_spread_evenly(count: int) -> None:
+    order = keep_order(count)
+    for kept in range(2, count):
+        some = sorted(order[:kept])
+        distances = [after - before for before, after in zip(some, [*some[1:], some[0] + count], strict=True)]
+        assert max(distances) <= 2 * count / kept + 1
