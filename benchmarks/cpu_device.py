@@ -67,6 +67,9 @@ class CpuDevice:
         """Everything was."""
         return True
 
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Does nothing."""
+
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
         """It is."""

@@ -83,18 +83,23 @@ class Race(NamedTuple):
 class Ordering:
     """Vector clocks of the agents of one simulated device, and the accesses that later ones may still race with.
 
-    ``where``: the slot that the executor is in, for messages. ``races``: found since `raise_races` was last called.
+    ``races``: found since `raise_races` was last called.
     """
 
     def __init__(self) -> None:
         self.races: list[Race] = []
-        self.where = ""
+        self._slot = self._block = ""
         self._clocks: dict[Agent, Clock] = {agent: dict.fromkeys(AGENTS, 0) for agent in AGENTS}
         self._accesses: dict[Any, list[Access]] = {}  # storage -> accesses
         self._owners: dict[int, Agent] = {}  # device storage -> the stream it was allocated on
         self._host_storages: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
         self._inside: Agent = "host"  # the agent that Python code runs as: the disk reader in a background job
         self._reported: set[tuple[str, str]] = set()
+
+    def annotate(self, slot: str | None, block: str | None) -> None:
+        """The slot that the executor is in, and the block that the next copies are of, for messages."""
+        self._slot = self._slot if slot is None else slot
+        self._block = self._block if block is None else block
 
     # -- order
 
@@ -164,8 +169,9 @@ class Ordering:
         for tensor in (target, source):
             if _device_key(tensor) is None:
                 self._track(tensor)
-        self._touch(source, stream, False, "copy")
-        self._touch(target, stream, True, "copy")
+        what = f"copy of {self._block}" if stream == "copy" and self._block else "copy"
+        self._touch(source, stream, False, what)
+        self._touch(target, stream, True, what)
         if blocking:
             self.join(stream)
 
@@ -236,7 +242,7 @@ class Ordering:
         if not spans:
             return
         clock = self._clocks[agent]  # type: ignore[index]
-        access = Access(agent, clock[agent], writes, spans, what, _code(), self.where)  # type: ignore[arg-type]
+        access = Access(agent, clock[agent], writes, spans, what, _code(), self._slot)  # type: ignore[arg-type]
         kept = []
         for earlier in self._accesses.get(storage, ()):
             ordered = clock[earlier.agent] >= earlier.time
@@ -349,12 +355,15 @@ def _shown(spans: Spans) -> str:
     return first if len(spans) == 1 else f"{first} and {len(spans) - 1} more ranges"
 
 
+_NOT_THE_ISSUER = ("/graphrun/sim/", "/torch/", "devices/simulated", "contextlib", "weakref")
+
+
 def _code() -> str:
     """The innermost line outside PyTorch and this package that issued the access."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/graphrun/sim/" not in name and "/torch/" not in name and "devices/simulated" not in name and "contextlib" not in name:
+        if not any(part in name for part in _NOT_THE_ISSUER):
             return f"{name.rpartition('/graphrun/')[2] or name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

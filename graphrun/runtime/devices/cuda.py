@@ -147,6 +147,9 @@ class CudaDevice:
         """Whether the read is finished."""
         return len(marks) == 2
 
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Does nothing."""
+
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
         """Does nothing: the time passes."""

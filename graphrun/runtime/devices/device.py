@@ -104,6 +104,9 @@ class Device(Protocol):
     def reached(self, marks: Sequence[Mark]) -> bool:
         """Whether a read with ``marks`` (empty: still under way) ends before the current end of the copy stream."""
 
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Names the ``slot`` that begins, or the ``block`` that is copied next, in the messages of a checker."""
+
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
         """Context of compute on the CPU, which takes ``slowdown`` times as long as on the device: charges a virtual clock."""
 

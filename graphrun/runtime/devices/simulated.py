@@ -93,6 +93,11 @@ class SimulatedDevice:
         """Whether the read ends before the current end of the copy timeline."""
         return bool(marks) and marks[-1] <= self.machine.record("copy")
 
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Tells the ordering checker, where there is one."""
+        if self.machine.ordering is not None:
+            self.machine.ordering.annotate(slot, block)
+
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:
         """Charges the compute timeline with the FLOPs computed on the CPU inside, times ``slowdown``."""
