@@ -55,7 +55,7 @@ class CpuDevice:
         """Copies."""
         target.copy_(source)
 
-    def read(self, nbytes: int) -> None:
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
         """The time has passed."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
@@ -66,6 +66,9 @@ class CpuDevice:
     def reached(self, marks: Sequence[float]) -> bool:
         """Everything was."""
         return True
+
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Does nothing."""
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:

@@ -182,6 +182,7 @@ def run(
     precomputed: Mapping[str, Any] | None = None,
     reuse: What = "encoded",
     note: Callable[[str], None] | None = None,
+    check_ordering: bool = False,
 ) -> Trace:
     """Runs ``graph`` by ``solution``. Returns the trace; ``trace.outputs`` holds the images.
 
@@ -193,6 +194,7 @@ def run(
     ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or ``none``
     ``precomputed``     the values that the plan needs ready-made
     ``tell``, ``note``  called with one line for each replan; with the reason where outputs cannot be cached
+    ``check_ordering``  on the simulated accelerator: look for data races, and raise the first (graphrun/sim/ordering.py)
 
     Where the device has less memory than planned, or a stage takes more, the remainder is planned again and the run continues.
     Raises PlanError before anything is loaded where the plan is not for this graph or breaks a rule; OutOfMemory where no plan fits
@@ -220,7 +222,8 @@ def run(
         )
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
-    trace = execute(problem, solution.plan, remaining, values, open_device(problem), modules, progress, tell=tell, **options)
+    device = open_device(problem, check_ordering=check_ordering)
+    trace = execute(problem, solution.plan, remaining, values, device, modules, progress, tell=tell, **options)
     if cache is not None:
         from graphrun.files import Store
         from graphrun.profile.feedback import remember

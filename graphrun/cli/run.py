@@ -82,20 +82,23 @@ def run(
         bool, typer.Option("--strict", help="Stop at the first broken line of --inputs, before anything runs.")
     ] = False,
     reuse: Reuse = "encoded",
+    check_ordering: Annotated[
+        bool, typer.Option("--check-ordering", help="With --device sim: look for data races between copies and compute.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a graph or a saved plan and show planned and measured numbers; or run a graph for every line of a file."""
     if prompt is not None:
         asked = replace(asked, set_=[*(asked.set_ or []), f"prompt={prompt}"])
     if inputs is not None or resume:
-        if plan_file is not None or trace_file is not None:
-            raise InputError("--plan and --trace are for a single run; leave them out with --inputs and --resume")
+        if plan_file is not None or trace_file is not None or check_ordering:
+            raise InputError("--plan, --trace and --check-ordering are for a single run; leave them out with --inputs and --resume")
         run_batch(BatchOptions(graph, random_weights, inputs, resume, strict, reuse, output, as_json), asked)
         return
     planfile.require_writable(plan_file, trace_file)
     target = output_file_for(graph, asked, output)
     made = planned(graph, asked, to_run=True, reuse=reuse, random_weights=random_weights)
-    _run_once(made, asked, random_weights, reuse, (target, plan_file, trace_file), as_json)
+    _run_once(made, asked, random_weights, reuse, (target, plan_file, trace_file), check_ordering, as_json)
 
 
 def _run_once(
@@ -104,6 +107,7 @@ def _run_once(
     random_weights: bool,
     reuse: str,
     files: tuple[Any, Path | None, Path | None],
+    check_ordering: bool,
     as_json: bool,
 ) -> None:
     from graphrun.report.perfetto import trace_json
@@ -129,6 +133,7 @@ def _run_once(
             precomputed=made.precomputed,
             reuse=checked_reuse(reuse),
             note=say,
+            check_ordering=check_ordering,
         )
     summary = summary_of(made, trace)
     if plan_file is not None:

@@ -268,7 +268,7 @@ def _read_job(
             wait()
         start = device.mark("disk")
         read_bytes.append(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
-        device.read(read_bytes[0])
+        device.read(buffer, read_bytes[0])
         marks.extend((start, device.mark("disk")))
 
     return read

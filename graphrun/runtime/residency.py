@@ -242,6 +242,7 @@ class Residency:
 
         Returns marks before and after the copy.
         """
+        self.device.annotate(block=f"{self.name} {path or 'remainder'}")
         return self.backing_store.copy(path, buffer)
 
     def present(self) -> list[str]:

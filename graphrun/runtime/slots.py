@@ -463,6 +463,7 @@ class OpenSlot:
         """Performs the slot's actions up to ``run``. Call after a barrier."""
         recorder, device = self._recorder, self._device
         recorder.slot, recorder.moved_bytes = self.index, 0
+        device.annotate(slot=f"slot {self.slot.phase} {self.slot.part}")
         self._start = device.mark("compute")
         for action in self.slot.actions:
             if isinstance(action, Drop):

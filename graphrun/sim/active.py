@@ -9,6 +9,7 @@ import torch
 
 from graphrun.sim.clock import Clock, Stream
 from graphrun.sim.ledger import Ledger
+from graphrun.sim.ordering import Ordering
 
 
 class ActiveMachine(Protocol):
@@ -18,6 +19,7 @@ class ActiveMachine(Protocol):
     ledger: Ledger
     clock: Clock
     hollow_bytes: int | None
+    ordering: Ordering | None
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -30,11 +32,11 @@ class ActiveMachine(Protocol):
     def charge(self, flops: int) -> None:
         """Charges ``flops`` to the current timeline."""
 
-    def copy_in(self, nbytes: int, non_blocking: bool = False) -> None:
-        """Counts and charges a copy of ``nbytes`` to the device."""
+    def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
+        """Counts and charges a copy of ``nbytes`` to the device. Returns whether the host waits for it."""
 
-    def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
-        """Counts and charges a copy of ``nbytes`` to the host."""
+    def copy_out(self, nbytes: int, non_blocking: bool = False) -> bool:
+        """Counts and charges a copy of ``nbytes`` to the host. Returns whether the host waits for it."""
 
     def record(self, stream: Stream) -> float:
         """Time at which the work issued to ``stream`` is finished."""
@@ -44,6 +46,9 @@ class ActiveMachine(Protocol):
 
     def synchronize(self) -> None:
         """Waits for all timelines."""
+
+    def join(self, stream: Stream) -> None:
+        """The host waits for ``stream``."""
 
 
 active: ContextVar[ActiveMachine | None] = ContextVar("graphrun_sim_machine", default=None)

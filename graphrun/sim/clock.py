@@ -38,14 +38,17 @@ class Clock:
         """Charges ``seconds`` to the current stream; the host does not wait."""
         self._times[self.current] = max(self._times[self.current], self._host) + seconds
 
-    def copy(self, seconds: float, non_blocking: bool = False) -> None:
+    def copy(self, seconds: float, non_blocking: bool = False) -> bool:
         """Charges a copy between host and device. It is asynchronous on the copy stream; otherwise the host waits for its end.
+        Returns whether the host waits.
 
         If the stream was entered with ``synchronous``, only ``non_blocking`` copies are asynchronous, as on CUDA.
         """
         self.work(seconds)
-        if self.current == "compute" or (self._synchronous and not non_blocking):
+        waits = self.current == "compute" or (self._synchronous and not non_blocking)
+        if waits:
             self.join(self.current)
+        return waits
 
     @contextmanager
     def on(self, stream: Stream, synchronous: bool = False) -> Iterator[None]:

@@ -101,9 +101,19 @@ def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: 
         out = out if on_host else wrap(cls, out, machine)
     elif isinstance(out, (list, tuple)) and not on_host:
         out = type(out)(wrap_all(cls, out, machine))
+    if machine.ordering is not None and not traits.views:
+        _report(cls, machine, traits, tensors, out)
     if traits.flops is not None:
         machine.charge(traits.flops(raws, out))
     return out
+
+
+def _report(cls: Any, machine: Any, traits: Traits, tensors: Sequence[Any], out: Any) -> None:
+    """Tells the ordering checker what the operator read and wrote."""
+    results = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if type(each) is cls]
+    written = {id(each) for each in results}
+    read = [tensor.raw if type(tensor) is cls else tensor for tensor in tensors if id(tensor) not in written]
+    machine.ordering.operator(traits.name, machine.clock.current, read, [each.raw for each in results])
 
 
 def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -48,7 +48,14 @@ class Allocation:
 
     def __del__(self) -> None:
         if self.nbytes:
-            self.machine.ledger.release(self.key, self.nbytes)
+            release(self.machine, self.key, self.nbytes)
+
+
+def release(machine: Any, key: int, nbytes: int) -> None:
+    """Storage ``key`` of ``machine`` is gone."""
+    machine.ledger.release(key, nbytes)
+    if machine.ordering is not None:
+        machine.ordering.freed(key, nbytes)
 
 
 class Ledger:

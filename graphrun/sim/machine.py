@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
 from graphrun.sim.active import ActiveMachine, active
 from graphrun.sim.clock import Clock, Stream
 from graphrun.sim.ledger import Ledger, Listener, positive
+from graphrun.sim.ordering import Ordering
 from graphrun.sim.register import register
 from graphrun.units import show_size
 
@@ -36,7 +38,11 @@ class Machine:
 
     Operators count on the machine that holds their inputs, also after the context was left; only new tensors need the
     context. Raises InputError for a size or rate that is not positive, GraphrunError if the backend cannot be registered.
+
+    ``check_ordering``: whether data races are looked for (`ordering`); None takes the class attribute.
     """
+
+    check_ordering: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class Machine:
         fail_copy: int | None = None,
         pageable_bytes_per_second: float | None = None,
         disk_bytes_per_second: float = 1e9,
+        check_ordering: bool | None = None,
     ) -> None:
         register()
         self.pageable_bytes_per_second = pageable_bytes_per_second or h2d_bytes_per_second
@@ -65,6 +72,7 @@ class Machine:
         self.device = torch.device("sim:0")
         self.ledger = Ledger()
         self.clock = Clock()
+        self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
         self.h2d_bytes_per_second = h2d_bytes_per_second
         self.d2h_bytes_per_second = d2h_bytes_per_second
         self.flops_per_second = flops_per_second
@@ -149,13 +157,14 @@ class Machine:
             positive("fail_copy", count)
         self._fail_copy_in = count
 
-    def copy_in(self, nbytes: int, non_blocking: bool = False) -> None:
-        """Counts and charges a copy of ``nbytes`` to the device. Raises SimulatedCopyError for an injected fault."""
+    def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
+        """Counts and charges a copy of ``nbytes`` to the device. Returns whether the host waits for it. Raises SimulatedCopyError
+        for an injected fault."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
         rate = self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second
-        self.clock.copy(nbytes / rate, non_blocking)
+        return self.clock.copy(nbytes / rate, non_blocking)
 
     def read(self, nbytes: int) -> None:
         """Counts and charges a read of ``nbytes`` from disk."""
@@ -163,12 +172,12 @@ class Machine:
         with self.clock.on("disk"):
             self.clock.work(nbytes / self.disk_bytes_per_second)
 
-    def copy_out(self, nbytes: int, non_blocking: bool = False) -> None:
+    def copy_out(self, nbytes: int, non_blocking: bool = False) -> bool:
         """As `copy_in`, for a copy of ``nbytes`` from the device."""
         self._maybe_fail(nbytes, "from")
         self.copies_out += 1
         self.bytes_out += nbytes
-        self.clock.copy(nbytes / self.d2h_bytes_per_second, non_blocking)
+        return self.clock.copy(nbytes / self.d2h_bytes_per_second, non_blocking)
 
     def _maybe_fail(self, nbytes: int, direction: str) -> None:
         if self._fail_copy_in is None:
@@ -201,15 +210,26 @@ class Machine:
 
     def record(self, stream: Stream = "compute") -> float:
         """An event: the time at which all work issued to ``stream`` so far is finished."""
-        return self.clock.record(stream)
+        seconds = self.clock.record(stream)
+        return seconds if self.ordering is None else self.ordering.mark(stream, seconds)
 
     def wait(self, stream: Stream, event: float) -> None:
         """Work issued to ``stream`` from now on starts after ``event``."""
         self.clock.wait(stream, event)
+        if self.ordering is not None:
+            self.ordering.wait(stream, event)
 
     def synchronize(self) -> None:
         """The host waits for all timelines; they all continue from the latest time."""
         self.clock.synchronize()
+        if self.ordering is not None:
+            self.ordering.barrier()
+
+    def join(self, stream: Stream) -> None:
+        """The host waits for what was issued to ``stream`` so far."""
+        self.clock.join(stream)
+        if self.ordering is not None:
+            self.ordering.join(stream)
 
     # -- being the active machine
 

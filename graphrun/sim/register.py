@@ -40,7 +40,7 @@ class SimStream:
 
     def synchronize(self) -> None:
         """The host waits for the work issued to this stream so far."""
-        active_machine().clock.join(self.timeline)
+        active_machine().join(self.timeline)
 
     def wait_stream(self, other: SimStream) -> None:
         """Work issued from now on starts after the work issued to ``other`` so far."""

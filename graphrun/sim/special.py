@@ -59,12 +59,18 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if not to_sim:
         options["device"] = target
         if kind != "meta":
-            machine.copy_out(nbytes, non_blocking)
+            waits = machine.copy_out(nbytes, non_blocking)
     elif not from_sim:
         machine.ledger.admit((rounded(nbytes),))
-        machine.copy_in(nbytes, non_blocking)
+        waits = machine.copy_in(nbytes, non_blocking)
     copied = func(raw, **options)
-    return wrap(cls, copied, machine) if to_sim else copied
+    made = wrap(cls, copied, machine) if to_sim else copied
+    if machine.ordering is not None and kind != "meta":
+        if from_sim and to_sim:
+            machine.ordering.operator("aten::_to_copy", machine.clock.current, (raw,), (copied,))
+        else:
+            machine.ordering.copied(machine.clock.current, copied, raw, waits)
+    return made
 
 
 def _copy_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,18 +96,31 @@ def _copy_from_and_resize(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapp
 
 def _copy(cls: Any, destination: Any, source: Any, non_blocking: bool = False) -> Any:
     into, from_ = type(destination) is cls, type(source) is cls
+    machine = (destination if into else source).allocation.machine
+    nbytes = destination.numel() * destination.dtype.itemsize
+    waits = False
     if into and not from_:
-        destination.allocation.machine.copy_in(destination.numel() * destination.dtype.itemsize, non_blocking)
+        waits = machine.copy_in(nbytes, non_blocking)
     elif from_ and not into:
-        source.allocation.machine.copy_out(destination.numel() * destination.dtype.itemsize, non_blocking)
-    (destination.raw if into else destination).copy_(source.raw if from_ else source)
+        waits = machine.copy_out(nbytes, non_blocking)
+    target, origin = destination.raw if into else destination, source.raw if from_ else source
+    target.copy_(origin)
+    if machine.ordering is not None:
+        if into and from_:
+            machine.ordering.operator("aten::copy_", machine.clock.current, (origin,), (target,))
+        else:
+            machine.ordering.copied(machine.clock.current, target, origin, waits)
     return destination
 
 
 def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``item()``: a copy of one element to the host."""
     raw = args[0].raw
-    args[0].allocation.machine.copy_out(raw.dtype.itemsize)
+    machine = args[0].allocation.machine
+    machine.copy_out(raw.dtype.itemsize)
+    if machine.ordering is not None:
+        machine.ordering.operator("aten::item", machine.clock.current, (raw,), ())
+        machine.ordering.join(machine.clock.current)
     return func(raw)
 
 

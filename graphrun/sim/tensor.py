@@ -26,7 +26,11 @@ class SimTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The elements as nested lists, after a copy to the host (PyTorch's own method refuses subclasses)."""
-        self.allocation.machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
+        machine = self.allocation.machine
+        machine.copy_out(self.raw.numel() * self.raw.dtype.itemsize)
+        if machine.ordering is not None:
+            machine.ordering.operator("tolist", machine.clock.current, (self.raw,), ())
+            machine.ordering.join(machine.clock.current)
         return self.raw.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:

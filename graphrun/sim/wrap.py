@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphrun.sim.active import ActiveMachine
-from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
+from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, release, rounded
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # the original property, also if torch.Tensor.data was replaced
@@ -27,9 +27,8 @@ def wrap(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:
     allocation = getattr(storage, "graphrun_allocation", None)
     if allocation is None:
         size = rounded(storage.nbytes())
-        ledger = machine.ledger
-        ledger.admit((size,))
-        allocation = storage.graphrun_allocation = Allocation(machine, ledger.enter(size, raw.shape, raw.dtype), size)
+        machine.ledger.admit((size,))
+        allocation = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
     tensor = _shell(cls, raw, machine)
     tensor.raw = raw
     tensor.allocation = allocation
@@ -63,7 +62,7 @@ def sync_storage(cls: Any, tensor: Any) -> None:
     ledger = machine.ledger
     if allocation is None:
         ledger.admit((size,))
-        allocation = storage.graphrun_allocation = Allocation(machine, ledger.enter(size, raw.shape, raw.dtype), size)
+        allocation = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
     elif size != allocation.nbytes:
         try:
             ledger.admit((size,))
@@ -72,8 +71,8 @@ def sync_storage(cls: Any, tensor: Any) -> None:
             raw.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             raise
         before = allocation.key, allocation.nbytes
-        allocation.key, allocation.nbytes = ledger.enter(size, raw.shape, raw.dtype), size
-        ledger.release(*before)
+        allocation.key, allocation.nbytes = _enter(machine, size, raw), size
+        release(machine, *before)
     tensor.allocation = allocation
     if raw.shape != tensor.shape or raw.stride() != tensor.stride() or raw.storage_offset() != tensor.storage_offset():
         _data.__set__(tensor, _shell(cls, raw, machine))
@@ -83,6 +82,13 @@ def replace(cls: Any, tensor: Any, other: Any) -> None:
     """Makes ``tensor`` share the storage and shape of ``other``, as ``tensor.data = other``."""
     _data.__set__(tensor, _shell(cls, other.raw, other.allocation.machine))
     tensor.raw, tensor.allocation = other.raw, other.allocation
+
+
+def _enter(machine: ActiveMachine, size: int, raw: torch.Tensor) -> int:
+    key = machine.ledger.enter(size, raw.shape, raw.dtype)
+    if machine.ordering is not None and size:
+        machine.ordering.allocated(key, size, machine.clock.current)
+    return key
 
 
 def _shell(cls: Any, raw: torch.Tensor, machine: ActiveMachine) -> Any:

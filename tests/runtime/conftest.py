@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from graphrun.sim import Machine
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -16,3 +18,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("faults"):
                 item.add_marker(pytest.mark.skip(reason="run with -m faults"))
+
+
+@pytest.fixture(autouse=True)
+def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run here is checked for races: on the simulator bytes move at once, and a missing wait changes no result."""
+    monkeypatch.setattr(Machine, "check_ordering", True)

@@ -18,19 +18,14 @@ from small_component import (
     plan_of,
     problem,
     run,
-    tensors,
     untouched,
     use,
 )
-from torch import nn
 
-from graphrun import sim
 from graphrun.errors import BrokenPlan
 from graphrun.model.keep_order import keep_order
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Hardware, Problem
-from graphrun.runtime.devices.device import Stream
-from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 from graphrun.trace import Event, Trace
 from graphrun.verify.simulate import simulate
@@ -273,89 +268,6 @@ def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
     for ring_bytes in (WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE):
         trace = run(of, streamed(of, 0, 0, ring_bytes, 2), Host({"a": module}, of, device), device, ["a"] * 3)
         assert torch.equal(trace.outputs["x"], plain({"a": expected}, ["a"] * 3))
-
-
-class Point(float):
-    """A mark: the time on its stream, and of each stream how many events certainly lie before it."""
-
-    before: dict[str, int]
-
-
-class OrderedDevice(SimulatedDevice):
-    """Records which reads by compute are ordered before each copy, by marks and waits alone, as on a card: time says nothing."""
-
-    def __init__(self, machine: sim.Machine) -> None:
-        super().__init__(machine)
-        self.clocks: dict[str, dict[str, int]] = {s: {"compute": 0, "copy": 0, "disk": 0} for s in ("compute", "copy", "disk")}
-        self.reads: list[tuple[int, range, str, int]] = []  # storage, its bytes, block, compute's count
-        self.races: list[str] = []
-
-    def advance(self, stream: str) -> int:
-        self.clocks[stream][stream] += 1
-        return self.clocks[stream][stream]
-
-    def where(self, tensor: torch.Tensor) -> tuple[int, range]:
-        start = tensor.storage_offset() * tensor.element_size()
-        return self.storage_of(tensor)[0], range(start, start + tensor.nbytes)
-
-    def read_by(self, path: str, block: nn.Module) -> None:
-        count = self.advance("compute")
-        self.reads += [(*self.where(tensor), path, count) for tensor in tensors(block)]
-
-    def mark(self, stream: Stream) -> float:
-        point = Point(super().mark(stream))
-        point.before = dict(self.clocks[stream])
-        return point
-
-    def wait(self, stream: Stream, mark: float) -> None:
-        assert isinstance(mark, Point)
-        for other, count in mark.before.items():
-            self.clocks[stream][other] = max(self.clocks[stream][other], count)
-        super().wait(stream, mark)
-
-    def barrier(self) -> None:
-        latest = {stream: self.clocks[stream][stream] for stream in self.clocks}
-        self.clocks = {stream: dict(latest) for stream in self.clocks}
-        super().barrier()
-
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        storage, written = self.where(target)
-        for other, read, path, count in self.reads:
-            overlap = storage == other and read.start < written.stop and written.start < read.stop
-            if overlap and count > self.clocks["copy"]["compute"]:
-                self.races.append(f"bytes {written} are written while {path} may still read {read}")
-        self.advance("copy")
-        super().copy_in(target, source, pageable=pageable)
-
-
-def ordered(of: Problem, module: Small) -> OrderedDevice:
-    """A device that records what each block of ``module`` reads."""
-    device = OrderedDevice(device_of(of).machine)
-
-    def watched(path: str, block: nn.Module) -> None:
-        forward = block.forward
-
-        def reading(x: torch.Tensor) -> torch.Tensor:
-            device.read_by(path, block)
-            return forward(x)
-
-        block.forward = reading
-
-    for path in (path for group in of.components[0].groups[1:] for path in group.blocks):
-        watched(path, module.get_submodule(path))
-    return device
-
-
-@pytest.mark.parametrize("skip", ["", "wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"])
-@pytest.mark.parametrize("ring_bytes", [WIDE, 2 * WIDE, 3 * WIDE + 256, 9 * WIDE])
-def test_no_copy_into_the_ring_overtakes_a_read_of_what_lies_there(skip: str, ring_bytes: int) -> None:
-    module = Small()
-    module.skip = frozenset(skip.split())
-    of = problem({"a": module}, [[use("a", 3, ON)]])
-    device = ordered(of, module)
-    run(of, streamed(of, 0, 0, ring_bytes, 2), Host({"a": module}, of, device), device, ["a"] * 3)
-    assert len(device.reads) >= 3 * 3 * (10 - len(module.skip))
-    assert not device.races
 
 
 def test_entry_points_that_use_a_part_each_share_one_ring() -> None:

@@ -136,7 +136,7 @@ class CudaDevice:
         """``cudaMemcpyAsync`` on the copy stream. To pageable memory it blocks the host."""
         self._copy_async(target, source)
 
-    def read(self, nbytes: int) -> None:
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
         """Does nothing: the time has passed."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
@@ -146,6 +146,9 @@ class CudaDevice:
     def reached(self, marks: Sequence[float]) -> bool:
         """Whether the read is finished."""
         return len(marks) == 2
+
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Does nothing."""
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:

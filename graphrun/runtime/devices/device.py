@@ -92,8 +92,8 @@ class Device(Protocol):
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy to the host on the copy stream. Raises as `copy_in`."""
 
-    def read(self, nbytes: int) -> None:
-        """Call after reading ``nbytes`` from disk: charges a virtual clock."""
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
+        """Call after reading ``nbytes`` from disk into ``target``, which lies in host memory: charges a virtual clock."""
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
         """Queues ``job`` to run in the background, one job after another.
@@ -103,6 +103,9 @@ class Device(Protocol):
 
     def reached(self, marks: Sequence[Mark]) -> bool:
         """Whether a read with ``marks`` (empty: still under way) ends before the current end of the copy stream."""
+
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Names the ``slot`` that begins, or the ``block`` that is copied next, in the messages of a checker."""
 
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
         """Context of compute on the CPU, which takes ``slowdown`` times as long as on the device: charges a virtual clock."""

@@ -7,15 +7,15 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.runtime.devices.device import Device
 
 
-def open_device(problem: Problem) -> Device:
+def open_device(problem: Problem, *, check_ordering: bool = False) -> Device:
     """A simulated device with the problem's rates for ``sim``, the first CUDA device for ``cuda``.
 
     Raises InputError if there is none.
     """
-    return open_hardware(problem.hardware)
+    return open_hardware(problem.hardware, check_ordering=check_ordering)
 
 
-def open_hardware(hardware: Hardware) -> Device:
+def open_hardware(hardware: Hardware, *, check_ordering: bool = False) -> Device:
     """The device that ``hardware`` describes. Raises InputError if there is none."""
     if hardware.device == "sim":
         from graphrun.runtime.devices.simulated import SimulatedDevice
@@ -29,8 +29,11 @@ def open_hardware(hardware: Hardware) -> Device:
                 flops_per_second=hardware.flops_per_second,
                 pageable_bytes_per_second=hardware.pageable_bytes_per_second,
                 disk_bytes_per_second=hardware.disk_bytes_per_second,
+                check_ordering=check_ordering or None,
             )
         )
+    if check_ordering:
+        raise InputError("--check-ordering looks for races on the simulated accelerator: add --device sim")
     if hardware.device == "cuda":
         from graphrun.runtime.devices.cuda import CudaDevice
 

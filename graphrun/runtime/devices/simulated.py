@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -39,13 +40,17 @@ class SimulatedDevice:
         """
         before = self.machine.capacity_bytes
         capped = cap_bytes if before is None else min(before, cap_bytes)
-        with self.machine:
+        with self.machine, self._watched():
             self.machine.capacity_bytes = capped
             try:
                 yield
             finally:
                 if self.machine.capacity_bytes == capped:
                     self.machine.capacity_bytes = before
+
+    def _watched(self) -> AbstractContextManager[None]:
+        ordering = self.machine.ordering
+        return contextlib.nullcontext() if ordering is None else ordering.watching()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the machine."""
@@ -71,18 +76,27 @@ class SimulatedDevice:
         with self.machine.on_copy_stream():
             target.copy_(source)
 
-    def read(self, nbytes: int) -> None:
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
         """Charges the disk timeline."""
         self.machine.read(nbytes)
+        if self.machine.ordering is not None:
+            self.machine.ordering.host_wrote(target, "read from disk")
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
         """Runs the job now; its time passes on the disk timeline."""
+        if self.machine.ordering is not None:
+            return self.machine.ordering.background(job)
         job()
         return lambda: None
 
     def reached(self, marks: Sequence[float]) -> bool:
         """Whether the read ends before the current end of the copy timeline."""
         return bool(marks) and marks[-1] <= self.machine.record("copy")
+
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+        """Tells the ordering checker, where there is one."""
+        if self.machine.ordering is not None:
+            self.machine.ordering.annotate(slot, block)
 
     @contextmanager
     def on_host(self, slowdown: float) -> Iterator[None]:

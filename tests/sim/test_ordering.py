@@ -1,0 +1,185 @@
+"""The ordering checker: what it takes for a race, what it takes for an order, and what its message says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from graphrun import sim
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+from graphrun.sim.ordering import RaceError, spans_of
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice(Machine(check_ordering=True))
+    with made.session(1 << 30):
+        yield made
+
+
+def host(nbytes: int = 64) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def on_device(device: SimulatedDevice, nbytes: int = 64) -> torch.Tensor:
+    """Allocated and written on the compute stream, and known to the host."""
+    made = device.allocate(nbytes)
+    made.fill_(1)
+    device.barrier()
+    return made
+
+
+def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: SimulatedDevice) -> None:
+    source = host()
+    weights = on_device(device)
+    result = weights + 1
+    device.annotate(slot="slot denoise/0:unet steady", block="unet down.0")
+    device.copy_in(weights, source)
+    with pytest.raises(RaceError) as caught:
+        device.barrier()
+    text = str(caught.value)
+    assert "write of bytes 0..64 by copy (copy of unet down.0 in slot denoise/0:unet steady, " in text
+    assert "read of bytes 0..64 by compute (aten::add" in text
+    assert text.count("test_ordering.py:") == 2, "the code of both accesses"
+    assert result.numel()
+    again = weights + 1
+    device.wait("copy", device.mark("compute"))
+    device.copy_in(weights, source)
+    device.barrier()
+    assert again.numel()
+
+
+def test_compute_waits_for_a_copy_by_its_mark(device: SimulatedDevice) -> None:
+    source = host()
+    weights = on_device(device)
+    device.copy_in(weights, source)
+    mark = device.mark("copy")
+    device.wait("compute", mark)
+    assert (weights + 1).numel()
+    device.barrier()
+    device.copy_in(weights, source)
+    assert (weights + 1).numel()
+    with pytest.raises(RaceError, match="read of bytes 0..64 by compute .* is not ordered behind write of bytes 0..64 by copy"):
+        device.barrier()
+
+
+def test_other_bytes_of_the_storage_are_no_race(device: SimulatedDevice) -> None:
+    source = host()
+    ring = on_device(device, 128)
+    assert (ring[:64] + 1).numel()
+    device.copy_in(ring[64:], source)
+    device.barrier()
+    assert (ring[:65] + 1).numel()
+    device.copy_in(ring[64:], source)
+    with pytest.raises(RaceError, match=r"bytes 64..128 by copy .* bytes 0..65 by compute"):
+        device.barrier()
+
+
+def test_columns_of_a_table_are_apart(device: SimulatedDevice) -> None:
+    table, source = on_device(device, 64).view(8, 8), host(32).view(8, 4)
+    assert (table[:, :4] + 1).numel()
+    device.copy_in(table[:, 4:], source)
+    device.barrier()
+    assert (table[:, :5] + 1).numel()
+    device.copy_in(table[:, 4:], source)
+    with pytest.raises(RaceError):
+        device.barrier()
+
+
+@pytest.mark.parametrize(
+    ("view", "spans"),
+    [
+        (torch.zeros(4, 3), ((0, 48),)),
+        (torch.zeros(4, 3).t(), ((0, 48),)),
+        (torch.zeros(4, 3)[1:3], ((12, 36),)),
+        (torch.zeros(3, 4)[:, 1:3], ((4, 12), (20, 28), (36, 44))),
+        (torch.zeros(6)[::2], ((0, 4), (8, 12), (16, 20))),
+        (torch.zeros(2, 3, 4)[:, 1], ((16, 32), (64, 80))),
+        (torch.zeros(1).expand(5), ((0, 4),)),
+        (torch.zeros(0, 3), ()),
+    ],
+)
+def test_spans_are_the_bytes_of_a_view(view: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> None:
+    assert spans_of(view) == spans
+
+
+def test_memory_is_written_by_its_allocation_and_its_free(device: SimulatedDevice) -> None:
+    source = host()
+    fresh = device.allocate(64)
+    device.copy_in(fresh, source)
+    with pytest.raises(RaceError, match=r"write of bytes 0..64 by copy .* is not ordered behind write .* by compute \(allocation"):
+        device.barrier()
+    device.copy_in(fresh, source)
+    del fresh
+    with pytest.raises(RaceError, match=r"by compute \(free.* is not ordered behind write of bytes 0..64 by copy"):
+        device.barrier()
+
+
+def test_host_memory_is_not_freed_while_it_is_copied(device: SimulatedDevice) -> None:
+    target, source = on_device(device), host()
+    device.copy_in(target, source)
+    del source
+    gc.collect()
+    with pytest.raises(RaceError, match=r"race in host memory: write .* by host \(free.* behind read of bytes 0..64 by copy"):
+        device.barrier()
+
+
+def test_the_host_reads_a_spilled_value_behind_its_copy_only(device: SimulatedDevice) -> None:
+    value, there = on_device(device), host()
+    device.copy_out(there, value)
+    device.barrier()
+    assert (there + 1).numel()
+    device.copy_out(there, value)
+    assert (there + 1).numel()
+    with pytest.raises(RaceError, match="read of bytes 0..64 by host .* is not ordered behind write of bytes 0..64 by copy"):
+        device.barrier()
+
+
+def test_a_mark_of_the_disk_orders_nothing_and_joining_the_job_does(device: SimulatedDevice) -> None:
+    arena, target = host(), on_device(device)
+    joined = device.background(lambda: device.read(arena, 64))
+    device.wait("copy", device.mark("disk"))
+    device.copy_in(target, arena)
+    with pytest.raises(RaceError, match=r"read of bytes 0..64 by copy .* behind write of bytes 0..64 by disk \(read from disk"):
+        device.barrier()
+    joined()
+    device.copy_in(target, arena)
+    device.barrier()
+
+
+def test_a_read_waits_for_the_copy_out_of_its_place(device: SimulatedDevice) -> None:
+    arena, target = host(), on_device(device)
+    device.copy_in(target, arena)
+    mark = device.mark("copy")
+
+    def waiting() -> None:
+        device.wait("disk", mark)
+        device.read(arena, 64)
+
+    device.background(waiting)()
+    device.barrier()
+    device.copy_in(target, arena)
+    device.background(lambda: device.read(arena, 64))()
+    with pytest.raises(RaceError, match=r"write of bytes 0..64 by disk .* is not ordered behind read of bytes 0..64 by copy"):
+        device.barrier()
+
+
+def test_blocking_copies_and_items_order_what_follows(device: SimulatedDevice) -> None:
+    source = host()
+    copied = source.to(sim.device)
+    del source
+    assert int(copied.sum()) == 0
+    arena = host()
+    arena.copy_(copied)
+    assert (arena + 1).numel()
+    device.barrier()
+
+
+def test_what_is_not_checked_costs_no_marks() -> None:
+    device = SimulatedDevice(Machine())
+    assert device.machine.ordering is None
+    assert type(device.mark("compute")) is float
