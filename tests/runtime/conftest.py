@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="run with -m faults"))
 
 
-@pytest.fixture(autouse=True)
-def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def check_ordering() -> Iterator[None]:
     """Every run here is checked for races: on the simulator bytes move at once, and a missing wait changes no result."""
-    monkeypatch.setattr(Machine, "check_ordering", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "check_ordering", True)
+        yield
