@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import graphrun as package
 from graphrun.units import MIB
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
@@ -40,6 +41,10 @@ def refused(answer: tuple[int, str, str], *words: str) -> None:
     assert not out
     for word in words:
         assert word in err
+
+
+def test_the_version_is_shown_without_a_command(graphrun: Cli) -> None:
+    assert graphrun("--version") == (0, f"graphrun {package.__version__}\n", "")
 
 
 def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cli) -> None:

@@ -20,17 +20,22 @@ from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"graphrun {graphrun.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def about(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
+    ] = False,
 ) -> None:
     """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
 
     Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
-    if version:
-        typer.echo(f"graphrun {graphrun.__version__}")
-        raise typer.Exit
 
 
 def main() -> NoReturn:
