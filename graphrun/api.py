@@ -77,7 +77,7 @@ def estimate(
     Raises InputError for arguments that mean nothing.
     """
     from graphrun.graph.graph import Graph as Declared
-    from graphrun.profile.machine import ram_budget
+    from graphrun.profile.host_ram import ram_budget
 
     hardware = _hardware(hardware, cache)
     capacity_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
@@ -202,7 +202,7 @@ def run(
     differs from the plan otherwise. The device is back at its baseline in every case.
     """
     from graphrun.batch.cache.reuse import reuse_for
-    from graphrun.profile.machine import host_ram_bytes, taken_bytes
+    from graphrun.profile.host_ram import host_ram_bytes, taken_bytes
     from graphrun.runtime.devices.open import open_device
     from graphrun.runtime.executor import refuse_unfit
     from graphrun.runtime.recovery import execute
@@ -264,7 +264,7 @@ def attach(
     from graphrun.diffusers_.attach import Attachment, demands_of, hardware_of
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed
-    from graphrun.profile.machine import ram_budget
+    from graphrun.profile.host_ram import ram_budget
     from graphrun.runtime.devices.open import open_hardware
 
     refuse_placed(pipe)
@@ -307,7 +307,7 @@ def run_many(
     from graphrun.batch.journal import Journal
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
-    from graphrun.profile.machine import ram_budget
+    from graphrun.profile.host_ram import ram_budget
 
     until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
     graph = graph if until is None else graph.until(until)

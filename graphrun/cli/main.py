@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli import cache, graphs, importing, interop, machine, plans, run  # noqa: F401  (each adds its commands to the app)
+from graphrun.cli import graphs, importing, interop, maintenance, plans, run  # noqa: F401  (each adds its commands to the app)
 from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
 
@@ -61,7 +61,7 @@ def _error_text(error: GraphrunError) -> str:
     from graphrun.solve.infeasible import Infeasible
 
     if isinstance(error, Infeasible):
-        from graphrun.report.infeasible import infeasible_screen
+        from graphrun.report.whatif_screens import infeasible_screen
 
         return infeasible_screen(error)
     return f"graphrun: {error}"
@@ -72,6 +72,6 @@ def _error_json(error: GraphrunError) -> None:
     from graphrun.solve.infeasible import Infeasible
 
     if isinstance(error, Infeasible):
-        from graphrun.report.infeasible import infeasible_json
+        from graphrun.report.whatif_screens import infeasible_json
 
         typer.echo(json.dumps(infeasible_json(error), indent=1))

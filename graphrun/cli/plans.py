@@ -97,7 +97,7 @@ def estimate(
     no_cache: NoCache = False,
 ) -> None:
     """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds. Needs no weights and no GPU."""
-    from graphrun.report.estimate import estimate_screen
+    from graphrun.report.estimate_screen import estimate_screen
 
     asked = Asked(hardware=hardware, device=device, set_=set_, trust_package=trust_package)
     loaded, cache = load(graph, asked), cache_folder(no_cache)
@@ -118,7 +118,7 @@ def frontier(
 ) -> None:
     """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one), and with --sweep the largest value of an
     input that fits each budget."""
-    from graphrun.report.frontier import frontier_json, frontier_screen, frontier_svg
+    from graphrun.report.whatif_screens import frontier_json, frontier_screen, frontier_svg
 
     planfile.require_writable(plot)
     swept, name = _swept(graph, asked, sweep)
@@ -165,7 +165,7 @@ def schema() -> None:
 
 
 def _alternatives(made: Planned, component: str) -> tuple[dict[str, Any], str]:
-    from graphrun.report.alternatives import alternatives_json, alternatives_screen
+    from graphrun.report.whatif_screens import alternatives_json, alternatives_screen
     from graphrun.solve.alternatives import alternatives
 
     with native_stdout_to_stderr():

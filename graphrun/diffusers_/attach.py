@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from graphrun.diffusers_.call import signature_of
+from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
 from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipelines_in, state_of
 from graphrun.diffusers_.proxy import LOADER_MODULES, WEIGHT_CHANGING, PipelineProxy, dtype_of_to, remove_interceptors
@@ -36,7 +36,7 @@ from graphrun.modules.interceptor import CallInterceptor, entry_of
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Mark, Recording
-from graphrun.report.call import call_screen
+from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices.device import Device

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphrun import sim
-from graphrun.diffusers_.call import copy_for_dry_run, describe_arguments
+from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
 from graphrun.diffusers_.live import components_of, merge_shared, meta_module_of
 from graphrun.errors import GraphrunError, InputError
 from graphrun.modules.blocks import TensorLocation, held

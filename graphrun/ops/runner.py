@@ -22,9 +22,9 @@ from graphrun.modules.trees import walk
 from graphrun.ops.block import block
 from graphrun.ops.call import call
 from graphrun.ops.diffusion import StageContext, decode, denoise, encode_prompt
-from graphrun.ops.options import apply_option
 from graphrun.ops.outlines import materialized, outlined
 from graphrun.ops.pipeline import assemble
+from graphrun.ops.stage_options import apply_option
 from graphrun.ops.steps import Journal, Steps
 
 OPS: Mapping[str, Callable[..., dict[str, Any]]] = {
@@ -44,7 +44,7 @@ class Stages:
 
     ``inputs``: resolved input values. ``modules``: every component that a stage uses. ``parts`` and ``meta_modules`` (of all
     components) are built if they are not passed. ``order``: stage names, instead of the graph's order. ``options``: stage -> run
-    option (`graphrun.ops.options`). ``before_stage(stage)`` is called before a stage's arguments are looked up,
+    option (`graphrun.ops.stage_options`). ``before_stage(stage)`` is called before a stage's arguments are looked up,
     ``after_stage(stage, outputs)`` with its outputs on the device. ``precomputed``: values of stages that are not run, by name such
     as ``encode.embeds``, on the device from the start. ``journal`` saves the states of denoising loops; ``steps`` has the latest.
     ``planning``: work that costs host time only is skipped.

@@ -26,7 +26,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.machine import total_ram_bytes
+from graphrun.profile.host_ram import total_ram_bytes
 from graphrun.units import MIB
 
 Kind = Literal["cuda", "sim", "cpu"]

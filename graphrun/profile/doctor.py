@@ -1,6 +1,6 @@
 """Reports what graphrun finds on this machine and what of it is unsupported. Measures nothing: `calibrate` does.
 
-Returns plain data; `graphrun.report.doctor` formats it.
+Returns plain data; `graphrun.report.machine_screens` formats it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from graphrun.files import Store
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
-from graphrun.profile.machine import available_bytes, host_ram_bytes, memory_limits
+from graphrun.profile.host_ram import available_bytes, host_ram_bytes, memory_limits
 from graphrun.profile.precision import NEEDS, flags
 from graphrun.units import GIB, show_size
 

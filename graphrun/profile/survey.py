@@ -1,6 +1,6 @@
 """The data of ``graphrun estimate``: every size and time of a graph on a device, each with its basis, without any budget.
 
-Combines what the dry run, the configurations and the allocator models give into JSON-ready data; `graphrun.report.estimate`
+Combines what the dry run, the configurations and the allocator models give into JSON-ready data; `graphrun.report.estimate_screen`
 formats it.
 """
 

@@ -16,9 +16,9 @@ from graphrun.model.plan import Slot
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.report.chart import Level, timeline_svg
-from graphrun.report.frontier import frontier_svg
 from graphrun.report.screen import plan_screen, proof
 from graphrun.report.table import scale_of, seconds_of, size
+from graphrun.report.whatif_screens import frontier_svg
 from graphrun.solve.frontier import Point
 from graphrun.trace import Event
 from graphrun.units import show_seconds, show_size

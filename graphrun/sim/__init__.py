@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphrun.sim.host import HostFlops
+from graphrun.sim.host_flops import HostFlops
 from graphrun.sim.ledger import SimulatedOutOfMemory
 from graphrun.sim.machine import Machine, SimulatedCopyError
 from graphrun.sim.register import available, register

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from graphrun.solve.dominance import budget_excess
 from graphrun.solve.milp import with_drops
 from graphrun.solve.program import Choice, Program
-from graphrun.solve.variants import budget_excess
 
 Baseline = Literal["resident", "one by one", "streamed", "single K"]
 BASELINES: tuple[Baseline, ...] = ("resident", "one by one", "streamed", "single K")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from graphrun.errors import GraphrunError
 from graphrun.model.least_memory import PhaseMinimum, least_memory, used_components
 from graphrun.model.problem import Problem
+from graphrun.solve.dominance import only_blocks_to_choose
 from graphrun.solve.granularity import finer
 from graphrun.solve.least import (
     backing_store_bytes,
@@ -19,7 +20,6 @@ from graphrun.solve.least import (
     with_only_variants,
 )
 from graphrun.solve.repairs import Repair, repairs_of
-from graphrun.solve.variants import only_blocks_to_choose
 from graphrun.units import show_size
 
 __all__ = ["Infeasible", "refusal", "smallest_budget", "smallest_disk", "smallest_pinned", "smallest_ram"]

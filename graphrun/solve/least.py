@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import PhaseMinimum, least_memory, needed_components
 from graphrun.model.problem import Problem
+from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants, undominated_variants
 from graphrun.solve.granularity import granularities, smaller_as_layers, split_into_layers
 from graphrun.solve.milp import Formulation, Tier, with_drops
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import Choice, Program, program_of, usable
 from graphrun.solve.search import Goal, minimise_over
-from graphrun.solve.variants import only_blocks_to_choose, restrict_variants, undominated_variants
 
 AMPLE = 1 << 50  # bytes: never binds
 ROUNDS = 4  # solves for the least device memory, each one byte below the last result

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
+from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.granularity import until_it_fits
 from graphrun.solve.least import has_usable_variants, least_memory_of
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import program_of
 from graphrun.solve.search import SECONDS, choose
-from graphrun.solve.variants import undominated_variants
 from graphrun.units import show_size
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.least_memory import DEPTH
+from graphrun.solve.dominance import budget_excess
 from graphrun.solve.milp import GAP, ROUGH_GAP, Formulation, Linear, Margins, MilpResult, linear_sum
 from graphrun.solve.program import Choice, Program
-from graphrun.solve.variants import budget_excess
 
 ROUNDS = 3
 MARGIN_GROWTH = 256  # per round, where keeping the excess free was not enough: HiGHS exceeds 8 GiB by up to 8 bytes

@@ -18,13 +18,13 @@ from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
+from graphrun.solve.dominance import budget_excess, simplest_variants, undominated_variants
 from graphrun.solve.granularity import smaller_as_layers, split_into_layers, until_it_fits
 from graphrun.solve.infeasible import refusal, surely_infeasible
 from graphrun.solve.least import least_memory_of
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
-from graphrun.solve.variants import budget_excess, simplest_variants, undominated_variants
 from graphrun.verify.check import check
 from graphrun.verify.simulate import Simulation, simulate
 

@@ -13,8 +13,8 @@ import graphrun
 from graphrun.errors import GraphError
 from graphrun.modules.build import build
 from graphrun.modules.interceptor import CallInterceptor
-from graphrun.ops import options as run_options
 from graphrun.ops import run_stages
+from graphrun.ops import stage_options as run_options
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CPU = torch.device("cpu")

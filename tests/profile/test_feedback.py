@@ -13,7 +13,7 @@ from graphrun.files import Store
 from graphrun.model.plan import Load
 from graphrun.profile import feedback
 from graphrun.profile.feedback import _graph_key
-from graphrun.report.estimate import estimate_screen
+from graphrun.report.estimate_screen import estimate_screen
 from graphrun.report.summary import broken_caps
 from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import MIB

@@ -10,7 +10,7 @@ import pytest
 from graphrun.profile.hardware import hardware
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.survey import survey
-from graphrun.report.estimate import estimate_screen
+from graphrun.report.estimate_screen import estimate_screen
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graphrun.report.infeasible import infeasible_screen
 from graphrun.report.screen import explain_screen, plan_screen
+from graphrun.report.whatif_screens import infeasible_screen
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.units import GIB

@@ -10,7 +10,7 @@ from planner_problems import GIB, flux
 from graphrun.errors import InputError
 from graphrun.model.directives import directed
 from graphrun.model.problem import Directive, Problem
-from graphrun.report.alternatives import alternatives_json, alternatives_screen
+from graphrun.report.whatif_screens import alternatives_json, alternatives_screen
 from graphrun.solve.alternatives import PLACEMENTS, alternatives
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate

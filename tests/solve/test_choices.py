@@ -17,12 +17,12 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
+from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.least import has_usable_variants
 from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve, solved
-from graphrun.solve.variants import undominated_variants
 from graphrun.verify.simulate import simulate
 
 SEEDS = st.integers(0, 10**6)

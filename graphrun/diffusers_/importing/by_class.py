@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphrun.diffusers_.importing.modular import default_member, needed_by, pipeline_of
+from graphrun.diffusers_.importing.modular_spec import default_member, needed_by, pipeline_of
 from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec, dtype_of, is_module, plain_settings, slug
 from graphrun.diffusers_.importing.standin import MARKS
 from graphrun.errors import GraphError, InputError

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graphrun import sim
-from graphrun.diffusers_.call import describe_arguments
+from graphrun.diffusers_.call_arguments import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import GraphrunError, InputError
 from graphrun.modules.trees import walk

@@ -13,7 +13,7 @@ from typing import Any
 
 import diffusers
 
-from graphrun.diffusers_.importing.modular import default_member, own_code, pipeline_of
+from graphrun.diffusers_.importing.modular_spec import default_member, own_code, pipeline_of
 from graphrun.diffusers_.importing.spec import (
     MemberSpec,
     PipelineSpec,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from graphrun.diffusers_.importing.modular import blocks_of, fresh_configs, loaded_from
+from graphrun.diffusers_.importing.modular_spec import blocks_of, fresh_configs, loaded_from
 from graphrun.diffusers_.importing.spec import (
     OF_FILES,
     MemberSpec,

@@ -19,7 +19,7 @@ from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.by_class import of_class
 from graphrun.diffusers_.importing.folder import of_folder, of_hub
 from graphrun.diffusers_.importing.layout import Layout
-from graphrun.diffusers_.importing.modular import WORKFLOW, with_workflow
+from graphrun.diffusers_.importing.modular_spec import WORKFLOW, with_workflow
 from graphrun.diffusers_.importing.single import ONE_FILE, of_file
 from graphrun.diffusers_.importing.spec import DTYPES, OF_FILES, PipelineSpec, accepted, slug
 from graphrun.diffusers_.importing.split import lay_out

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphrun.diffusers_.importing.blocks import split_at_blocks
 from graphrun.diffusers_.importing.fingerprint import EntryRecord
 from graphrun.diffusers_.importing.layout import PIPELINE_ERRORS, Layout, call_inputs, error_line, options_of, outputs_in
+from graphrun.diffusers_.importing.modular_blocks import split_at_blocks
 from graphrun.diffusers_.importing.signature import (
     NAMED_SIZES,
     NAMES,

@@ -1,4 +1,4 @@
-"""The commands ``cache ls``, ``cache rm`` and ``cache verify``, for the cache of stage outputs."""
+"""The commands ``doctor`` and ``calibrate``, about this machine, and ``cache ls``, ``rm`` and ``verify``, for cached outputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from graphrun.cli.common import AsJson, app, cache_folder, show
+from graphrun.cli.options import NoCache
 from graphrun.errors import InputError
 from graphrun.units import show_seconds, show_size
 
@@ -71,3 +72,32 @@ def _index() -> Any:
     from graphrun.batch.cache.index import Index
 
     return Index((cache_folder(False) or Path()) / "outputs")
+
+
+@app.command()
+def doctor(no_cache: NoCache = False, as_json: AsJson = False) -> None:
+    """Show this machine: device, driver, library versions and their limitations, limits of memory and disk, caches."""
+    from graphrun.profile.doctor import examine
+    from graphrun.report.machine_screens import doctor_screen
+
+    found = examine(cache_folder(no_cache))
+    show(found, as_json, doctor_screen(found))
+
+
+@app.command()
+def calibrate(
+    device: Annotated[
+        str | None, typer.Option(help="cuda, sim or cpu; default: the card found, else cpu.", show_default=False)
+    ] = None,
+    name: Annotated[str, typer.Option(help="The profile's name; default: the device's.", show_default=False)] = "",
+    seconds: Annotated[float, typer.Option(help="How long measuring may take.", min=0.1)] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine in under 30 s and save a profile: used with --hardware NAME, and by default for its card."""
+    from graphrun.profile.calibrate import measure_and_keep
+    from graphrun.report.machine_screens import calibrate_screen
+
+    if device not in (None, "cuda", "sim", "cpu"):
+        raise InputError(f"device {device!r} cannot be calibrated; it is cuda, sim or cpu")
+    found = measure_and_keep(device, cache_folder(False) or Path(), name, seconds)  # type: ignore[arg-type]
+    show(found, as_json, calibrate_screen(found))
