@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli import graphs, importing, interop, maintenance, plans, run  # noqa: F401  (each adds its commands to the app)
+from graphrun.cli import plans, run, graphs, importing, interop, maintenance  # noqa: F401, I001  (in the order of --help)
 from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
 
