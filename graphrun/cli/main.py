@@ -15,9 +15,13 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli import plans, run, graphs, importing, interop, maintenance  # noqa: F401, I001  (in the order of --help)
 from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
+
+# isort: off  (commands join the app when they are imported: in the order of --help)
+from graphrun.cli import plans, run, graphs, importing, interop, maintenance  # noqa: F401
+
+# isort: on
 
 
 def _show_version(asked: bool) -> None:
