@@ -338,11 +338,11 @@ class _Replan:
         self.entries: list[str] = []
         self._attachment, self._signatures, self._reserve_bytes = attachment, signatures, reserve_bytes
 
-    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plan in force includes an entry with this signature."""
         return self._signature(component, entry, args, kwargs) in self._signatures
 
-    def around(
+    def plan_from(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
     ) -> tuple[Problem, Plan]:
         """(problem, plan) for this entry and later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
