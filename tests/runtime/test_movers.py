@@ -105,7 +105,7 @@ def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(
     device, plan = device_of(of), plan_of(of, PREFETCH.format(ring=2 * WIDE))
     host = Host(modules, of, device)
     modules["a"].inside = lambda _: move(modules["a"])
-    with pytest.raises(BrokenPlan, match=r"moves or casts a\b.*take the call out"):
+    with pytest.raises(BrokenPlan, match=r"moves or casts a\b.*remove the call"):
         run(of, plan, host, device, ["a"] * 4 + ["b"])
     assert device.allocated_bytes == 0
     modules["a"].inside = None
