@@ -261,7 +261,7 @@ def attach(
     ``sim`` or a `graphrun.runtime.devices.device.Device`; budgets, ``hardware`` and directives are as for `estimate`. Raises
     InputError where something else moves the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
-    from graphrun.diffusers_.attach import Attachment, demands_of, hardware_of
+    from graphrun.diffusers_.attach import Attachment, directives_of, hardware_of
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed
     from graphrun.profile.host_ram import ram_budget
@@ -273,7 +273,7 @@ def attach(
     budget_bytes = parse_size(vram, whole_bytes=chosen.capacity_bytes if chosen.device != "sim" else None, name="vram")
     ram_bytes = ram_budget(ram, components_of(pipe).values())
     reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
-    return Attachment(pipe, opened, chosen, budget_bytes, ram_bytes, demands_of(keep, exclude, reserve_bytes))
+    return Attachment(pipe, opened, chosen, budget_bytes, ram_bytes, directives_of(keep, exclude, reserve_bytes))
 
 
 def run_many(

@@ -1,15 +1,17 @@
-"""Attaches graphrun to a live pipeline. Each call is dry-run once, planned for the budgets, and executed by that plan.
+"""Attaches graphrun to a live pipeline, which is one whose components have weights. Every call of it is executed by a plan.
 
-This module decides when a plan is made and which plan a call uses. The executor (`graphrun.runtime`) carries the plan out.
+This module decides when a plan is made, and which plan a call uses. The executor (`graphrun.runtime`) carries the plan out.
 
-    pipe(...)            signature known?  --no-->  dry run on the meta pipeline -> problem -> solve -> store the plan
-                               | yes                                                                |
-                               v <------------------------------------------------------------------'
-    executor.follow      the pipeline's own code runs; each entry into a component advances the slot cursor;
-                         an entry that the plan lacks is replanned
-                               v
-    the device is at its baseline again; results are returned as the pipeline returns them
-"""
+    pipe(...)            is there a plan for this call (see `CallKey`)?
+                            | yes     | no: dry run of the call on the meta pipeline -> problem -> solve -> keep the plan
+                            v         v
+    executor.follow      the pipeline's own code runs. Each call into a component (an entry) opens the next slots of the plan.
+                         If the plan does not have the entry, a new plan replaces it
+                            v
+                         the device holds what it held before the call, and the results, which the pipeline's method returns
+
+Terms: a *dry run* executes a whole call of the pipeline without weights, and gives a `Recording`. In it, each kind of entry is
+*traced* once, which gives the numbers of that entry. A `Trace` of the executor is something else: the measurements of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +35,7 @@ from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, entry_of
-from graphrun.profile import hardware as devices
+from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Mark, Recording
 from graphrun.report.call_screen import call_screen
@@ -45,45 +47,71 @@ from graphrun.solve.solve import solve
 from graphrun.trace import Trace
 
 
+class CallKey(NamedTuple):
+    """Calls of the pipeline with equal keys share a plan.
+
+    ``name``: what is called. ``arguments``: signature of its arguments (`signature_of`), without the content of texts.
+    ``texts``: the signature with it, for calls whose entries were found to depend on the text; else empty. ``reserve_bytes``:
+    bytes that the caller has on the device."""
+
+    name: str
+    arguments: Any
+    texts: Any
+    reserve_bytes: int
+
+    @property
+    def without_texts(self) -> tuple[Any, ...]:
+        """Equal for calls that differ in their texts or in the caller's bytes only."""
+        return self.name, self.arguments
+
+    @property
+    def without_reserve(self) -> tuple[Any, ...]:
+        """Equal for calls that differ in the caller's bytes only: they share a dry run."""
+        return self.name, self.arguments, self.texts
+
+
 @dataclass(slots=True)
 class PlannedCall:
-    """The plan for one call signature.
+    """The plan for calls with one `CallKey`.
 
-    ``signatures`` are those of the component entries in the call's dry run. ``traces`` is the number of traces that the component
-    profiles came from: a later trace may add to a profile, and the plan is then made again.
-    """
+    ``entry_signatures``: signatures of the entries in the call's dry run. ``traced_entries``: how many entries had been
+    traced, for this call and others, when the plan was made. A further trace may change the numbers of a component, so the
+    plan is then made again."""
 
-    signatures: frozenset[Any]
+    entry_signatures: frozenset[Any]
     solution: Solution
-    traces: int
+    traced_entries: int
 
 
 class Attachment:
     """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
 
-    Attributes of the last call: ``solution`` is its plan; ``trace`` is what was measured, with peaks in bytes beyond what the
-    caller held on the device; ``replans`` names the entries (``component.entry``) that the plan lacked and that were planned when
-    they came.
+    ``hardware``, ``budget_bytes``, ``ram_bytes``: what calls are planned for. ``directives``: the result of `directives_of`.
+
+    Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
+    caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
+    when they came.
     """
 
-    def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> None:
+    def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, directives: Any) -> None:
         self.pipe = pipe
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
         self._device, self._hardware = device, hardware
-        self._budget_bytes, self._ram_bytes, self._demands = budget_bytes, ram_bytes, demands
-        self._lock, self._thread = threading.RLock(), 0
-        self._at_rest = self._detached = self._detach_pending = False
-        self._state = ""
+        self._budget_bytes, self._ram_bytes, self._user_directives = budget_bytes, ram_bytes, directives
+        self._lock, self._thread = threading.RLock(), 0  # _thread: the thread that is inside a call; 0: none
+        self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
+        self._detached = self._detach_pending = False
+        self._state = ""  # the pipeline's `state_of` at the last call
         self._meta_pipeline: MetaPipeline | None = None
-        self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # by call signature
-        self._plans: dict[Any, PlannedCall] = {}  # by call signature and the caller's bytes on the device
+        self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
+        self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
-        self._text_dependent: set[Any] = set()  # call signatures that left their plan: replanned for each text
+        self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
         self._modules = merge_shared(components_of(pipe))
-        graph_of(pipe, self._modules).directed(*demands)
-        removed = remove_interceptors(self._modules)  # those of attached pipelines that share components
+        graph_of(pipe, self._modules).directed(*directives)  # raises InputError for wrong directives
+        removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
         try:
             self._host = LiveHost(self._modules, device)
         finally:
@@ -146,7 +174,7 @@ class Attachment:
     # -- interception of calls
 
     def _install(self) -> None:
-        """Installs the call interceptor around the components and the proxy classes around the pipelines."""
+        """Starts to intercept calls of the pipelines (`PipelineProxy`), and calls into components from outside the pipelines."""
         self._interceptor = CallInterceptor(
             self._modules, self._device.torch_device, around=self._on_component_entry, casts=AtRest()
         )
@@ -159,18 +187,20 @@ class Attachment:
         return self._device.torch_device if not self._at_rest else torch.device("cpu")
 
     def _on_call(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+        """Plans and runs a call of method ``name`` of ``owner``: the pipeline, or one inside it at the attribute ``path``."""
         if self._in_call():
             return method(owner, *args, **kwargs)
 
         def find(meta_pipeline: MetaPipeline) -> Callable[..., Any]:
-            meta_module = pipelines_in(meta_pipeline.pipe)[path]
-            return meta_module if name == "__call__" else getattr(meta_module, name)  # type: ignore[no-any-return]
+            meta_owner = pipelines_in(meta_pipeline.pipe)[path]
+            return meta_owner if name == "__call__" else getattr(meta_owner, name)  # type: ignore[no-any-return]
 
         label = ".".join(filter(None, (path, name.strip("_"))))
         return self._call(Call(label, functools.partial(method, owner), find, args, kwargs))
 
     def _on_change(self, path: str, name: str, method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method that loads, saves, casts or changes settings with all weights on the CPU, where they are between calls."""
+        """Runs a method that loads, saves, casts or changes settings. All weights are on the CPU meanwhile, as always between
+        calls."""
         if name == "to":
             dtype = dtype_of_to(args, kwargs, self._device.torch_device)
             if dtype is None:
@@ -182,12 +212,16 @@ class Attachment:
             return method(owner, *args, **kwargs)
         with self._exclusive(at_rest=True):
             if name == "save_pretrained":
-                self._host.restore()  # safetensors refuses tensors that lie in one arena
+                self._host.restore()  # safetensors refuses tensors that share memory, as those of a component in an arena do
             return method(owner, *args, **kwargs)
 
     def _on_component_entry(self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Plans and runs an entry into a component that does not come from a method of the pipeline."""
-        return self._call(Call(f"{component}.{entry}", proceed, lambda r: entry_of(r.meta_modules[component], entry), args, kwargs))
+        """Plans and runs a call into a component that does not come from a method of the pipeline."""
+
+        def find(meta_pipeline: MetaPipeline) -> Callable[..., Any]:
+            return entry_of(meta_pipeline.meta_modules[component], entry)
+
+        return self._call(Call(f"{component}.{entry}", proceed, find, args, kwargs))
 
     # -- one call
 
@@ -201,9 +235,9 @@ class Attachment:
 
     @contextmanager
     def _exclusive(self, at_rest: bool = False) -> Iterator[None]:
-        """Holds the lock and removes all interceptors of attached pipelines from the components; reinstalls them on exit.
+        """Inside this context no other thread calls the pipeline, and no attached pipeline intercepts calls into the components.
 
-        ``at_rest``: the pipeline reports the CPU as its device meanwhile.
+        ``at_rest``: inside, the pipeline reports the CPU as its device. A `detach` that was requested inside is done on exit.
         """
         with self._lock:
             self._refresh_components()
@@ -218,12 +252,13 @@ class Attachment:
                     self.detach()
 
     def _run(self, call: Call) -> Any:
+        """Runs ``call`` by its plan, which is made first if there is none, and returns its result."""
         device, torch_device = self._device, self._device.torch_device
         self._host.begin(changed=self._detect_changes())
-        reserve_bytes = device.allocated_bytes  # the caller's own tensors, arguments among them
+        reserve_bytes = device.allocated_bytes  # the caller's own tensors, arguments among them: no weights are loaded yet
         key = self._key(call, reserve_bytes)
         planned = self._plan_for(call, key, reserve_bytes)
-        replan = _Replan(self, planned.signatures, reserve_bytes)
+        replan = _Replan(self, planned.entry_signatures, reserve_bytes)
 
         leftovers = Leftovers(self.pipe, self._modules, torch_device)
 
@@ -241,17 +276,18 @@ class Attachment:
         trace = follow(solution.problem, solution.plan, self._host, device, work, replan=replan, handed_out=handed_out)
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes, handed_out(trace.outputs))
-        if replan.entries and key[:2] not in self._text_dependent:
-            self._text_dependent.add(key[:2])
-            del self._recordings[key[:3]]
+        if replan.entries and key.without_texts not in self._text_dependent:
+            self._text_dependent.add(key.without_texts)
+            del self._recordings[key.without_reserve]
         return trace.outputs["result"]
 
     def _refresh_components(self) -> None:
-        """Adopts components that were replaced on the pipeline since the last call."""
+        """Takes over components that were replaced in the pipeline since the last call (``pipe.vae = other``)."""
         modules = merge_shared(components_of(self.pipe), self._modules.values())
         if {name: id(module) for name, module in modules.items()} == {name: id(module) for name, module in self._modules.items()}:
             return
-        removed = remove_interceptors({**{f"previous {name}": module for name, module in self._modules.items()}, **modules})
+        previous = {f"previous {name}": module for name, module in self._modules.items()}  # a name of its own for each module
+        removed = remove_interceptors({**previous, **modules})
         others = [interceptor for interceptor in removed if interceptor is not self._interceptor]
         try:
             self._host.replace_modules(modules)
@@ -278,30 +314,33 @@ class Attachment:
         self._solutions.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
+        """By name: the dtype variants that components have had in dry runs, the original ones included."""
         assert self._meta_pipeline is not None
         return self._meta_pipeline.dtype_variants.known
 
-    def _key(self, call: Call, reserve_bytes: int) -> tuple[Any, ...]:
-        kind = call.name, signature_of((call.args, call.kwargs))
-        texts = signature_of((call.args, call.kwargs), texts=True) if kind in self._text_dependent else ()
-        return *kind, texts, reserve_bytes
+    def _key(self, call: Call, reserve_bytes: int) -> CallKey:
+        key = CallKey(call.name, signature_of((call.args, call.kwargs)), (), reserve_bytes)
+        if key.without_texts not in self._text_dependent:
+            return key
+        return key._replace(texts=signature_of((call.args, call.kwargs), texts=True))
 
-    def _plan_for(self, call: Call, key: Any, reserve_bytes: int) -> PlannedCall:
+    def _plan_for(self, call: Call, key: CallKey, reserve_bytes: int) -> PlannedCall:
+        """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
+        holds."""
         if self._meta_pipeline is None:
             self._meta_pipeline = MetaPipeline(self.pipe, self._modules)
         meta_pipeline = self._meta_pipeline
-        kind = key[:3]
-        if kind not in self._recordings:
+        if key.without_reserve not in self._recordings:
             recording = meta_pipeline.probe(call)
-            self._recordings[kind] = recording, frozenset(meta_pipeline.prober.entry_signatures)
+            self._recordings[key.without_reserve] = recording, frozenset(meta_pipeline.prober.entry_signatures)
             self._plans.pop(key, None)
         found = self._plans.get(key)
-        if found is None or found.traces != meta_pipeline.prober.traces:
-            recording, signatures = self._recordings[kind]
+        if found is None or found.traced_entries != meta_pipeline.prober.traces:
+            recording, entry_signatures = self._recordings[key.without_reserve]
             problem = self.problem(recording, reserve_bytes)
             solution = self._solutions.get(problem.digest) or self.solve(problem)
             self._solutions[problem.digest] = solution
-            found = self._plans[key] = PlannedCall(signatures, solution, meta_pipeline.prober.traces)
+            found = self._plans[key] = PlannedCall(entry_signatures, solution, meta_pipeline.prober.traces)
         return found
 
     def problem(self, recording: Recording, reserve_bytes: int) -> Problem:
@@ -313,51 +352,61 @@ class Attachment:
         return problem_of(graph, self._meta_pipeline.probed(recording), self._hardware, limits, {})
 
     def _directives(self, recording: Recording) -> tuple[Any, ...]:
-        """The user's directives as `Graph.directed` takes them, for the dtype variants that the call enters."""
-        keep, exclude, reserve_bytes = self._demands
+        """The user's directives as `Graph.directed` takes them. A directive for a component holds for each of its dtype
+        variants that the call enters."""
+        keep, exclude, reserve_bytes = self._user_directives
         dtype_variants, entered = self._dtype_variants(), dict.fromkeys(call.component for _, call in recording.entries())
-        wanted = ([name for name in entered if dtype_variants[name].component in names] for names in (keep, exclude))
-        return *wanted, reserve_bytes
+        by_variant = ([name for name in entered if dtype_variants[name].component in names] for names in (keep, exclude))
+        return *by_variant, reserve_bytes
 
     def solve(self, problem: Problem) -> Solution:
-        """The plan for ``problem``. Without phases it has the end slot only."""
+        """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return solve(problem)
         return Solution(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, 0.0, 0.0, 0.0)
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:
+    """Undoes `remove_interceptors`, which returns the last entered first."""
     for interceptor in reversed(removed):
         interceptor.__enter__()
 
 
 class _Replan:
-    """Implements the executor's `Replan`: makes a plan for an entry that the plan in force lacks."""
+    """Implements the executor's `Replan`: makes a plan for an entry that the current plan does not have.
 
-    def __init__(self, attachment: Attachment, signatures: frozenset[Any], reserve_bytes: int) -> None:
+    ``entry_signatures``: signatures of the entries that the current plan has. ``entries``: those that were planned, as
+    ``component.entry``.
+    """
+
+    def __init__(self, attachment: Attachment, entry_signatures: frozenset[Any], reserve_bytes: int) -> None:
         self.entries: list[str] = []
-        self._attachment, self._signatures, self._reserve_bytes = attachment, signatures, reserve_bytes
+        self._attachment, self._entry_signatures, self._reserve_bytes = attachment, entry_signatures, reserve_bytes
 
-    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the plan in force includes an entry with this signature."""
-        return self._signature(component, entry, args, kwargs) in self._signatures
+    def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the current plan has an entry with this signature."""
+        return self._signature(component, entry, args, kwargs) in self._entry_signatures
 
-    def around(
+    def plan_from(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
     ) -> tuple[Problem, Plan]:
-        """(problem, plan) for this entry and later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
+        """(problem, plan) for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the
+        device."""
         meta_pipeline = self._attachment._meta_pipeline
         assert meta_pipeline is not None
         dtype_variants = self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        traced, made = meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
-        output_bytes = made.nbytes
-        again = Mark("enter", component, traced)
+        call, returned = meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
+        entered = Mark("enter", component, call)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes)
-        recording = Recording([(1, live_in_bytes), again, (2, output_bytes), again, (3, output_bytes), Mark("stage", entry)])
+        # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
+        # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
+        recording = Recording(
+            [(1, live_in_bytes), entered, (2, returned.nbytes), entered, (3, returned.nbytes), Mark("stage", entry)]
+        )
         solution = self._attachment.solve(self._attachment.problem(recording, self._reserve_bytes))
         self._attachment._host.lay_out(solution.problem, dtype_variants.known)
-        self._signatures = frozenset({self._signature(component, entry, args, kwargs)})
+        self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
         self.entries.append(f"{component}.{entry}")
         return solution.problem, solution.plan
 
@@ -367,27 +416,30 @@ class _Replan:
         return meta_pipeline.prober.signature(component, entry, args, kwargs)
 
 
-def _without_caller_bytes(trace: Trace, held_bytes: int, glue_bytes: int) -> Trace:
-    """``trace`` without outputs, its peaks counted beyond the ``held_bytes`` that the caller had on the device before the call.
+def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
+    """``trace`` without outputs, and with the caller's bytes subtracted from its peaks.
 
-    In the end slot the outputs (``glue_bytes``) belong to the caller too, and are not counted.
+    These are ``held_bytes``, which the caller had on the device before the call, and in the end slot the outputs too.
     """
-    own = {"end": held_bytes + glue_bytes}
-    slots = tuple(replace(slot, peak_bytes=max(0, slot.peak_bytes - own.get(slot.part, held_bytes))) for slot in trace.slots)
+    caller_bytes = {"end": held_bytes + output_bytes}
+    slots = tuple(
+        replace(slot, peak_bytes=max(0, slot.peak_bytes - caller_bytes.get(slot.part, held_bytes))) for slot in trace.slots
+    )
     return replace(trace, slots=slots, outputs={})
 
 
 def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
-    """The hardware to plan for: ``hardware`` if given, else that of ``device`` (sim, cuda or an open device), else the GPU found.
+    """The hardware to plan for: ``hardware`` if given; else that of ``device``, which is ``"sim"``, ``"cuda"`` or a `Device`;
+    else that of the GPU in this machine.
 
     Raises InputError where there is no CUDA device, or where ``device`` and ``hardware`` are of different kinds.
     """
     kind = device.name if device is not None and not isinstance(device, str) else device
     if kind not in (None, "cuda", "sim"):
         raise InputError(f"device {kind!r} is not known; it is cuda or sim")
-    chosen = devices.hardware(hardware) if isinstance(hardware, str) else hardware
+    chosen = known_hardware.hardware(hardware) if isinstance(hardware, str) else hardware
     if chosen is None:
-        chosen = devices.simulated() if kind == "sim" else devices.found()
+        chosen = known_hardware.simulated() if kind == "sim" else known_hardware.found()
     if chosen is None:
         raise InputError("there is no CUDA device here to attach to; device='sim' attaches to the simulated accelerator")
     if kind not in (None, chosen.device):
@@ -395,6 +447,6 @@ def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
     return chosen
 
 
-def demands_of(keep: Iterable[str], exclude: Iterable[str], reserve_bytes: int | None) -> tuple[Any, ...]:
-    """The directives as the tuple that `Graph.directed` takes."""
+def directives_of(keep: Iterable[str], exclude: Iterable[str], reserve_bytes: int | None) -> tuple[Any, ...]:
+    """The user's directives as arguments of `Graph.directed`. The iterables are read once, here."""
     return tuple(keep), tuple(exclude), reserve_bytes

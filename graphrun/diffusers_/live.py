@@ -23,7 +23,7 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph
 from graphrun.modules.blocks import held
 from graphrun.modules.dtype_variants import DtypeVariant
-from graphrun.modules.interceptor import plainly
+from graphrun.modules.interceptor import reduced_as
 from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.ops.modular import blocks_in, is_modular_class
 
@@ -189,7 +189,7 @@ def subclass_on_device(kind: type[Any], reported_device: Callable[[], torch.devi
     """
     here = property(lambda _: reported_device())
     own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_graphrun_original_class": kind}
-    own["__reduce_ex__"] = lambda owner, protocol: plainly(kind, super(kind, owner).__reduce_ex__(protocol))
+    own["__reduce_ex__"] = lambda owner, protocol: reduced_as(kind, super(kind, owner).__reduce_ex__(protocol))
     return type(kind.__name__, (kind,), {**own, "_execution_device": here, "device": here, **members})
 
 

@@ -1,17 +1,25 @@
-"""Intercepts calls into components from outside, without touching their code.
+"""Intercepts calls into components from outside, without changing their code.
 
-While a `CallInterceptor` is active, every component and every module inside it has a subclass of its own class. `forward` and the
-class itself stay untouched, ``isinstance`` holds, and leaving the context restores everything. Only the outermost call counts:
-calls that a component makes inside itself pass through.
+While a `CallInterceptor` is active, the class of every component, and of every module inside it, is replaced by a subclass made
+for this purpose. The original class and its `forward` are unchanged, ``isinstance`` gives the same answers, and leaving the
+context restores the classes. Only calls from outside a component are intercepted; calls that it makes inside itself are not. The
+part of the component that is called is named by the call's *entry*:
 
-    pipeline's code   vae.decode(z)    text_encoder.text_model.final_layer_norm(h)    prior.post_process_latents(x)    vae.bn.weight
-    entry             decode           text_model.final_layer_norm                    post_process_latents             a read
+    code of the pipeline                              entry
+    transformer(x)                                    forward
+    vae.decode(z)                                     decode
+    text_encoder.text_model.final_layer_norm(h)       text_model.final_layer_norm
+    prior.post_process_latents(x)                     post_process_latents
+    vae.bn.weight                                     none: not a call, but a read of a weight
 
-- ``module.device`` returns the interceptor's device: the plan decides where a component computes, not its parameters.
-- ``module.to(device)`` does nothing for that device, because pipelines call it, nor for the CPU from outside, where pipelines
-  offload a component. Any other move is refused. A cast is refused unless there is a `Casts` to carry it out.
-- A floating-point table that a module without weights computes on the CPU is moved to the device of the module's inputs once.
-  Otherwise the model's code copies it in every attention layer: the rotary embeddings of CogView4 and GLM-Image.
+- ``module.device`` returns the interceptor's device. Where the parameters are does not matter: the plan decides where a component
+  computes.
+- ``module.to(device)`` does nothing if that is the interceptor's device, since pipelines move components there. It does nothing
+  either if code outside a component moves it to the CPU, as pipelines do to offload it. Any other move is refused. A cast is
+  refused unless a `Casts` carries it out.
+- A module without weights may compute a floating-point table on the CPU, as those for the rotary embeddings of CogView4 and
+  GLM-Image do. The table is moved once to the device of the module's inputs. Otherwise the model's code would copy it in every
+  attention layer.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -27,8 +35,8 @@ from torch import nn
 from graphrun.errors import BrokenPlan
 from graphrun.modules.trees import tensors_in, walk
 
-# Methods besides `__call__` that diffusers' pipelines call as entry points, whatever their arguments. Any other public method
-# counts as an entry when an argument holds a tensor. `forward` is reached through `__call__`.
+# Methods besides `__call__` that diffusers' pipelines call on components. A call of one is always intercepted; a call of another
+# public method only if an argument holds a tensor. `forward` is reached through `__call__`.
 ENTRY_POINTS = (
     "encode",
     "decode",
@@ -40,31 +48,33 @@ ENTRY_POINTS = (
 )
 
 Around = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(component, entry, proceed, args, kwargs) -> the result of the call."""
 Reads = Callable[[str, str, torch.Tensor], torch.Tensor]
+"""(component, name of the weight, its tensor) -> the tensor that the reading code gets."""
 
 
 class Casts(Protocol):
-    """Carries out casts of a component from outside. `dtype_variants.DtypeVariants` does."""
+    """Carries out casts to another dtype that code outside a component makes. `dtype_variants.DtypeVariants` implements it."""
 
     def now(self, component: str) -> Any:
-        """The current dtype variant of the component, which has a ``name``."""
+        """The `DtypeVariant` that the component is in. Only its ``name`` is used here."""
 
     def cast(self, component: str, change: Callable[[], object]) -> Any:
-        """Carries out ``change``, which casts the component's tensors in place."""
+        """Carries out a cast. ``change`` casts the component's tensors in place."""
 
 
 class CallInterceptor:
-    """A context manager that passes every outermost call into ``modules`` to a function.
+    """A context manager that passes every call into ``modules`` from outside to a function.
 
-    ``around(component, entry, proceed, args, kwargs)`` returns the call's result; ``proceed(*args, **kwargs)`` runs the component's
-    own code. Instead of ``around``: ``on_enter(component, entry)`` before that code and ``on_exit`` after it returned. ``entry`` is
-    ``forward``, the name of a method, the path of a module inside the component that is called directly, or ``path:method``.
+    ``around(component, entry, proceed, args, kwargs)`` returns the result of the call; ``proceed(*args, **kwargs)`` runs the
+    component's own code. Instead of ``around``, ``on_enter(component, entry)`` is called before that code, and
+    ``on_exit(component, entry)`` after it has returned.
 
-    ``reads(component, path, tensor)`` returns what code outside the component gets when it reads a weight. ``device`` may be
-    changed while the interceptor is active. ``dtypes``: what ``module.dtype`` returns outside, where the component computes in
-    another dtype. ``casts`` carries out casts; ``around`` then gets the name of the component's current dtype variant as
-    ``component``.
-    """
+    ``entry`` is ``forward``, the name of a method, the path of a module inside the component, or ``path:method`` for a method
+    of such a module. ``reads(component, name, tensor)`` returns what code outside the component gets when it reads a weight.
+    ``device`` may be changed while the interceptor is active. ``dtypes``: what ``component.dtype`` returns to code outside,
+    for components that compute in another dtype. ``casts`` carries out casts; ``around`` and ``reads`` then get the name of
+    the component's current dtype variant as ``component``."""
 
     def __init__(
         self,
@@ -84,33 +94,40 @@ class CallInterceptor:
         self._reads = reads
         self._dtypes = dict(dtypes or {})
         self.casts = casts
-        self._inside = self._casting = False
-        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._inside = False  # whether a component is being called
+        self._casting = False  # whether `Casts` is carrying out a cast
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []  # each module with its original class
         self._paths: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
         self._without_weights: set[int] = set()  # ids of modules without weights
 
     def __enter__(self) -> CallInterceptor:
         for name, module in self.modules.items():
             self._register(name, "", module)
-        roots = {type(module) for module in self.modules.values() if "device" not in vars(module)}
+        component_classes = {type(module) for module in self.modules.values() if "device" not in vars(module)}
         kind: Any
         for child, kind in self._classes:
             intercepted = _intercepted_class(
-                kind, self._reads is not None, bool(self._dtypes), kind in roots, id(child) in self._without_weights
+                kind,
+                self._reads is not None,
+                bool(self._dtypes),
+                kind in component_classes,
+                id(child) in self._without_weights,
             )
             child.__dict__[intercepted.graphrun_interceptor] = self
-            # Not through `nn.Module.__setattr__`, which would take most of the time of this loop.
+            # `nn.Module.__setattr__` would do the same, but take most of the time of this loop.
             object.__setattr__(child, "__class__", intercepted)
         return self
 
     @property
     def outermost(self) -> bool:
-        """Whether no other interceptor was entered around this one."""
+        """Whether this interceptor was entered last, so that it gets calls before any other that is active on its modules."""
         return all(intercept(module) is self for module, _ in self._classes)
 
     def _register(self, name: str, path: str, module: nn.Module) -> bool:
-        """Registers ``module`` and its children, like `named_modules` without its generators. Returns whether it may hold
-        weights.
+        """Registers ``module`` and the modules inside it. Returns whether any of them has weights; True where a module was
+        registered before, which is the cautious answer.
+
+        Visits the modules as `nn.Module.named_modules` does, but without its nested generators, which are slower.
         """
         if id(module) in self._paths:
             return True
@@ -138,44 +155,47 @@ class CallInterceptor:
         """A copied module is not intercepted, so it needs no copy of the interceptor."""
         return self
 
+    # In the following methods, ``kind`` is the original class of ``module``.
+
     def dtype(self, kind: Any, module: nn.Module) -> Any:
-        """The value of ``module.dtype``; ``kind`` is the module's own class."""
+        """The value of ``module.dtype``."""
         component, path = self._paths.get(id(module), ("", ""))
         outside = not self._inside and not path and component in self._dtypes
         return self._dtypes[component] if outside else kind.dtype.fget(module)
 
     def move(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Replaces ``module.to`` of class ``kind``."""
+        """Carries out or refuses ``module.to(...)``."""
         if self._casting:
             return kind.to(module, *args, **kwargs)  # type: ignore[no-any-return]
-        known = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **known)
-        stays = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
-        # Cosmos offloads its safety checker to the CPU; here the plan does
-        stays = stays or (device == torch.device("cpu") and not self._inside)
-        same = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
-        if not stays or (not same and self.casts is None):
-            return self.refuse(module, device if not stays else dtype)
+        torch_kwargs = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **torch_kwargs)
+        same_device = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
+        # Pipelines offload components to the CPU (Cosmos its safety checker). This does nothing, because the plan decides that.
+        same_device = same_device or (device == torch.device("cpu") and not self._inside)
+        same_dtype = dtype is None or all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
+        if not same_device or (not same_dtype and self.casts is None):
+            self.refuse(module, device if not same_device else dtype)
         layout = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
-        return module if same and not layout else kind.to(module, dtype, **layout)
+        return module if same_dtype and not layout else kind.to(module, dtype, **layout)
 
     def change(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Replaces ``module._apply``, through which torch carries out every move and cast."""
+        """Carries out or refuses ``module._apply(...)``, through which torch carries out every move and cast (``cuda``,
+        ``half``)."""
         if self._casting:
             return kind._apply(module, *args, **kwargs)  # type: ignore[no-any-return]
         if self.casts is None or self._inside:
-            return self.refuse(module)
+            self.refuse(module)
         self._casting = True
         try:
             self.casts.cast(self._paths[id(module)][0], lambda: kind._apply(module, *args, **kwargs))
-        except NotImplementedError:  # meta tensors cannot be moved
-            return self.refuse(module)
+        except NotImplementedError:  # `DtypeVariants` tries the change on meta tensors, which cannot be moved: not a cast
+            self.refuse(module)
         finally:
             self._casting = False
         return module
 
-    def refuse(self, module: nn.Module, wanted: object = None) -> nn.Module:
-        """Raises BrokenPlan for a move or cast of the component that ``module`` belongs to."""
+    def refuse(self, module: nn.Module, wanted: object = None) -> NoReturn:
+        """Raises BrokenPlan for a move or cast of the component that ``module`` belongs to. ``wanted``: the device or dtype."""
         name = self._paths[id(module)][0]
         target = f" to {wanted}" if isinstance(wanted, (torch.device, torch.dtype)) else ""
         raise BrokenPlan(
@@ -184,10 +204,12 @@ class CallInterceptor:
         )
 
     def enter(self, module: nn.Module, name: str, method: Callable[..., Any], args: Any, kwargs: Any, *, always: bool) -> Any:
-        """Calls ``method`` of ``module``, through ``around`` if no component is being called yet. ``name`` is empty for
-        ``module(...)`` itself.
+        """Calls ``method`` of ``module``; through ``around`` if the call comes from outside a component.
+
+        ``name``: that of the method; empty for ``module(...)`` itself. ``always``: whether the call is intercepted without a tensor
+        among its arguments, too.
         """
-        location = self._paths.get(id(module))  # None for a copy of a module
+        location = self._paths.get(id(module))  # None for a copy of a registered module
         if self._inside or location is None or not (always or _holds_tensor((*args, *kwargs.values()))):
             return method(module, *args, **kwargs)
         component, path = self._dtype_variant(location[0]), location[1]
@@ -199,29 +221,34 @@ class CallInterceptor:
             self._inside = False
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """What code gets that looks up ``name`` of ``module``, whose value is ``value``."""
+        """What code gets that looks up the attribute ``name`` of ``module``. ``value``: that attribute's value."""
         location = self._paths.get(id(module))
         if self._inside or self._reads is None or location is None or not isinstance(value, torch.Tensor):
             return value
         return self._reads(self._dtype_variant(location[0]), f"{location[1]}.{name}" if location[1] else name, value)
 
     def _dtype_variant(self, component: str) -> str:
+        """The name of the component's current dtype variant; that of the component if there are no ``casts``."""
         return component if self.casts is None else str(self.casts.now(component).name)
 
 
 def intercept(module: nn.Module) -> CallInterceptor | None:
-    """The outermost interceptor active on ``module``, if any."""
+    """The interceptor on ``module`` that was entered last; None if none is active."""
     return vars(module).get(getattr(type(module), "graphrun_interceptor", ""))
 
 
 @functools.cache
-def _intercepted_class(kind: Any, reads: bool, typed: bool, has_device: bool, tables: bool) -> Any:
-    """The subclass of ``kind`` whose instances are intercepted. Its attribute ``graphrun_interceptor`` names the instance attribute
-    with the interceptor.
+def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, tables: bool) -> Any:
+    """The subclass of ``kind`` whose instances are intercepted.
 
-    Cached per class: creating a class takes longer than a small component computes. A nested interceptor uses a subclass of the
-    outer one's class, with another attribute name. An instance without that attribute (a slice of a ModuleList) behaves as one of
-    ``kind``.
+    ``reads``, ``dtypes``: whether reads of weights and of ``dtype`` are intercepted. ``add_device``: the class gets a ``device``
+    even if ``kind`` has none. ``tables``: the tables that the module computes are moved to the device (see the top of this file).
+
+    An instance holds its interceptor in an attribute; the class attribute ``graphrun_interceptor`` is that attribute's name. An
+    instance without it (a slice of a ModuleList) behaves as one of ``kind``. If an interceptor is entered while another is
+    active, its classes are subclasses of the other's, and its attribute has another name.
+
+    Cached, because creating a class takes longer than the compute of a small component.
     """
     key = f"{getattr(kind, 'graphrun_interceptor', '_graphrun_interceptor')}_"
     members: dict[str, Any] = {
@@ -229,15 +256,15 @@ def _intercepted_class(kind: Any, reads: bool, typed: bool, has_device: bool, ta
         "__qualname__": kind.__qualname__,
         "__call__": _entry_method(key, "", kind.__call__, tables),
         "graphrun_interceptor": key,
-        "__reduce_ex__": lambda module, protocol: plainly(kind, super(kind, module).__reduce_ex__(protocol)),
+        "__reduce_ex__": lambda module, protocol: reduced_as(kind, super(kind, module).__reduce_ex__(protocol)),
         "to": _override(key, kind.to, lambda interceptor, *args, **kwargs: interceptor.move(kind, *args, **kwargs)),
         "_apply": _override(key, kind._apply, lambda interceptor, *args, **kwargs: interceptor.change(kind, *args, **kwargs)),
     }
     if reads:
         members["__getattr__"] = _reading_getattr(key, kind.__getattr__)
-    if typed and isinstance(getattr(kind, "dtype", None), property):
+    if dtypes and isinstance(getattr(kind, "dtype", None), property):
         members["dtype"] = property(_override(key, kind.dtype.fget, lambda interceptor, module: interceptor.dtype(kind, module)))
-    if has_device or hasattr(kind, "device"):
+    if add_device or hasattr(kind, "device"):
         own = kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
         members["device"] = property(_override(key, own, lambda interceptor, _: interceptor.device))
     members |= {name: _entry_method(key, name, method) for name, method in _methods(kind)}
@@ -249,7 +276,8 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _override(key: str, own: Any, change: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls ``change(interceptor, module, ...)`` for intercepted modules, and ``own(module, ...)`` for others."""
+    """A method that calls ``change(interceptor, module, ...)`` for intercepted modules, and ``own(module, ...)`` for others.
+    ``key``: name of the attribute that holds the interceptor."""
 
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         interceptor: CallInterceptor | None = module.__dict__.get(key)
@@ -261,37 +289,40 @@ def _override(key: str, own: Any, change: Callable[..., Any]) -> Callable[..., A
 
 
 def _entry_method(key: str, name: str, method: Callable[..., Any], tables: bool = False) -> Callable[..., Any]:
+    """``method`` with its calls passed to the module's interceptor. Arguments as for `_override` and `_intercepted_class`; ``name``
+    is empty for ``__call__``."""
     always = not name or name in ENTRY_POINTS
 
     @functools.wraps(method)
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         interceptor: CallInterceptor | None = module.__dict__.get(key)
         if interceptor is None or interceptor._inside:
-            made = method(module, *args, **kwargs)
-            return made if interceptor is None or not tables else _move_tables(made, (args, kwargs))
+            result = method(module, *args, **kwargs)
+            return result if interceptor is None or not tables else _move_tables(result, (args, kwargs))
         return interceptor.enter(module, name, method, args, kwargs, always=always)
 
     return enter
 
 
-def _move_tables(made: Any, inputs: Any) -> Any:
-    """``made`` with its tables moved to the device of the tensors in ``inputs``, each copied once. Integer tensors stay, since
-    indices and sizes are used on the host.
-    """
+def _move_tables(result: Any, inputs: Any) -> Any:
+    """``result`` with its floating-point and complex CPU tensors moved to the device of the tensors in ``inputs``, each copied
+    once. Integer tensors stay, since indices and sizes are used on the host. Nothing moves if the inputs are on the CPU, or on
+    several devices."""
 
     def is_table(tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.dim() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
-    tables = {id(tensor): tensor for tensor in tensors_in(made) if is_table(tensor)}
+    tables = {id(tensor): tensor for tensor in tensors_in(result) if is_table(tensor)}
     devices = {tensor.device for tensor in tensors_in(inputs)} if tables else set()
     if len(devices) != 1 or (device := devices.pop()).type == "cpu":
-        return made
+        return result
     copies = {key: tensor.to(device) for key, tensor in tables.items()}
-    return walk(made, lambda tensor: copies.get(id(tensor), tensor))
+    return walk(result, lambda tensor: copies.get(id(tensor), tensor))
 
 
 def _reading_getattr(key: str, own: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
-    """Wraps ``__getattr__``, which looks up a module's parameters and buffers."""
+    """``own``, the ``__getattr__`` that looks up a module's parameters and buffers, with reads from outside passed to the
+    interceptor."""
 
     def look_up(module: nn.Module, name: str) -> Any:
         value = own(module, name)
@@ -301,14 +332,14 @@ def _reading_getattr(key: str, own: Callable[[nn.Module, str], Any]) -> Callable
     return look_up
 
 
-def plainly(kind: type[Any], reduced: Any) -> Any:
-    """The result of `__reduce_ex__` for an instance of a subclass of ``kind``, changed so that pickles and copies are plain
-    instances of ``kind``.
+def reduced_as(kind: type[Any], reduced: Any) -> Any:
+    """``reduced``, the result of `__reduce_ex__` for an instance of a subclass of ``kind``, changed so that pickles and copies are
+    instances of ``kind`` itself, without an interceptor.
     """
-    make, args, *rest = reduced
-    if rest and isinstance(rest[0], dict):
+    constructor, args, *rest = reduced
+    if rest and isinstance(rest[0], dict):  # the instance's attributes
         rest[0] = {name: value for name, value in rest[0].items() if not isinstance(value, CallInterceptor)}
-    return make, tuple(kind if isinstance(arg, type) and issubclass(arg, kind) else arg for arg in args), *rest
+    return constructor, tuple(kind if isinstance(arg, type) and issubclass(arg, kind) else arg for arg in args), *rest
 
 
 def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
@@ -318,9 +349,8 @@ def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
     path, _, method = entry.rpartition(":")
     if path:
         return getattr(module.get_submodule(path), method)  # type: ignore[no-any-return]
-    return (
-        getattr(module, entry) if "." not in entry and callable(getattr(type(module), entry, None)) else module.get_submodule(entry)
-    )
+    is_method = "." not in entry and callable(getattr(type(module), entry, None))
+    return getattr(module, entry) if is_method else module.get_submodule(entry)
 
 
 def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -334,6 +364,7 @@ def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _holds_tensor(values: tuple[Any, ...]) -> bool:
+    """Whether a tensor is among ``values``, or in lists, tuples and dicts inside it."""
     for value in values:
         if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _holds_tensor(tuple(value))):
             return True
@@ -351,6 +382,7 @@ def _notify(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    """An ``around`` that calls ``on_enter`` and ``on_exit``."""
     if on_enter is not None:
         on_enter(component, entry)
     result = proceed(*args, **kwargs)

@@ -1,12 +1,14 @@
-"""Runs one call into a component on the meta device and records what it would allocate, read and compute.
+"""Records what one call into a component would allocate, read and compute. The call runs on the meta device, or where that is
+not possible on the CPU with real weights.
 
-Attention and convolution allocate differently on meta than on a card:
+`Recorder` sees every operator that PyTorch dispatches. Two operators allocate differently on meta than on a GPU:
 
-    attention      on meta falls back to the math backend and shows an S x S tensor that no fused kernel allocates. It is
-                   intercepted before dispatch: its output, and as scratch the fp32 logsumexp that the fused kernels return.
-    convolution    takes scratch that no dispatcher sees: copies of its tensors in another memory layout.
+    attention      on meta the math backend runs, which allocates the scores, S x S for S tokens. Fused kernels do not allocate
+                   them, so `FusedAttention` intercepts attention before dispatch. It records the output, and as scratch the fp32
+                   logsumexp that the fused kernels return.
+    convolution    on a GPU takes scratch that the dispatcher does not see: copies of its tensors in another memory layout.
 
-The amounts of scratch are in `graphrun.profile.corrections`.
+Scratch is memory that is allocated and freed within one operator. `graphrun.profile.corrections` has the amounts.
 """
 
 from __future__ import annotations
@@ -29,47 +31,51 @@ from graphrun.profile.meta_ops import on_meta
 from graphrun.profile.recording import Product, Span
 from graphrun.units import round_up
 
+# PyTorch's CUDA caching allocator rounds every allocation up to a multiple of this (kMinBlockSize).
 ROUND_BYTES = 512
 META = torch.device("meta")
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
-# Operators that copy values from the device to the host, or whose output size depends on values.
+# Operators of which `_host_value` may know the result: they copy values from the device to the host, or their output's size depends
+# on values.
 _HOST_READS = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """A section of a record that can be replayed. The fields are those of `Recorder`; ``outputs`` holds the keys of the
-    storages that are still live at its end."""
+    """A section of what a `Recorder` recorded, which it can record once more (`Recorder.replay`). Fields as in `Recorder`;
+    numbers of events in ``products`` and ``spans`` count from the start of the section. ``outputs``: keys of the storages that
+    are still live at its end."""
 
     events: tuple[tuple[int, int], ...]
     flops: tuple[tuple[str, float], ...]
     entered: tuple[str, ...]
     touched: frozenset[str]
     outputs: tuple[int, ...]
-    products: tuple[Product, ...] = ()  # event numbers are relative to the excerpt, also in ``spans``
+    products: tuple[Product, ...] = ()
     spans: tuple[Span, ...] = ()
     outside: frozenset[str] = frozenset()
     loose: frozenset[str] = frozenset()
 
     def renamed(self, path: str, other: str) -> Excerpt:
-        """The excerpt for a block at ``other`` that is equal to the one at ``path``: all paths and names changed accordingly."""
+        """This excerpt of the block at ``path`` as the equal block at ``other`` would give it: with its names of modules and
+        tensors."""
 
-        def moved(name: str) -> str:
+        def rename(name: str) -> str:
             return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
 
-        flops = tuple((moved(name), number) for name, number in self.flops)
-        products = tuple(replace(product, name=moved(product.name)) for product in self.products)
-        entered, touched = tuple(map(moved, self.entered)), frozenset(map(moved, self.touched))
-        spans = tuple(replace(span, path=moved(span.path)) for span in self.spans)
-        outside, loose = frozenset(map(moved, self.outside)), frozenset(map(moved, self.loose))
+        flops = tuple((rename(name), number) for name, number in self.flops)
+        products = tuple(replace(product, name=rename(product.name)) for product in self.products)
+        entered, touched = tuple(map(rename, self.entered)), frozenset(map(rename, self.touched))
+        spans = tuple(replace(span, path=rename(span.path)) for span in self.spans)
+        outside, loose = frozenset(map(rename, self.outside)), frozenset(map(rename, self.loose))
         return Excerpt(self.events, flops, entered, touched, self.outputs, products, spans, outside, loose)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A position in a record: the lengths of its lists, and what its sets held before."""
+    """The start of an excerpt: the lengths of the recorder's lists, and the contents of its sets, which were emptied then."""
 
     events: int
     flops: int
@@ -81,11 +87,18 @@ class Checkpoint:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records live bytes by storage, the parameters read, and FLOPs by the block that is running.
+    """A dispatch mode that records the allocations and releases of storages, the weights read, and the FLOPs of each block.
 
-    Data-dependent results on meta take a fixed value: ``item()`` of a tensor without a constant value (see `ConstantValues`)
-    returns True or 1, ``nonzero`` returns its largest shape, a copy to the host returns zeros. ``mask.all()`` returns False:
-    encoders drop a mask that is all ones, and one that is not takes memory.
+    Attributes, which become fields of `graphrun.profile.recording.Call`: ``events``, ``peak_bytes``, ``touched``, ``flops``,
+    ``products``, ``spans``, ``outside``, ``loose`` and ``kept`` have the meaning described there. ``entered``: paths of the blocks
+    that were called, in order.
+
+    Meta tensors have no values, so results that depend on values are fixed: ``item()`` returns True for a bool and 1 for a
+    number, ``nonzero`` returns as many rows as are possible, and a copy to the host returns zeros. Tensors with a constant value
+    (see `ConstantValues`) give that value. ``mask.all()`` is False: encoders drop a mask that is all ones, so this is the case
+    that takes more memory.
+
+    ``blocks``: paths of the blocks in ``module``. ``device``: meta, or the device on which the call runs with real weights.
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str], device: torch.device = META) -> None:
@@ -103,13 +116,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running = ""  # path of the layer that runs
         self._device_type = device.type
         self.constants = ConstantValues()
-        self._now = 0
-        self._next = 0
-        self._live: dict[int, tuple[int, int, Any]] = {}
-        self._stack = [""]
-        self._names: dict[int, str] = {}
+        self._live_bytes = 0
+        self._last_key = 0  # keys in events number the storages
+        # Below, ``cdata`` is the address of a storage's C++ object, by which it is recognized while it is alive.
+        self._live: dict[int, tuple[int, int, Any]] = {}  # cdata -> (key, bytes, weak reference)
+        self._stack = [""]  # paths of the blocks and layers that are running, innermost last
+        self._names: dict[int, str] = {}  # cdata of a weight -> its first name; tied weights have several
         weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        if self._device_type != "meta":  # weights may share a storage, so it is unknown which of them are read
+        if self._device_type != "meta":  # weights may share a storage, so which are read is unknown: all are noted
             self.touched |= {name for name, _ in weights}
             self.outside |= set(layer_paths(module))
         # Storages that exist before the call. Holding them keeps new storages from reusing their addresses.
@@ -117,11 +131,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ignore(tensor for _, tensor in weights)
         for name, tensor in weights:
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
-        self._owners: dict[str, set[str]] = {}
+        self._owners: dict[str, set[str]] = {}  # first name of a weight -> paths of the modules that have it
         for name, tensor in weights:
             self._owners.setdefault(self._names[tensor.untyped_storage()._cdata], set()).add(name.rpartition(".")[0])
         blocks = list(blocks)
-        self._units = _units_of(module, frozenset(blocks))
+        self._blocks = _blocks_of(module, frozenset(blocks))  # path of a module -> path of the block that it is in
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
         self._all_true = Storages()  # results of ``mask.all()`` or ``mask.sum() == mask.numel()``
@@ -133,16 +147,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._names.keys()
 
     def end(self) -> None:
-        """To be called after the call has returned and its results are released: what is still live is kept by the component."""
+        """Sets ``kept``. To be called when the call has returned and its results are released: what is still live then is kept
+        by the component."""
         self.kept = tuple(key for key, _, _ in self._live.values())
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the storages of ``tensors``, the inputs of the call: they exist already, even if the component releases
-        them."""
+        """Leaves out the storages of ``tensors``, the inputs or weights of the call: they exist before it. Their
+        release is not recorded either."""
         self._existing |= {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
     def close(self) -> None:
-        """Remove the hooks, and record the release of everything that is still live (the call's outputs)."""
+        """Removes the hooks, and records the release of everything that is still live: outputs, and what the component keeps."""
         for hook in self._hooks:
             hook.remove()
         for cdata in list(self._live):
@@ -150,15 +165,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._existing.clear()
 
     def checkpoint(self) -> Checkpoint:
-        """The current position in the record, to be passed to `since`."""
-        self.flops.append((self._stack[-1], 0.0))
+        """Begins an excerpt, which `since` ends. In between, ``touched``, ``outside`` and ``loose`` hold only what was added."""
+        self.flops.append((self._stack[-1], 0.0))  # a new entry, so that `count` adds nothing to one before the excerpt
         before, self.touched = self.touched, set()
         outside, self.outside = self.outside, set()
         loose, self.loose = self.loose, set()
         return Checkpoint(len(self.events), len(self.flops) - 1, len(self.entered), len(self.spans), before, outside, loose)
 
     def since(self, start: Checkpoint, outs: Sequence[torch.Tensor]) -> Excerpt | None:
-        """What was recorded since ``start``; None unless exactly ``outs`` are still live of it, each in its own storage."""
+        """The excerpt that ``start`` began; None if it cannot be replayed.
+
+        It can if, of the storages allocated in it, exactly those of ``outs`` are still live, one for each.
+        """
         touched = frozenset(self.touched)
         outside, loose = frozenset(self.outside), frozenset(self.loose)
         self.touched |= start.touched
@@ -167,8 +185,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events = tuple(self.events[start.events :])
         allocated = {key for key, nbytes in events if nbytes > 0}
         outputs = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
-        alive = {key for key, _, _ in self._live.values()} & allocated
-        if len(outputs) != len(outs) or len(set(outputs)) != len(outs) or alive != set(outputs):
+        still_live = {key for key, _, _ in self._live.values()} & allocated
+        if len(outputs) != len(outs) or len(set(outputs)) != len(outs) or still_live != set(outputs):
             return None
         products = tuple(replace(of, event=of.event - start.events) for of in self.products if of.event >= start.events)
         spans = tuple(replace(of, begin=of.begin - start.events, end=of.end - start.events) for of in self.spans[start.spans :])
@@ -176,20 +194,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Excerpt(events, flops, entered, touched, outputs, products, spans, outside, loose)
 
     def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
-        """Record ``excerpt`` once more. ``outs``: new tensors, not yet recorded, in the place of the excerpt's outputs."""
-        keys: dict[int, tuple[int, int]] = {}
-        positions = []
+        """Records ``excerpt`` once more. ``outs``: new tensors, not yet recorded, in the place of the excerpt's outputs."""
+        keys: dict[int, tuple[int, int]] = {}  # key in the excerpt -> (new key, bytes)
+        positions = []  # number of each event here
         for key, nbytes in excerpt.events:
             positions.append(len(self.events))
-            if nbytes < 0:
+            if nbytes < 0:  # scratch
                 self.events.append((key, nbytes))
             elif nbytes > 0:
-                self._next += 1
-                keys[key] = self._next, nbytes
-                self._allocate(self._next, nbytes)
-            elif (found := keys.pop(key, None)) is not None:
+                self._last_key += 1
+                keys[key] = self._last_key, nbytes
+                self._allocate(self._last_key, nbytes)
+            elif (found := keys.pop(key, None)) is not None:  # releases of storages from before the excerpt are left out
                 self.events.append((found[0], 0))
-                self._now -= found[1]
+                self._live_bytes -= found[1]
         for key, out in zip(excerpt.outputs, outs, strict=True):
             self._track(out, *keys[key])
         self.flops += excerpt.flops
@@ -204,16 +222,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_loose(self._owners.get(name, ()), excerpt.entered)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
-        """Record ``nbytes`` that are allocated and released within one kernel; ``spared_bytes`` of them are not needed on some
-        cards."""
+        """Records ``nbytes`` of scratch. GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes``
+        less."""
         if nbytes:
             self.events.append((spared_bytes, -nbytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
+        """Hooks that record when the block at ``path`` runs."""
+
         def begin(*_: Any) -> None:
             self._stack.append(path)
             self.entered.append(path)
-            self.flops.append((path, 0.0))  # keeps the block's position in the order even if it has no counted FLOPs
+            self.flops.append((path, 0.0))  # an entry even for a block without counted FLOPs, since the order of blocks matters
 
         def end(*_: Any) -> None:
             self._stack.pop()
@@ -221,20 +241,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block.register_forward_pre_hook(begin), block.register_forward_hook(end)
 
     def _watch_layer(self, layer: nn.Module, path: str) -> tuple[Any, Any]:
-        started = 0
+        """Hooks that record when the layer at ``path`` runs, and its `Span`."""
+        first_event = 0
 
         def begin(*_: Any) -> None:
-            nonlocal started
-            started, self._running = len(self.events), path
+            nonlocal first_event
+            first_event, self._running = len(self.events), path
             self._note_loose((path,))
-            if self._stack[-1] != path:  # a layer that is a block has its entry already
+            if self._stack[-1] != path:  # for a layer that is a block too, `_watch` has made the entry
                 self.flops.append((path, 0.0))
             self._stack.append(path)
 
         def end(*_: Any) -> None:
             self._running = ""
             self._stack.pop()
-            self.spans.append(Span(path, started, len(self.events)))
+            self.spans.append(Span(path, first_event, len(self.events)))
 
         return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
@@ -246,8 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _HOST_READS and args[0].is_meta and (answer := self._host_value(func, args, kwargs)) is not None:
             return answer
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            truth = args[0] not in self._all_true
-            return truth if args[0].dtype == torch.bool else 1
+            return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
         if func is aten.index.Tensor and args[0].is_meta:
             args = args[0], [column for index in args[1] for column in self.constants.index_columns(index, self._note_new)]
         if func is aten.nonzero.default and args[0].is_meta:
@@ -256,7 +276,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = on_meta(func, args, kwargs)
-            if func is not aten.eq.Scalar or args[0] not in self._mask_sums:
+            if func is not aten.eq.Scalar or args[0] not in self._mask_sums:  # that comparison means "all true": see ``_all_true``
                 self.constants.propagate(func, args, kwargs, out)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
@@ -277,16 +297,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note_loose(self, owners: Collection[str], entered: Collection[str] = ()) -> None:
-        """Adds those of ``owners`` to ``loose`` that are inside a block which neither runs nor is among the ``entered`` ones.
+        """Adds ``owners`` to ``loose`` if they are inside a block that neither runs nor is among the ``entered`` ones.
+        ``owners``: paths of the modules that have one weight.
 
-        Tensors that several blocks share are skipped: they belong to the remainder anyway.
+        A weight that several blocks share is skipped: it belongs to the remainder in any case.
         """
-        units = {self._units.get(owner, "") for owner in owners}
-        if len(units) == 1 and (unit := units.pop()) and unit not in self._stack and unit not in entered:
+        blocks = {self._blocks.get(owner, "") for owner in owners}
+        if len(blocks) == 1 and (block := blocks.pop()) and block not in self._stack and block not in entered:
             self.loose.update(owners)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The value that the host reads from the device if it is constant, or the worst-case ``bincount``; else None."""
+        """Result of one of `_HOST_READS`: for ``bincount`` the worst case, for the others the value on the CPU if it is
+        constant. None if unknown."""
         if func is aten.bincount.default:
             return self.constants.worst_bincount(args[0])
         if (value := self.constants.value(args[0])) is None:
@@ -296,38 +318,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.clone() if torch.device(kwargs.get("device") or "meta").type == "cpu" else None
 
     def count(self, flops: float) -> None:
-        """Add FLOPs to the running block: to the last entry if nothing else has computed since."""
+        """Adds FLOPs of the running block or layer: to the last entry if that is its own, else in a new entry."""
         path = self._stack[-1]
         if self.flops and self.flops[-1][0] == path:
             flops += self.flops.pop()[1]
         self.flops.append((path, flops))
 
     def _note_product(self, args: Any, result: torch.Tensor) -> None:
+        """Records a matrix product with a weight. To be called directly after the allocation of ``result``, the last event."""
         for factor in _tensors(args):
             name = self._names.get(factor.untyped_storage()._cdata)
             if name is not None and factor.dim() == 2:
                 self.products.append(Product(len(self.events) - 1, name, result.numel() // result.shape[-1]))
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
-        """Record the allocation of ``tensor`` if its storage is new. Returns whether it is: its allocation is then the last
+        """Records the allocation of ``tensor`` if its storage is new. Returns whether it is; the allocation is then the last
         event."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
         known = cdata in self._live or cdata in self._existing
-        if tensor.device.type != self._device_type or known or not storage.nbytes():  # 0 bytes would read as a release
+        if tensor.device.type != self._device_type or known or not storage.nbytes():  # in events, 0 bytes mean a release
             return False
         nbytes = round_up(storage.nbytes(), ROUND_BYTES)
-        self._next += 1
-        self._track(tensor, self._next, nbytes)
-        self._allocate(self._next, nbytes)
+        self._last_key += 1
+        self._track(tensor, self._last_key, nbytes)
+        self._allocate(self._last_key, nbytes)
         return True
 
     def _allocate(self, key: int, nbytes: int) -> None:
         self.events.append((key, nbytes))
-        self._now += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._now)
+        self._live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _track(self, tensor: torch.Tensor, key: int, nbytes: int) -> None:
+        """Notes the storage of ``tensor`` as live until it is garbage-collected, which records its release."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
         self._live[cdata] = key, nbytes, weakref.ref(storage, functools.partial(self._release, cdata))
@@ -335,11 +359,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _release(self, cdata: int, _: object = None) -> None:
         if (found := self._live.pop(cdata, None)) is not None:
             self.events.append((found[0], 0))
-            self._now -= found[1]
+            self._live_bytes -= found[1]
 
 
 def layer_paths(module: nn.Module) -> list[str]:
-    """Paths of the layers of ``module``: modules that own tensors and have no child that does."""
+    """Paths of the layers of ``module``: modules that have parameters or buffers of their own, and nothing inside that has."""
     found = []
     for path, child in module.named_modules():
         own = any(tensor is not None for tensor in (*child._parameters.values(), *child._buffers.values()))
@@ -348,23 +372,22 @@ def layer_paths(module: nn.Module) -> list[str]:
     return found
 
 
-def _units_of(module: nn.Module, blocks: Collection[str]) -> dict[str, str]:
-    """For each module that is one of ``blocks`` or inside of one, the path of that block."""
+def _blocks_of(module: nn.Module, blocks: Collection[str]) -> dict[str, str]:
+    """For each module that is one of ``blocks`` or inside of one: its path -> the path of the innermost such block."""
     found: dict[str, str] = {}
     for path, _ in module.named_modules():  # parents come before their children
-        unit = path if path in blocks else found.get(path.rpartition(".")[0], "")
-        if unit:
-            found[path] = unit
+        block = path if path in blocks else found.get(path.rpartition(".")[0], "")
+        if block:
+            found[path] = block
     return found
 
 
 class FusedAttention(TorchFunctionMode):
-    """Replaces `scaled_dot_product_attention` by what a fused kernel allocates, without S x S: output ``[b h s d]``, logsumexp
-    ``[b h s]``.
+    """Replaces `scaled_dot_product_attention` by what it allocates on a GPU, and gives ``torch.tensor([...])`` a constant value.
 
-    The logsumexp is fp32. FLOPs: two matrix products, 2 b h s_q s_k (d_k + d_v). With ``fused=False`` the scratch of the math
-    backend, S x S included.
-    """
+    Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of values: the output ``[b h s_q
+    d_v]``; as scratch the fp32 logsumexp ``[b h s_q]``; FLOPs of two matrix products, 2 b h s_q s_k (d_k + d_v).
+    ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``."""
 
     def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
         super().__init__()
@@ -379,25 +402,33 @@ class FusedAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        rows = query.numel() // query.shape[-1]
-        width, keys = query.shape[-1], key.shape[-2]
+        rows = query.numel() // query.shape[-1]  # b h s_q
+        width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
         self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
         return out
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]) -> Convolution:
-    read, written, filters = (tensor.numel() * tensor.element_size() for tensor in (source, result, weight))
-    taps, strided = weight.numel() // (weight.shape[0] * weight.shape[1]), max(stride) > 1
-    return Convolution(read, written, filters, result.element_size(), source.shape[1], result.shape[1], taps, strided)
+    return Convolution(
+        input_bytes=source.numel() * source.element_size(),
+        output_bytes=result.numel() * result.element_size(),
+        weight_bytes=weight.numel() * weight.element_size(),
+        element_bytes=result.element_size(),
+        inputs=source.shape[1],
+        outputs=result.shape[1],
+        taps=weight.numel() // (weight.shape[0] * weight.shape[1]),
+        strided=max(stride) > 1,
+    )
 
 
 def _needs_values(device: torch.device | None) -> bool:
-    """Whether a copy to ``device`` needs values that meta tensors do not have."""
+    """Whether a copy of a meta tensor to ``device`` has to give it values."""
     return device is not None and device.type != "meta"
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:
+    """The tensors in ``items``, and in lists and tuples inside it."""
     for item in items:
         if isinstance(item, torch.Tensor):
             yield item

@@ -1,10 +1,10 @@
-"""Executes the slots of a plan: calls into components advance a cursor over them, and each slot is opened, served and closed.
+"""Executes the slots of a plan. Calls into components open and close the slots, in the order of the plan.
 
-    Run          intercepts every call into a component and executes the slots; one object per run
-    SlotCursor   which slots does this call open?
-    OpenSlot     performs the actions of one slot
-    PacedReads   reads backing stores from disk during a slot, in step with reads for copies
-    Recorder     collects the events of the trace
+    Run             one run of a plan: intercepts every call into a component and executes the slots
+    SlotCursor      finds which slots a call opens
+    OpenSlot        performs the actions of one slot
+    PacedReads      reads backing stores from disk during a slot, in step with the reads of blocks that are copied from disk
+    EventRecorder   collects the events of the trace
 
 The slots that calls into the components a and b open:
 
@@ -12,15 +12,15 @@ The slots that calls into the components a and b open:
     call     a                  a a a         b                  end of run
     opens    0 1                2 . .         3 4                5
 
-One slot:
+What happens in one slot:
 
-    open     drop | evict | spill | reset peak | restore | read | allocate loads and rings | issue copies | run -->
-    serve    a call waits for what its component needs; a block waits for its own copy; prefetch is paced by streamed blocks
-    close    issue the remaining prefetch | barrier | release rings and hooks | measurements
+    it opens     drop | evict | reset peak | spill and restore | begin reads | allocate loads and rings | issue copies
+    calls run    a block waits for its own copy, and a component on the CPU for the read of its backing store
+    it closes    issue the remaining prefetch | barrier | release rings and hooks | measure
 
-Every copy is in the plan. Loads that the phase computes with come before prefetch. Where a component streams, prefetch is issued in
-step with its blocks, when its ring is full, so that it uses the idle time of the copy stream.
-"""
+Prefetch means loads for a later slot. Every copy is in the plan, and the loads that the slot computes with are issued before
+prefetch. Where a component is streamed, prefetch is issued in step with its streamed blocks, each time its ring is full. So it
+uses time in which the copy stream would be idle."""
 
 from __future__ import annotations
 
@@ -54,36 +54,41 @@ from graphrun.runtime.streamer import Streamer, Streaming
 from graphrun.trace import Event, SlotTrace, Tier, Trace
 from graphrun.units import show_size
 
-AGAIN = "plan again with the inputs of this run"
+AGAIN = "plan again with the inputs of this run"  # advice at the end of the errors of `SlotCursor`
 
 Progress = Callable[[int, int, int], None]
 """Called at each call: index of the slot, number of the call in it (0: the slot opens), planned calls of the slot."""
 
 Proceed = Callable[..., Any]
+"""Runs the component's own code for an intercepted call (see `CallInterceptor`)."""
+
 Work = Callable[[], dict[str, Any]]
-"""Code that calls the components and returns the outputs of the run, on the host."""
+"""The code of the run: calls the components and returns the outputs by name."""
 
 HandedOut = Callable[[Mapping[str, Any]], int]
-"""Returns the bytes of those outputs that the caller receives on the device."""
+"""Returns how many bytes of these outputs stay on the device, because the caller receives them there."""
 
 
 class Replan(Protocol):
     """Supplies a new plan when an attached pipeline makes a call that the current plan does not have."""
 
-    def holds(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the current plan expects this call."""
+    def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the current plan has this call."""
 
-    def around(
+    def plan_from(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
     ) -> tuple[Problem, Plan]:
-        """A plan that starts with this call. The device holds no weights, and ``live_bytes`` of other tensors."""
+        """A plan that starts with this call, and its problem. At that time the device holds no weights, and ``live_bytes`` of other
+        tensors."""
 
 
 class Run:
-    """One run of ``plan`` on ``problem``, which has its choices applied. ``slowdowns``: of the components that compute on the CPU;
-    ``peaks``: planned peak bytes of each slot.
+    """One run of ``plan``. ``problem`` is the plan's problem with the plan's choices applied (`apply_choices`).
 
-    Holds no tensor itself, so that frames of an error that refer to it keep no device memory.
+    ``slowdowns``: component -> factor on its compute time, for the components that compute on the CPU. ``peaks``: planned peak
+    bytes of each slot. ``progress`` is called at each call.
+
+    No attribute holds a tensor: the traceback of an error may keep this object alive, and must not keep device memory with it.
     """
 
     def __init__(
@@ -105,33 +110,41 @@ class Run:
         self._measured: set[str] = set()  # quantized components whose size was measured
         self._slots: list[SlotTrace] = []
         self._open: OpenSlot | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: EventRecorder | None = None
         self._interceptor: CallInterceptor | None = None
         self.replan: Replan | None = None
         self.handed_out: HandedOut | None = None
         self._baseline_bytes = device.allocated_bytes - self._loaded_bytes()
-        self._before = self._tiers()
+        self._before = self._tiers()  # bytes by memory tier
         self._at_failure = (0, 0)  # peak bytes of the open slot, and bytes that this process could allocate in total
 
     @property
     def where(self) -> str:
-        """Text for an error: the open slot."""
+        """Text that says for an error message which slot is open."""
         return "the run before its first slot" if self._open is None else slot_text(self._open.slot)
 
     def execute(self, work: Work | Stages, *, keep: bool) -> Trace:
-        """The whole run. Always removes its hooks from modules; evicts all weights, unless ``keep``.
+        """Executes the run and returns its trace. Hooks are removed from the modules even if it fails.
 
-        Raises BrokenPlan when the run deviates from the plan or leaves bytes behind.
-        """
+        ``keep``: weights stay on the device, and backing stores in RAM, as a session needs it; after a failure weights are
+        evicted all the same. Raises BrokenPlan when the run deviates from the plan, or leaves bytes allocated that it should
+        have freed."""
         device, done = self._device, False
-        foreign_bytes = min(self._problem.reserve_bytes, self._baseline_bytes)  # tensors of other code, within the reserve
+        # Tensors of other code, such as the caller's, are allocated on the device too. The reserve, which is not part of
+        # `effective_bytes`, is for them.
+        foreign_bytes = min(self._problem.reserve_bytes, self._baseline_bytes)
         with device.session(self._problem.effective_bytes + foreign_bytes), torch.no_grad():
             try:
                 device.barrier()
-                self._recorder = Recorder(device, device.mark("compute"))
-                dtypes = {name: own for name, (own, _) in self._host.casts.items()}
-                more: dict[str, Any] = {"reads": self._read_weight, "dtypes": dtypes, "casts": self._host.dtype_variants}
-                self._interceptor = CallInterceptor(self._host.modules, device.torch_device, around=self._around, **more)
+                self._recorder = EventRecorder(device, device.mark("compute"))
+                self._interceptor = CallInterceptor(
+                    self._host.modules,
+                    device.torch_device,
+                    around=self._on_call,
+                    reads=self._read_weight,
+                    dtypes={name: dtype_in_graph for name, (dtype_in_graph, _) in self._host.casts.items()},
+                    casts=self._host.dtype_variants,
+                )
                 with self._interceptor:
                     outputs = self._work(work)
                 self._finish()
@@ -146,7 +159,7 @@ class Run:
         output_bytes = self.handed_out(outputs) if self.handed_out is not None else 0
         after = self._tiers_after(output_bytes)
         if any(after[name] > before_bytes for name, before_bytes in self._before.items()):
-            gc.collect()  # reference cycles of the ops' code; only if needed, since it takes 0.1 s or more
+            gc.collect()  # frees reference cycles that the ops' code made; only where needed, since it takes 0.1 s or more
             device.release_cached()
             after = self._tiers_after(output_bytes)
         tiers = tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in after.items())
@@ -173,8 +186,7 @@ class Run:
             work.before_stage = None
 
     def _before_stage(self, stage: str) -> None:
-        """Called before each stage: checks that the rest of the plan still fits in memory, and restores values that the stage
-        reads.
+        """Called before each stage. Opens its load slot if that restores values which the stage reads.
 
         Raises OutOfMemory when the device has less memory than the remaining slots need.
         """
@@ -187,44 +199,45 @@ class Run:
         for index in self._cursor.begin(stage):
             self._advance_to(index)
 
-    def _around(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_call(self, component: str, entry: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called by the interceptor in place of every call into a component; returns the call's result."""
         for index in self._slots_to_open(component, entry, args, kwargs):
             self._advance_to(index)
         assert self._open is not None
         assert self._recorder is not None
-        begun: Mark = self._open.enter(component)
+        start: Mark = self._open.enter(component)
         self._report_progress(self._open.calls)
         if component in self._host.casts:
             proceed = _cast(proceed, *self._host.casts[component])
-        on_host = component in self._slowdowns
-        result = self._on_host(component, proceed, args, kwargs) if on_host else proceed(*args, **kwargs)
-        ended = self._device.mark("compute")
-        self._recorder.note("run", component, entry, 0, (begun, ended))
+        on_cpu = component in self._slowdowns
+        result = self._run_on_cpu(component, proceed, args, kwargs) if on_cpu else proceed(*args, **kwargs)
+        end = self._device.mark("compute")
+        self._recorder.note("run", component, entry, 0, (start, end))
         if self._variants[component].precision in QUANTIZED and component not in self._measured:
-            self._measured.add(component)  # 8-bit layers may grow in their first call
+            self._measured.add(component)  # not before: 8-bit layers may take more memory after their first call
             size = self._host.residencies[component].measured_bytes()
-            self._recorder.note("size", component, "after its first call", size, (ended, ended))
+            self._recorder.note("size", component, "after its first call", size, (end, end))
         return result
 
     def _slots_to_open(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Indices of the slots that this call opens; of a new plan's, if the current one does not have this call."""
+        """Indices of the slots that this call opens. If the current plan does not have the call, a new plan replaces it first."""
         if self.replan is None:
             return self._cursor.enter(component)
-        if self.replan.holds(component, entry, args, kwargs):
-            with contextlib.suppress(BrokenPlan):
+        if self.replan.expects(component, entry, args, kwargs):
+            with contextlib.suppress(BrokenPlan):  # the plan has such a call, but not at this point: a new plan, too
                 return self._cursor.enter(component)
         self._close()
         for residency in self._host.residencies.values():
             residency.release()
         self._device.release_cached()
-        problem, self._plan = self.replan.around(component, entry, args, kwargs, self._device.allocated_bytes)
+        problem, self._plan = self.replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
         self._problem = apply_choices(problem, self._plan)
         self._variants = {numbers.name: numbers.variants[0] for numbers in self._problem.components}
         self._cursor = SlotCursor(self._problem, self._plan)
         return self._cursor.enter(component)
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, for code outside of the component that reads a weight directly."""
+        """What code outside the component gets when it reads one of its weights: a copy on the device."""
         return tensor.to(self._device.torch_device, copy=True)
 
     def _finish(self) -> None:
@@ -237,7 +250,7 @@ class Run:
                 raise
         self._close()
 
-    def _on_host(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_cpu(self, component: str, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the component on the CPU: copies its inputs there and its outputs to the device."""
         assert self._open is not None
         assert self._interceptor is not None
@@ -260,7 +273,7 @@ class Run:
             error.planned_bytes = self._peaks[self._open.index]
 
     def finished(self, todo: Sequence[str]) -> Trace:
-        """Trace of the stages that are not in ``todo``."""
+        """Trace of the stages that a failed run has finished: those not in ``todo``."""
         stages = {phase.name: phase.stage for phase in self._problem.phases}
         slots = tuple(slot for slot in self._slots if stages.get(slot.phase) not in (None, *todo))
         events = tuple(e for e in self._recorder.events if e.slot < len(slots)) if self._recorder is not None else ()
@@ -290,10 +303,9 @@ class Run:
             self._at_failure = self._device.peak_bytes, self._device.available_bytes
 
     def _release(self, *, evict: bool) -> None:
-        """Releases what the run, or its failure, has left: copies under way, hooks, ring views; loaded blocks if ``evict``."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # a device in an error state cannot be synchronized; the original error is being raised
+        """Waits for copies under way, removes hooks and frees rings, also after a failure. ``evict``: frees loaded blocks too."""
+        # A device in an error state cannot be synchronized. The original error is raised already.
+        with contextlib.suppress(RuntimeError):
             self._device.barrier()
         if self._open is not None:
             self._open.release()
@@ -303,15 +315,17 @@ class Run:
             residency.release()
 
     def _clear_memos(self) -> None:
+        """Frees tensors that modules cache on the device (see `graphrun.modules.memos`)."""
         for memo in self._host.memos:
             memo.cache_clear()
 
     def _tiers_after(self, output_bytes: int) -> dict[str, int]:
+        """As `_tiers`, without the ``output_bytes`` that the caller received on the device."""
         found = self._tiers()
         return {**found, "device": found["device"] - output_bytes}
 
     def _tiers(self) -> dict[str, int]:
-        """Bytes by tier; on the device without loaded blocks, which a session keeps as planned."""
+        """Bytes in use by memory tier (see `graphrun.trace.Tier`). On the device without loaded blocks: a session keeps these."""
         arenas = {name: self._device.arenas.nbytes(name) for name in ("arenas", "pinned")}
         return {"device": self._device.allocated_bytes - self._loaded_bytes(), **arenas}
 
@@ -338,7 +352,7 @@ def _cast(proceed: Proceed, outside: torch.dtype, inside: torch.dtype) -> Procee
 
 
 class SlotCursor:
-    """Maps calls into components to the slots of ``plan``. Pure: knows names and counts of calls, no device and no bytes."""
+    """The position in ``plan``: which slots a call into a component opens. Only counts calls; uses no device and no bytes."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._phases = {phase.name: phase for phase in problem.phases}
@@ -347,16 +361,16 @@ class SlotCursor:
         self._entered: Counter[str] = Counter()
 
     def enter(self, component: str) -> list[int]:
-        """Indices of the slots that a call into ``component`` opens, in order; empty when it belongs to the open slot.
+        """Indices of the slots that a call into ``component`` opens, in order; empty when the call belongs to the open slot.
 
-        ``first`` lasts until every component of the phase was called. A call belongs to the current phase unless the next phase
-        uses the same component and the current one has had its planned calls. Raises BrokenPlan when the plan does not have this
-        call.
+        The first slot lasts until every component of the phase has been called. The call belongs to the current phase if that uses
+        ``component``; but if the next phase uses it too, only as long as the current phase has planned calls of it left. Raises
+        BrokenPlan when the plan does not have this call.
         """
         phase = self._current()
         if phase is not None and self._slots[self._slot].part == "load":
-            opened = self._first_of(phase, component)
-        elif phase is None or not self._stays(phase, component):
+            opened = self._after_load(phase, component)
+        elif phase is None or not self._belongs(phase, component):
             opened = self._next_phase(component)
         elif self._slots[self._slot].part == "first" and all(self._entered[use.component] for use in phase.uses):
             opened = [self._slot + 1]
@@ -370,7 +384,8 @@ class SlotCursor:
         return opened
 
     def begin(self, stage: str) -> list[int]:
-        """Indices of the slots to open when ``stage`` starts, before its op reads values: its load slot, if that restores one."""
+        """Indices of the slots to open when ``stage`` starts, before its op reads values: its load slot, if that restores a value.
+        Empty otherwise: the stage's first call opens the load slot then."""
         after = self._slot + 1
         if after >= len(self._slots) or not any(isinstance(action, Restore) for action in self._slots[after].actions):
             return []
@@ -389,13 +404,14 @@ class SlotCursor:
         self._slot += len(left)
         return left
 
-    def _first_of(self, phase: PhaseNumbers, component: str) -> list[int]:
-        """The first slot, after a load slot that `begin` opened."""
+    def _after_load(self, phase: PhaseNumbers, component: str) -> list[int]:
+        """The slots to open where only the phase's load slot was opened so far, by `begin`: its first slot."""
         if component not in self._uses(phase.name):
             raise self._out_of_order(component, self._uses(phase.name))
         return [self._slot + 1]
 
     def _next_phase(self, component: str) -> list[int]:
+        """The slots to open up to the first slot of the next phase that uses a component."""
         following = self._following()
         if component not in (expected := self._uses(following)):
             raise self._out_of_order(component, expected)
@@ -406,7 +422,8 @@ class SlotCursor:
         self._entered.clear()
         return opened
 
-    def _stays(self, phase: PhaseNumbers, component: str) -> bool:
+    def _belongs(self, phase: PhaseNumbers, component: str) -> bool:
+        """Whether a call into ``component`` belongs to the current phase, as `enter` says."""
         use = next((use for use in phase.uses if use.component == component), None)
         if use is None:
             return False
@@ -433,7 +450,7 @@ class SlotCursor:
 
 
 class OpenSlot:
-    """Executes slot number ``index`` of a plan."""
+    """Executes slot number ``index`` of a plan: `open`, then `enter` before each call, then `close`."""
 
     def __init__(
         self,
@@ -442,25 +459,25 @@ class OpenSlot:
         problem: Problem,
         residencies: Mapping[str, Residency],
         device: Device,
-        recorder: Recorder,
+        recorder: EventRecorder,
         values: Values,
     ) -> None:
         self.index, self.slot = index, slot
-        self._entries: Counter[str] = Counter()
+        self._entries: Counter[str] = Counter()  # calls so far, by component
         self._problem, self._residencies, self._device, self._recorder = problem, residencies, device, recorder
         self._values = values
         phase = next((phase for phase in problem.phases if phase.name == slot.phase), None)
         self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase and slot.part != "load" else {}
         self._streamers: dict[str, Streamer] = {}
         self._hooks: list[RemovableHandle] = []
-        self._prefetch: deque[tuple[Residency, str]] = deque()
-        self._prefetch_bytes = self._prefetched_bytes = 0  # total, and issued so far
-        self._stream_bytes = self._streamed_bytes = 0  # total, and issued so far
+        self._prefetch: deque[tuple[Residency, str]] = deque()  # (component, block) not yet issued
+        self._prefetch_bytes = self._prefetched_bytes = 0  # of all prefetch in the slot, and issued so far
+        self._stream_bytes = self._streamed_bytes = 0  # of all streamed copies in the slot, and issued so far
         self._start: Mark = None
         self._reads: PacedReads | None = None
 
     def open(self) -> None:
-        """Performs the slot's actions up to ``run``. Call after a barrier."""
+        """Performs or begins the slot's actions; calls into components may follow. Call after a barrier."""
         recorder, device = self._recorder, self._device
         recorder.slot, recorder.moved_bytes = self.index, 0
         device.annotate(slot=f"slot {self.slot.phase} {self.slot.part}")
@@ -487,13 +504,14 @@ class OpenSlot:
                 self._stream(action, loads.get(action.component, []))
         device.wait("copy", device.mark("compute"))
         read = {action.component for action in self.slot.actions if isinstance(action, Read)}
-        later = sorted((name for name in loads if name not in self._uses), key=lambda name: name in read)
+        # Components to prefetch, last those whose backing store this slot reads: their blocks must be read before they are copied.
+        prefetched = sorted((name for name in loads if name not in self._uses), key=lambda name: name in read)
         for streamer in self._streamers.values():
             streamer.open()
         for name in loads:
             if name in self._uses:
                 self._load_for_use(name, loads[name])
-        self._prefetch += [(self._residencies[name], path) for name in later for path in loads[name]]
+        self._prefetch += [(self._residencies[name], path) for name in prefetched for path in loads[name]]
         self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in self._prefetch)
         self._pace()
 
@@ -503,11 +521,11 @@ class OpenSlot:
 
     @property
     def calls(self) -> int:
-        """The most calls into one component so far."""
+        """Calls in this slot so far, of the component that was called most."""
         return max(self._entries.values(), default=0)
 
     def enter(self, component: str) -> Mark:
-        """Call before each call into ``component``. Returns a mark at its start."""
+        """To be called before each call into ``component``. Returns the mark at which the call starts."""
         self._entries[component] += 1
         if component in self._streamers:
             self._streamers[component].begin_call()
@@ -516,7 +534,7 @@ class OpenSlot:
         return self._device.mark("compute")
 
     def close(self) -> SlotTrace:
-        """Issues what is left, waits for both streams, and returns the measurements of the slot."""
+        """Issues the copies and reads that are left, waits for all streams, and returns the measurements of the slot."""
         for streamer in self._streamers.values():
             streamer.finish()
         while self._prefetch:
@@ -544,7 +562,7 @@ class OpenSlot:
         )
 
     def release(self) -> None:
-        """Removes hooks and releases rings. Loaded blocks stay."""
+        """Removes hooks and frees rings. Loaded blocks stay on the device."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -553,8 +571,8 @@ class OpenSlot:
         self._streamers.clear()
 
     def _begin_reads(self) -> PacedReads:
-        """Reads of backing stores, paced by what the slot fetches from disk backing stores: loads, and streamed blocks of every
-        call."""
+        """Begins the slot's `Read` actions. They are paced by its fetches: the reads of blocks that it copies from backing
+        stores on disk, for loads and for every pass of a streamed block."""
         reading, fetching, fetch_bytes = [], [], 0
         for action in self.slot.actions:
             if isinstance(action, Read):
@@ -602,7 +620,8 @@ class OpenSlot:
         return blocks_of(self._problem.component(action.component), action.blocks)
 
     def _streamed(self, action: Stream) -> list[tuple[str, int]]:
-        """Streamed blocks with the number of calls in which each runs."""
+        """(block, number of the slot's calls in which it runs) for each streamed block, in call order; a layer that runs several
+        times in a call is listed as often."""
         numbers = self._problem.component(action.component)
         calls = self._uses[action.component].group_calls_in(self.slot.part)
         kept = set(blocks_of(numbers, action.keep))
@@ -610,10 +629,8 @@ class OpenSlot:
         return [(path, n) for path, n in order if n and path not in kept]
 
     def _order(self, component: str) -> list[tuple[int, int]]:
-        """The blocks in the order in which a call runs them, as (index of group, index in group).
-
-        A layer may occur several times.
-        """
+        """The blocks in the order in which a call runs them, as (index of the group, index in the group). A layer that runs several
+        times is listed as often. At layer granularity without the remainder."""
         numbers = self._problem.component(component)
         if numbers.granularity == "layers":
             return [(k, i) for k, i, _ in self._uses[component].order if numbers.groups[k].streamable]
@@ -636,7 +653,7 @@ class OpenSlot:
         self._stream_bytes += sum(n * residency.nbytes(path) for path, n in streamed)
 
     def _rooms(self, component: str) -> dict[str, int]:
-        """Block -> bytes of the slot's activation that are free while the block runs (its room)."""
+        """For each block, its room: bytes of the slot's activation that are unused while the block runs (see `room_bytes`)."""
         phase = next(phase for phase in self._problem.phases if phase.name == self.slot.phase)
         nbytes, use = phase.first_bytes if self.slot.part == "first" else phase.steady_bytes, self._uses[component]
         groups = self._problem.component(component).groups if use.beside_bytes else ()
@@ -647,9 +664,10 @@ class OpenSlot:
         self._recorder.note(kind, component, path, nbytes, marks)
 
     def _pace(self) -> None:
-        """Issues prefetch in step with streaming: its issued share stays at most one block ahead of the streamed share.
+        """Issues prefetch in step with streaming: the fraction of all prefetch that is issued is at most one block ahead of the
+        fraction of all streamed bytes. If nothing is streamed, all prefetch is due.
 
-        Only blocks that are in RAM are issued. The next block of a disk backing store is read in the meantime.
+        Only blocks that are in RAM are issued. If the next block is on disk, its read is begun.
         """
         while self._prefetch:
             residency, path = self._prefetch[0]
@@ -670,14 +688,16 @@ class OpenSlot:
         self._recorder.note("load", residency.name, path, residency.nbytes(path), marks)
 
     def _load_for_use(self, component: str, paths: list[str]) -> None:
-        """Issues the loads of a component that this slot computes with, in the order in which a call runs the blocks.
+        """Issues the loads of a component that this slot computes with, in the order in which a call runs the blocks. If the
+        component is streamed, its `Streamer` issues them between the streamed copies.
 
-        Each streamable block waits for its own copy when compute reaches it. The others were loaded before the slot.
-        """
+        When compute reaches a streamable block, it waits for the block's own copy. Blocks that are not streamable were loaded
+        before this slot."""
         residency = self._residencies[component]
         numbers = self._problem.component(component)
-        position = {numbers.groups[k].blocks[i]: -n for n, (k, i) in enumerate(reversed(self._order(component)))}
-        paths = sorted(paths, key=lambda path: position.get(path, 1))
+        order = [numbers.groups[k].blocks[i] for k, i in self._order(component)]
+        first_run = {path: n for n, path in reversed(list(enumerate(order)))}  # position in a call; blocks not in it come last
+        paths = sorted(paths, key=lambda path: first_run.get(path, len(order)))
         streamable = {path for k in numbers.groups if k.streamable for path in k.blocks}
         if component not in self._streamers:
             for path in paths:
@@ -700,16 +720,20 @@ class OpenSlot:
 
 
 class PacedReads:
-    """Reads backing stores from disk during a slot, in step with the fetches of blocks for their copies.
+    """Reads backing stores from disk during a slot, in step with fetches.
 
-        disk   |f1|f2|read a|f3|read b|      a read is inserted when a bounce buffer is full, in proportion to the fetched bytes
+    A read fills a block of a backing store in RAM, which is the plan's `Read` action. A fetch reads one block from a backing
+    store on disk into its bounce buffer, for one copy to the device. Both share the disk:
 
-    A block that a copy waits for is read at once, with all before it. Without fetches, all reads start at once. The simulator
+        disk     | fetch 1 | fetch 2 | read a | fetch 3 | read b |
+
+    A read is inserted before a fetch that overwrites earlier blocks of the bounce buffer, since that must wait. The fraction of
+    all reads that was started stays at most one block ahead of the fraction of all fetched bytes. If a copy needs a block that
+    was not read yet, that block and all reads before it start at once. Without fetches, all reads start at once. The simulator
     (`graphrun.verify.simulate`) follows the same rules.
 
-    ``reading``: residencies whose backing stores the slot reads, in order. ``fetching``: those with a disk backing store from which
-    the slot copies ``fetch_bytes`` in total.
-    """
+    ``reading``: components whose backing stores the slot reads, in order. ``fetching``: components with a backing store on
+    disk, from which the slot fetches ``fetch_bytes`` in total."""
 
     def __init__(self, reading: Iterable[Residency], fetching: Iterable[Residency], fetch_bytes: int) -> None:
         self._pending: deque[tuple[Arena, str, int]] = deque()
@@ -739,6 +763,7 @@ class PacedReads:
         backing_store.begin(path)
 
     def _before_fetch(self, nbytes: int, full: bool) -> None:
+        """Called before each fetch of ``nbytes``. ``full``: it overwrites earlier blocks of the bounce buffer."""
         while full and self._pending and self._begun_bytes * self._fetch_bytes <= self._fetched_bytes * self._read_bytes:
             self._begin()
         self._fetched_bytes += nbytes
@@ -757,21 +782,25 @@ class PacedReads:
 
 
 @dataclass(slots=True)
-class Recorder:
-    """Collects events with marks of the device, which become seconds at a barrier."""
+class EventRecorder:
+    """Collects the events of a run. Their times are marks of the device; `resolve_marks` turns these into seconds after a barrier.
+
+    ``origin``: start of the run. ``slot``: index of the open slot; ``moved_bytes``: weights copied to the device in it. ``events``:
+    those with known seconds.
+    """
 
     device: Device
     origin: Mark
     slot: int = -1
     moved_bytes: int = 0
     events: list[Event] = field(default_factory=list)
-    _open: list[tuple[str, str, int, str, int, Mark, Mark]] = field(default_factory=list)
+    _unresolved: list[tuple[str, str, int, str, int, Mark, Mark]] = field(default_factory=list)
 
     def note(self, kind: str, component: str, detail: str, nbytes: int, marks: tuple[Mark, Mark]) -> None:
-        """Records an event between two marks. ``load`` and ``stream`` count as moved bytes."""
+        """Records an `Event` with its start and end marks. The bytes of ``load`` and ``stream`` events count as moved."""
         if kind in ("load", "stream"):
             self.moved_bytes += nbytes
-        self._open.append((kind, component, self.slot, detail, nbytes, *marks))
+        self._unresolved.append((kind, component, self.slot, detail, nbytes, *marks))
 
     def seconds(self, mark: Mark) -> float:
         """Seconds from the start of the run to ``mark``. Call after a barrier."""
@@ -779,6 +808,6 @@ class Recorder:
 
     def resolve_marks(self) -> None:
         """Turns the marks of new events into seconds. Call after a barrier."""
-        for kind, component, slot, detail, nbytes, start, end in self._open:
+        for kind, component, slot, detail, nbytes, start, end in self._unresolved:
             self.events.append(Event(kind, component, slot, detail, nbytes, self.seconds(start), self.seconds(end)))
-        self._open.clear()
+        self._unresolved.clear()

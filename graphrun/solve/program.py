@@ -1,33 +1,55 @@
-"""Exact integer program behind a plan: its variables, its constraints, and what they cost in seconds and bytes. Uses no solver.
+"""The integer program behind a plan: its variables, its constraints, and what they cost in seconds and bytes.
 
-Exactly one variant of each component is chosen (y = 1). Block groups exist per variant that computes on the device. Variables per
-slot t and block group j: K blocks present at the start of the slot, d blocks loaded during it. Constants: n calls of the group's
-blocks in the slot, nb blocks in the group, b bytes of one block. x: blocks copied to the device during the slot.
+This module states the program and computes the cost of given integers. `graphrun.solve.milp` solves it.
 
-    unused      any K + d <= nb                                      x = d        prefetch for a later slot
-    used        K = nb, d = 0             not streamable             x = 0
-    used        K + d + nb*s >= nb        first:  x = nb - K         s = 1: the remaining blocks are streamed through the ring
-                                          steady: x = n*(nb - K), d = 0 for all groups of the component
-    ring        >= L + M                  L >= b*s: the largest streamed block; M >= b*s - b*r: a second block of every group,
-                                          unless r = 1: single-buffered, copies and compute of the group alternate
-    layers      s = 1, L >= (b - room)*s where every streamed group has r = 1; K and d are rounded to integers at the end; a layer
-                that runs p times in a call has x = n*p*(nb - K) - (p - 1)*d; within one child module of the component, copies of
-                one group overlap compute of the others
-    next slot   K' <= K + d               eviction costs nothing; immovable: K' = K + d;  K = 0 in the first slot
-    session     first run, then a further one: it starts with K <= K + d at the end of either run, and counts R - 1 times
-    directives  keep     s = 0 in its first slot, K = nb in later ones       exclude  K = d = 0 where streamable
-                whole    s = 0 where used         drop     K = 0 in load slots, K = d = 0 in phases of other components
-    backing store        read in one slot at most; x = 0 before that, and after it was dropped; of a component that computes on the
-                         CPU: read before the component is entered
-    spill       of a value over a gap: out in the load slot of the gap's first phase, back in that of the phase after the gap
-    time        D >= sum over used groups j of max(compute of j, copies of j, and where r = 1: compute of j + copies of j)
-                     + compute on the CPU
-                D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + reads
-    memory      sum b*(K + d) + rings + activation + values + live_in_bytes <= effective budget
-                backing stores and spilled values <= RAM, and page-locked RAM
+Variables of slot t and block group j. Each variant that computes on the device has block groups of its own.
 
-x follows from K and d, so it is not a variable. A single-buffered ring pays off where copies take much longer than compute: the
-saved bytes hold one more block, which then need not be copied. It is also used where memory does not allow more.
+    y     1 for the chosen variant of a component; exactly one is chosen
+    K     blocks on the device at the start of the slot
+    d     blocks loaded during the slot; they stay on the device
+    s     1 if blocks of the group are streamed through the ring in the slot
+    r     1 if the group is single-buffered: the ring has no room for one of its blocks beside the largest, so its copies and its
+          compute alternate
+    L, M  bytes of the component's ring: for the largest streamed block, and beside it
+    D     seconds of the slot
+
+Constants:
+
+    n     calls in the slot that run the group's blocks       p     times that a layer runs in one call
+    nb    blocks in the group                                 R     runs of the session
+    b     device bytes of one block                           room  bytes of activation that are unused while a layer runs
+
+x stands for the blocks copied to the device during the slot. It follows from K and d, so it is not a variable.
+
+    group that the slot does not run        any K + d <= nb                    x = d: loaded for a later slot (prefetch)
+    group that it runs, not streamable      K = nb, d = 0                      x = 0
+    group that it runs, streamable          K + d + nb*s >= nb: the remaining blocks are streamed, so s = 1 unless K + d = nb
+                                            first slot:  x = nb - K
+                                            steady slot: x = n*(nb - K), and d = 0 for all groups of the component
+
+    ring            bytes >= L + M     L >= b*s     M >= b*s - b*r: room for a second block of each group, except where r = 1
+    layers          s = 1 takes L >= (b - room)*s where every streamed group has r = 1. x = n*p*(nb - K) - (p - 1)*d. K and d are
+                    rounded to integers at the end
+    next slot       K' <= K + d: eviction costs nothing. K' = K + d if the variant is not movable. K = 0 in the first slot
+    session         the slots of the first run, then those of one further run, whose seconds count R - 1 times. The further run
+                    starts with K <= K + d of the first run's last slot, and with K <= K + d of its own last slot
+    directives      keep     s = 0 in the first slot that uses the component, K = nb in later ones
+                    exclude  K = d = 0 where the blocks can be streamed
+                    whole    s = 0 in every slot that uses the component
+                    drop     K = 0 in load slots, K = d = 0 in phases that do not use the component
+    backing store   read from disk in at most one slot; x = 0 before that slot, and after the store was dropped. If the component
+                    computes on the CPU, the store is read before the component is entered
+    spill           a value is copied to the host in the load slot of the first phase of a gap, and back in the load slot of the
+                    phase after the gap
+    time            D >= the sum over overlap sets of max(compute, copies + compute of the groups with r = 1, reads from disk)
+                         + compute on the CPU. An overlap set is one block group, or all groups of layers in one child module:
+                         copies of one group in the set overlap compute of the others
+                    D >= load_seconds*x summed over all j + spills     D >= disk_seconds*x summed over all j + reads
+    memory          sum b*(K + d) + rings + activation + values + live_in_bytes <= effective budget
+                    backing stores and spilled values <= RAM; page-locked ones <= page-locked RAM
+
+A single-buffered ring is faster where copies take much longer than compute: the bytes that it saves hold one more resident block,
+which then need not be copied. It is also used where memory does not allow more.
 """
 
 from __future__ import annotations
@@ -44,11 +66,11 @@ from graphrun.units import round_up
 
 @dataclass(frozen=True, slots=True)
 class VariantChoice:
-    """A component in one of its variants. ``component``, ``index``: positions in the problem and among the component's variants.
+    """A variant that may be chosen for a component; y = 1 if it is.
 
-    ``read_seconds``: time to read the whole backing store from disk, None where no plan action reads it. ``used``: whether any
-    phase enters the component; a component that no phase enters takes no memory.
-    """
+    ``component``: index of the component in the problem. ``index``: index of the variant in the component. ``read_seconds``:
+    time to read the whole backing store from disk; None where a plan has no `Read` action for it. ``used``: whether any phase
+    calls the component; one that no phase calls takes no memory."""
 
     component: int
     index: int
@@ -64,14 +86,15 @@ class VariantChoice:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A block group of one variant. ``variant_choice``: index of its `VariantChoice`; ``index``: the group's index in its
-    component.
+    """A block group of one variant.
 
-    ``block_bytes``: weights of one block; ``held_bytes``: the device allocation for them, rounded up to `ALLOCATION_BYTES`.
-    ``load_seconds``, ``disk_seconds``: of one block. ``demanded``: what directives demand of the component. ``overlap_key``: copies
-    of a group overlap compute of all groups of the variant with the same key. ``by_layer``: its blocks are layers. ``excluded``:
-    the directive `exclude` applies to its blocks; they must be off the device even if this variant cannot stream them.
-    """
+    ``variant_choice``, ``component``: indices in `Program.variant_choices` and in the problem. ``index``: index of the group
+    in its component. ``count``: number of blocks. ``block_bytes``: weights of one block; ``held_bytes``: the device allocation
+    for them, rounded up to `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to read
+    one block from disk for that copy, 0 if the backing store is not on disk. ``movable``: as in `Variant`. ``demanded``:
+    placements that directives demand of the component. ``overlap_key``: groups of the variant with equal keys form one overlap
+    set. ``by_layer``: the blocks are layers. ``excluded``: the directive `exclude` applies: the blocks must be off the device,
+    even if this variant cannot stream them."""
 
     variant_choice: int
     component: int
@@ -91,11 +114,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SpillGap:
-    """A period in which a value is on the device but not read: it may be spilled in load interval ``out`` and restored in load
-    interval ``back``. ``value``: its index in the problem; seconds of the copy in each direction.
+    """Consecutive phases in which a value is on the device but not read. It may be spilled to the host for that time.
 
-        phases    encode   | denoise | decode         embeds: read, not read, read
-        embeds    ########   spill..restore ######
+    ``value``: index of the value in the problem. ``out``, ``back``: indices of the intervals (load slots) that spill and restore
+    it. ``out_seconds``, ``back_seconds``: of the two copies.
+
+        phases        encode | denoise          | decode
+        the value     made   | not read         | read
+        load slot            | spill (``out``)  | restore (``back``)
     """
 
     value: int
@@ -116,15 +142,15 @@ class SpillGap:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A slot of the problem, of the first run or of a session's further runs.
+    """A slot t of the program, before it has actions. In a session: a slot of the first run, or of the one further run.
 
-    ``rounds``: calls of the phase's components in the slot; ``weight``: how many times the slot is executed in all runs.
-    Per group j: ``calls[j]``; ``seconds[j]``, compute of one block in one call; ``passes[j]``, how often a block runs in a call;
-    ``rooms[j]``, bytes of the phase's activation that are not allocated while a block runs. ``cpu_seconds`` per variant choice.
-    ``used``: components that compute on the device in the slot; ``entered``: all components of its phase, none in a load slot.
-    ``fixed_bytes``: values and live_in_bytes; ``activation_bytes``: the phase's own, before any variant's scratch; ``glue_bytes``
-    of them remain where every component of the phase computes on the CPU.
-    """
+    ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs that execute the slot. For
+    each group j: ``calls[j]`` (n), calls that run its blocks; ``seconds[j]``, compute of one block in one call; ``passes[j]``
+    (p), how often a block runs in one call; ``rooms[j]``, bytes of the phase's activation that are not allocated while a block
+    runs. ``cpu_seconds``: compute on the CPU, for each variant choice. ``used``: components (indices) that compute on the
+    device in the slot. ``entered``: all components of the phase; none in a load slot. ``fixed_bytes``: values and live-in
+    bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of them remain on the device if
+    every component of the phase computes on the CPU."""
 
     phase: int
     part: Part
@@ -144,12 +170,12 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Integers of a solution, for a program with one variant per component.
+    """The integers of one solution of a program that has one variant per component.
 
-    ``present[t][j]``, ``loaded[t][j]``: K and d per interval and group. ``reads``, ``drops``: the interval in which each
-    component's backing store is read and dropped, -1: never. ``spills``: which gaps are used. ``depths[t][j]``: number of blocks
-    that the ring holds at once where group j is streamed, 1: single-buffered; empty: `DEPTH` everywhere.
-    """
+    ``present[t][j]``, ``loaded[t][j]``: K and d. ``reads``, ``drops``: for each component, the interval in which its backing
+    store is read and dropped; -1: never. ``spills``: for each spill gap, whether the value is spilled. ``depths[t][j]``: for
+    how many blocks the ring has room where group j is streamed; 1: single-buffered (r = 1). Empty ``depths``: `DEPTH`
+    everywhere."""
 
     present: tuple[tuple[int, ...], ...]
     loaded: tuple[tuple[int, ...], ...]
@@ -163,9 +189,8 @@ class Choice:
 class Program:
     """A problem as variant choices, block groups and intervals. The end slot is not an interval, because it only evicts.
 
-    In a session, the intervals of a further run follow those of the first run, from index ``run_length`` on. Methods that take a
-    `Choice` need a program with one variant per component, as `with_variants` returns it.
-    """
+    ``run_length``: number of intervals of one run. In a session, the intervals of the further run follow, from that index on.
+    Methods that take a `Choice` need a program with one variant per component, as `with_variants` returns it."""
 
     problem: Problem
     variant_choices: tuple[VariantChoice, ...]
@@ -176,54 +201,61 @@ class Program:
 
     @property
     def session(self) -> bool:
-        """Whether further runs follow the first."""
+        """Whether the problem is a session: a first run and further ones."""
         return self.run_length < len(self.intervals)
 
     def copied_blocks(self, t: int, j: int, present: int, loaded: int) -> int:
-        """x: blocks of group ``j`` copied to the device in interval ``t``; a block that is copied again counts again."""
+        """x: blocks of group ``j`` copied to the device in interval ``t``, for K ``present`` and d ``loaded``. A block that is
+        copied several times counts as often."""
         calls, group = self.intervals[t].calls[j], self.groups[j]
         passes = self.intervals[t].passes[j]
         return calls * passes * (group.count - present) - (passes - 1) * loaded if calls else loaded
 
     def compute_seconds(self, t: int, j: int) -> float:
-        """Compute of group ``j`` in interval ``t``."""
+        """Seconds of compute of all blocks of group ``j`` in interval ``t``."""
         return self.intervals[t].calls[j] * self.groups[j].count * self.intervals[t].seconds[j]
 
     def slot_seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> tuple[float, ...]:
-        """D per interval, executed once. ``factors[t]``, where given, multiplies the copy times of interval t. ``full_overlap``: as
-        if every copy overlapped all compute of its slot, a lower bound."""
+        """D of each interval when it is executed once.
+
+        ``factors[t]`` multiplies the times of copies and disk reads in interval t; empty: 1. ``full_overlap``: as if every copy
+        overlapped all compute of its slot, which gives a lower bound.
+        """
         found = []
         for t, interval in enumerate(self.intervals):
             factor = factors[t] if factors else 1.0
-            blocks = [
+            copied = [
                 self.copied_blocks(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))
             ]
-            copies = [factor * group.load_seconds * moved for group, moved in zip(self.groups, blocks, strict=True)]
-            disk_reads = [factor * group.disk_seconds * moved for group, moved in zip(self.groups, blocks, strict=True)]
+            copies = [factor * group.load_seconds * number for group, number in zip(self.groups, copied, strict=True)]
+            disk_reads = [factor * group.disk_seconds * number for group, number in zip(self.groups, copied, strict=True)]
             overlap_sets = self.overlap_sets(t)
-            serial = [
+            if full_overlap:  # one set of all groups
+                overlap_sets = [[j for members in overlap_sets for j in members]]
+            alternating = [  # compute that no copy of the same group overlaps
                 self.compute_seconds(t, j) if not full_overlap and self._single_buffered(choice, t, j) else 0.0
                 for j in range(len(self.groups))
             ]
-            own = sum(
+            device_seconds = sum(
                 max(
-                    sum(self.compute_seconds(t, j) for j in of),
-                    sum(copies[j] + serial[j] for j in of),
-                    sum(disk_reads[j] for j in of),
+                    sum(self.compute_seconds(t, j) for j in members),
+                    sum(copies[j] + alternating[j] for j in members),
+                    sum(disk_reads[j] for j in members),
                 )
-                for of in ([[j for of in overlap_sets for j in of]] if full_overlap else overlap_sets)
+                for members in overlap_sets
             )
-            spills = sum(gap.seconds(t) for gap, out in zip(self.spill_gaps, choice.spills, strict=False) if out)
+            spills = sum(gap.seconds(t) for gap, spilled in zip(self.spill_gaps, choice.spills, strict=False) if spilled)
             reads = sum(
                 variant_choice.read_seconds or 0.0
-                for variant_choice, at in zip(self.variant_choices, choice.reads, strict=False)
-                if at == t
+                for variant_choice, read_in in zip(self.variant_choices, choice.reads, strict=False)
+                if read_in == t
             )
-            found.append(max(own + sum(interval.cpu_seconds), sum(copies) + factor * spills, sum(disk_reads) + factor * reads))
+            compute = device_seconds + sum(interval.cpu_seconds)
+            found.append(max(compute, sum(copies) + factor * spills, sum(disk_reads) + factor * reads))
         return tuple(found)
 
     def overlap_sets(self, t: int) -> list[list[int]]:
-        """Groups that interval ``t`` computes with, in lists within which copies of one group overlap compute of another."""
+        """The groups that interval ``t`` runs, as overlap sets: copies of one group overlap compute of all groups in its set."""
         found: dict[tuple[int, str], list[int]] = {}
         for j, calls in enumerate(self.intervals[t].calls):
             if calls:
@@ -231,25 +263,24 @@ class Program:
         return list(found.values())
 
     def _single_buffered(self, choice: Choice, t: int, j: int) -> bool:
-        """Whether group ``j`` is streamed and its ring has no space for a block beside the largest: copies and compute
-        alternate."""
+        """Whether group ``j`` is streamed, and the ring has no room for one of its blocks beside the largest block (r = 1)."""
         if not self._streamed_count(choice, t, j):
             return False
-        component, groups = self.groups[j].component, enumerate(self.groups)
-        largest = max(
-            group.held_bytes for i, group in groups if group.component == component and self._streamed_count(choice, t, i)
-        )
+        component = self.groups[j].component
+        largest = max(self.groups[i].held_bytes for i in self._streamed_groups(choice, t, component))
         return self.ring_bytes(choice, t, component) < largest + self.groups[j].held_bytes
 
     def seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> float:
         """Seconds of all runs together; arguments as in `slot_seconds`."""
         slots = self.slot_seconds(choice, factors, full_overlap=full_overlap)
-        return sum(i.weight * seconds for i, seconds in zip(self.intervals, slots, strict=True))
+        return sum(interval.weight * seconds for interval, seconds in zip(self.intervals, slots, strict=True))
 
     def moved_bytes(self, choice: Choice) -> int:
         """Bytes copied to the device in all runs: blocks, streamed ones each time they are copied, and restored values."""
         restored = sum(
-            int(self.intervals[g.back].weight) * g.nbytes for g, out in zip(self.spill_gaps, choice.spills, strict=False) if out
+            int(self.intervals[gap.back].weight) * gap.nbytes
+            for gap, spilled in zip(self.spill_gaps, choice.spills, strict=False)
+            if spilled
         )
         return restored + sum(
             int(interval.weight) * group.block_bytes * self.copied_blocks(t, j, choice.present[t][j], choice.loaded[t][j])
@@ -261,21 +292,25 @@ class Program:
         """Blocks of group ``j`` that are streamed in interval ``t``."""
         return self.groups[j].count - choice.present[t][j] - choice.loaded[t][j] if self.intervals[t].calls[j] else 0
 
+    def _streamed_groups(self, choice: Choice, t: int, component: int) -> list[int]:
+        """The groups of ``component`` of which a block is streamed in interval ``t``."""
+        return [j for j, group in enumerate(self.groups) if group.component == component and self._streamed_count(choice, t, j)]
+
     def streams(self, choice: Choice, t: int, component: int) -> bool:
         """Whether any block of ``component`` is streamed in interval ``t``."""
-        return any(group.component == component and self._streamed_count(choice, t, j) for j, group in enumerate(self.groups))
+        return bool(self._streamed_groups(choice, t, component))
 
     def ring_bytes(self, choice: Choice, t: int, component: int) -> int:
-        """Size of the ring of ``component`` in interval ``t``: its largest streamed block, and the other blocks it holds beside
-        it."""
-        passing = [j for j, group in enumerate(self.groups) if group.component == component and self._streamed_count(choice, t, j)]
+        """L + M: bytes of the ring of ``component`` in interval ``t``. It has room for the largest streamed block, and beside
+        it for the further blocks that `Choice.depths` says."""
+        streamed = self._streamed_groups(choice, t, component)
         depths = choice.depths[t] if choice.depths else (DEPTH,) * len(self.groups)
-        beside = max(((depths[j] - 1) * self.groups[j].held_bytes for j in passing), default=0)
-        return max((self.ring_share_bytes(t, j, beside > 0) for j in passing), default=0) + beside
+        beside = max(((depths[j] - 1) * self.groups[j].held_bytes for j in streamed), default=0)
+        return max((self.ring_share_bytes(t, j, beside > 0) for j in streamed), default=0) + beside
 
     def ring_share_bytes(self, t: int, j: int, deep: bool) -> int:
-        """Bytes that the ring needs for the largest block of group ``j``. In a ring for one block (``deep`` False), part of
-        it may use activation bytes that are not allocated while the block runs."""
+        """Bytes of the ring that one block of group ``j`` takes. ``deep``: the ring has room for several blocks. In a ring for one,
+        part of the block may lie in activation bytes that are not allocated while it runs (`Interval.rooms`)."""
         room = 0 if deep else self.intervals[t].rooms[j] // ALLOCATION_BYTES * ALLOCATION_BYTES
         return max(0, self.groups[j].held_bytes - room)
 
@@ -283,14 +318,15 @@ class Program:
         """Peak bytes on the device per interval."""
         found = []
         for t, interval in enumerate(self.intervals):
-            held = sum(c.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, c in enumerate(self.groups))
+            weights = sum(group.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, group in enumerate(self.groups))
             rings = sum(self.ring_bytes(choice, t, component) for component in interval.used)
-            spilled = sum(g.nbytes for g, out in zip(self.spill_gaps, choice.spills, strict=False) if out and g.absent(t))
-            found.append(interval.fixed_bytes - spilled + self.activation_bytes(t) + held + rings)
+            gaps = zip(self.spill_gaps, choice.spills, strict=False)
+            absent = sum(gap.nbytes for gap, spilled in gaps if spilled and gap.absent(t))
+            found.append(interval.fixed_bytes - absent + self.activation_bytes(t) + weights + rings)
         return tuple(found)
 
     def activation_bytes(self, t: int) -> int:
-        """Bytes of activation on the device in interval ``t``, scratch of the variants included."""
+        """Bytes of activation on the device in interval ``t``, with the scratch of the variants; 0 in a load slot."""
         interval = self.intervals[t]
         variants = [
             variant_choice.variant for variant_choice in self.variant_choices if variant_choice.component in interval.entered
@@ -298,11 +334,12 @@ class Program:
         return activation_bytes(interval.activation_bytes, variants, interval.glue_bytes) if interval.rounds else 0
 
     def excess_bytes(self, choice: Choice) -> tuple[int, ...]:
-        """Bytes above the effective budget per interval, exact; negative: headroom."""
+        """For each interval, the exact number of bytes above the effective budget; negative where it has headroom."""
         return tuple(nbytes - self.problem.effective_bytes for nbytes in self.device_bytes(choice))
 
     def host_bytes(self, choice: Choice) -> tuple[tuple[int, int], ...]:
-        """Per interval: bytes of RAM, and how many of them are page-locked."""
+        """For each interval: bytes of RAM in backing stores, spilled values and activation on the CPU, and how many of them are
+        page-locked."""
         found = []
         for t, interval in enumerate(self.intervals):
             ram = locked = 0
@@ -312,18 +349,17 @@ class Program:
                 if (variant_choice.read_seconds is None or 0 <= read <= t) and not 0 <= drop <= t:
                     ram, locked = ram + variant_choice.variant.host_bytes, locked + variant_choice.variant.locked_bytes
                 ram += variant_choice.variant.transient_bytes if read == t else 0
-            ram += sum(g.nbytes for g, out in zip(self.spill_gaps, choice.spills, strict=True) if out and g.out <= t <= g.back)
-            if (
-                interval.rounds
-                and interval.entered
-                and not any(w.computes for w in self.variant_choices if w.component in interval.entered)
-            ):
-                ram += interval.activation_bytes
+            gaps = zip(self.spill_gaps, choice.spills, strict=True)
+            ram += sum(gap.nbytes for gap, spilled in gaps if spilled and gap.out <= t <= gap.back)
+            entered = [of for of in self.variant_choices if of.component in interval.entered]
+            if interval.rounds and interval.entered and not any(of.computes for of in entered):
+                ram += interval.activation_bytes  # all components of the phase compute on the CPU
             found.append((ram, locked))
         return tuple(found)
 
     def last_need(self, choice: Choice) -> tuple[int, ...]:
-        """Per component: the last interval that copies from its backing store or computes with it on the CPU; -1: none does."""
+        """For each component: the last interval that copies from its backing store or computes with it on the CPU; -1: none
+        does."""
         found = []
         for variant_choice in self.variant_choices:
             groups = [j for j, group in enumerate(self.groups) if group.component == variant_choice.component]
@@ -341,7 +377,7 @@ class Program:
         return tuple(found)
 
     def with_variants(self, variants: Sequence[int]) -> Program:
-        """The program with one variant per component, given by index."""
+        """The program in which each component has one variant only: the one at this index."""
         return program_of(self.problem, tuple((variant,) for variant in variants))
 
 
@@ -349,27 +385,29 @@ class Program:
 
 
 def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None) -> Program:
-    """Program of ``problem``, whose stage order and options are already applied. ``variants``: indices of the variants to choose
-    from, per component; None: all usable ones."""
+    """The program of ``problem``, whose stage order and options are already applied.
+
+    ``variants``: for each component, indices of the variants that may be chosen; None: all usable ones.
+    """
     used = {component.name for component in used_components(problem)}
     variant_choices: list[VariantChoice] = []
     for number, component in enumerate(problem.components):
         for index in variants[number] if variants is not None else usable(problem, number):
             variant = component.variants[index]
-            blocks = zip(component.groups, variant.read_seconds, strict=False)
-            read = sum(len(of.blocks) * seconds for of, seconds in blocks) if variant.read_seconds else None
-            variant_choices.append(VariantChoice(number, index, variant, read, component.name in used))
+            pairs = zip(component.groups, variant.read_seconds, strict=False)
+            read_seconds = sum(len(group.blocks) * seconds for group, seconds in pairs) if variant.read_seconds else None
+            variant_choices.append(VariantChoice(number, index, variant, read_seconds, component.name in used))
     groups = tuple(
         group for number, variant_choice in enumerate(variant_choices) for group in _groups(problem, number, variant_choice)
     )
-    weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]
+    run_weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]  # how many runs the first and the further one stand for
     intervals = tuple(
         interval
-        for weight in weights
+        for weight in run_weights
         for number in range(len(problem.phases))
         for interval in _intervals(problem, variant_choices, groups, number, weight)
     )
-    run_length = len(intervals) // len(weights)
+    run_length = len(intervals) // len(run_weights)
     loads = {interval.phase: t for t, interval in enumerate(intervals[:run_length]) if interval.part == "load"}
     return Program(
         problem, tuple(variant_choices), groups, intervals, spill_gaps_of(problem, loads, run_length, len(intervals)), run_length
@@ -384,6 +422,8 @@ def usable(problem: Problem, number: int) -> tuple[int, ...]:
 
 
 def _obeys(variant: Variant, demanded: frozenset[Placement]) -> bool:
+    """Whether a component with these directives may have ``variant``. One that computes on the CPU has no blocks on the device, as
+    `keep` and `whole` demand, and needs its weights in RAM."""
     return variant.device != "cpu" or (variant.backing_store != "disk" and not demanded & {"keep", "whole"})
 
 
@@ -410,7 +450,8 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
 
 
 def _overlap_key(component: ComponentNumbers, index: int) -> str:
-    """Block groups run one after another, so each overlaps only itself. Groups of layers alternate within one child module."""
+    """`Group.overlap_key`. Block groups run one after another, so each is an overlap set of its own: the key is its index. Calls of
+    layers in one child module alternate between groups, so these form one set: the key is the child's name."""
     return component.groups[index].blocks[0].split(".")[0] if component.granularity == "layers" else f"{index}"
 
 
@@ -422,13 +463,14 @@ def _intervals(
     names = [component.name for component in problem.components]
     uses = {names.index(use.component): use for use in phase.uses}
     components = problem.components
-    computed = [
-        use_with(uses[w.component], components[w.component], w.variant) if w.component in uses else None for w in variant_choices
+    use_of_choice = [  # the phase's use of the component with the seconds of this variant; None if the phase does not use it
+        use_with(uses[of.component], components[of.component], of.variant) if of.component in uses else None
+        for of in variant_choices
     ]
-    found = [computed[group.variant_choice] for group in groups]
-    seconds = tuple(use.seconds[group.index] if use else 0.0 for use, group in zip(found, groups, strict=True))
-    passes = tuple(use.passes_of(group.index) if use else 1 for use, group in zip(found, groups, strict=True))
-    values = problem.value_bytes(number) + phase.live_in_bytes
+    pairs = [(use_of_choice[group.variant_choice], group) for group in groups]
+    seconds = tuple(use.seconds[group.index] if use else 0.0 for use, group in pairs)
+    passes = tuple(use.passes_of(group.index) if use else 1 for use, group in pairs)
+    fixed_bytes = problem.value_bytes(number) + phase.live_in_bytes
     parts: tuple[tuple[Part, int, int], ...] = (
         ("load", 0, 0),
         ("first", 1, phase.first_bytes),
@@ -436,55 +478,68 @@ def _intervals(
     )
     for part, rounds, activation in parts:
         if rounds or (part == "load" and phase.uses):
-            calls = tuple(use.group_calls_in(part)[group.index] if use else 0 for use, group in zip(found, groups, strict=True))
-            used = frozenset(group.component for group, n in zip(groups, calls, strict=True) if n)
-            entered = frozenset(uses) if part != "load" else frozenset()
-            on_cpu = tuple(
-                _cpu_seconds(problem, phase, variant_choice, part) if c else 0.0
-                for variant_choice, c in zip(variant_choices, computed, strict=True)
+            calls = tuple(use.group_calls_in(part)[group.index] if use else 0 for use, group in pairs)
+            yield Interval(
+                phase=number,
+                part=part,
+                rounds=rounds,
+                weight=weight,
+                fixed_bytes=fixed_bytes,
+                activation_bytes=activation,
+                calls=calls,
+                seconds=seconds,
+                used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
+                entered=frozenset(uses) if part != "load" else frozenset(),
+                cpu_seconds=tuple(
+                    _cpu_seconds(problem, phase, variant_choice, part) if use else 0.0
+                    for variant_choice, use in zip(variant_choices, use_of_choice, strict=True)
+                ),
+                passes=passes,
+                rooms=tuple(room_bytes(activation, use, group.index) if use else 0 for use, group in pairs),
+                glue_bytes=min(activation, phase.glue_bytes),
             )
-            rooms = tuple(room_bytes(activation, use, group.index) if use else 0 for use, group in zip(found, groups, strict=True))
-            more = passes, rooms, min(activation, phase.glue_bytes)
-            yield Interval(number, part, rounds, weight, values, activation, calls, seconds, used, entered, on_cpu, *more)
 
 
 def _cpu_seconds(problem: Problem, phase: PhaseNumbers, variant_choice: VariantChoice, part: Part) -> float:
-    """Seconds of compute on the CPU in a slot; 0 where the component computes on the device."""
+    """Seconds that a component computes on the CPU in the slot ``part``; 0 if it computes on the device."""
     if variant_choice.computes:
         return 0.0
     component = problem.components[variant_choice.component]
     use = use_with(next(use for use in phase.uses if use.component == component.name), component, variant_choice.variant)
-    blocks = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
-    return sum(len(of.blocks) * calls * seconds for of, calls, seconds in blocks)
+    triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
+    return sum(len(group.blocks) * calls * seconds for group, calls, seconds in triples)
 
 
 def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, count: int) -> tuple[SpillGap, ...]:
-    """All spill gaps of all values, in each run: consecutive phases in which the value is on the device and no stage reads it. A
-    gap counts only where both its first phase and the phase after it have a load slot.
+    """All spill gaps of all values, in each run (see `SpillGap`). Only gaps whose first phase and following phase both have a load
+    slot are returned.
 
-    ``loads``: phase -> its load interval in the first run; ``count``: number of intervals, ``run_length`` of them per run.
+    ``loads``: index of a phase -> index of its load slot in the first run. ``count``: number of intervals of the program,
+    ``run_length`` of them in each run.
     """
     found = []
     for number, value in enumerate(problem.values):
         if not value.nbytes:
             continue
-        start = None
+        start = None  # first phase of the gap that ``phase`` is in
         for phase in range(value.first_phase, min(value.last_phase + 1, len(problem.phases))):
-            idle = problem.phases[phase].stage not in (*value.consumers, value.producer)
-            if not idle and start is not None and start in loads and phase in loads:
+            if problem.phases[phase].stage not in (*value.consumers, value.producer):
+                start = phase if start is None else start
+                continue
+            if start is not None and start in loads and phase in loads:
                 found.append((number, value.nbytes, loads[start], loads[phase]))
-            start = (phase if start is None else start) if idle else None
+            start = None
     d2h, h2d = problem.hardware.d2h_bytes_per_second, problem.hardware.h2d_bytes_per_second
     return tuple(
-        SpillGap(number, nbytes, out + shift, back + shift, nbytes / d2h, nbytes / h2d)
-        for shift in range(0, count, max(run_length, 1))
+        SpillGap(number, nbytes, run_start + out, run_start + back, nbytes / d2h, nbytes / h2d)
+        for run_start in range(0, count, max(run_length, 1))
         for number, nbytes, out, back in found
     )
 
 
 def reference_seconds(program: Program) -> float:
-    """Seconds of all compute of one run and one copy of every block, each component in its first variant: the unit of time in the
-    solver's scaling."""
+    """Seconds of one run's compute plus one copy of every block, each component in its first variant that may be chosen. The MILP
+    scales its times by this number."""
     first = [
         min(n for n, variant_choice in enumerate(program.variant_choices) if variant_choice.component == c)
         for c in {variant_choice.component for variant_choice in program.variant_choices}
