@@ -18,7 +18,8 @@ import graphrun
 from graphrun.cli.common import app
 from graphrun.errors import GraphrunError
 
-# isort: off  (commands join the app when they are imported: in the order of --help)
+# Commands join the app when they are imported: in the order of --help.
+# isort: off
 from graphrun.cli import plans, run, graphs, importing, interop, maintenance  # noqa: F401
 
 # isort: on
