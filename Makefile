@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run test rehearse lint faults golden tables clean
+.PHONY: sweep run test rehearse lint faults golden tables clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -29,6 +29,9 @@ lint: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest -m faults --override-ini="addopts=-q --import-mode=importlib" tests/runtime
+
+sweep: $(STAMP)
+	$(BIN)/python -m pytest -m sweep -n auto --dist worksteal tests/sweep
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
