@@ -23,6 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="Write golden files anew instead of comparing with them.")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests run when their mark is asked for: ``pytest -m faults``, ``pytest -m sweep``."""
+    for mark in ("faults", "sweep"):
+        if mark not in config.getoption("-m"):
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def libraries_are_not_collected() -> None:
     """Exempts the million objects of imported libraries from garbage collection, which each failed run triggers."""

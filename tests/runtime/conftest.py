@@ -1,4 +1,4 @@
-"""Makes the helper modules of this folder importable; skips the long fault sweeps unless they are requested."""
+"""Makes the helper modules of this folder importable, and checks every run in it for races."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ import pytest
 from graphrun.sim import Machine
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The long sweeps run when they are asked for: ``pytest -m faults``."""
-    if "faults" not in config.getoption("-m"):
-        for item in items:
-            if item.get_closest_marker("faults"):
-                item.add_marker(pytest.mark.skip(reason="run with -m faults"))
 
 
 @pytest.fixture(autouse=True, scope="module")
