@@ -22,6 +22,8 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from graphrun.model.phase_trace import PhaseTrace
+
 Granularity = Literal["blocks", "layers"]
 Basis = Literal["measured", "traced", "declared", "prior"]
 BackingStore = Literal["pinned", "pageable", "disk"]
@@ -59,6 +61,8 @@ OMITTED_DEFAULTS = {
     "passes": (),
     "beside_bytes": (),
     "glue_bytes": 0,
+    "trace": None,
+    "storages": (),
 }
 
 
@@ -225,6 +229,7 @@ class PhaseNumbers:
     steady_bytes: int
     basis: Basis = "traced"
     glue_bytes: int = 0
+    trace: PhaseTrace | None = None  # None: pages cannot be replayed
 
     @property
     def name(self) -> str:
@@ -249,6 +254,7 @@ class ValueNumbers:
     first_phase: int
     last_phase: int
     basis: Basis = "traced"
+    storages: tuple[int, ...] = ()  # keys in the phases' traces
 
 
 @dataclass(frozen=True, slots=True)

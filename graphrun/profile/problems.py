@@ -15,6 +15,7 @@ from graphrun.graph.order import read_by
 from graphrun.graph.settings import settings_of
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.directives import directed
+from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import (
     ComponentNumbers,
     Directive,
@@ -28,6 +29,7 @@ from graphrun.model.problem import (
 )
 from graphrun.modules.source_files import commits_of
 from graphrun.profile.phase_memory import PhaseMemory, glue_of, phase_memories_of
+from graphrun.profile.phase_traces import phase_traces_of
 from graphrun.profile.recording import Call, ComponentProfile, Probed, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
@@ -152,6 +154,7 @@ def _phases(
     spans = phase_spans(entries)
     phase_memories = phase_memories_of(probed.recording, spans, hardware)
     glue = glue_of(probed.recording, spans, hardware) if _may_be_on_cpu(components) else [0] * len(spans)
+    traces = phase_traces_of(probed.recording, spans, hardware)
     values = _values(graph, probed.recording, [entries[begin][0] for begin, _ in spans])
     phases = tuple(
         _phase(
@@ -159,6 +162,7 @@ def _phases(
             number - _first_of_stage(spans, entries, begin),
             phase_memories[number],
             glue[number],
+            traces[number],
             sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
             components,
             hardware,
@@ -215,6 +219,7 @@ def _phase(
     index: int,
     phase_memory: PhaseMemory,
     glue_bytes: int,
+    trace: PhaseTrace,
     value_bytes: int,
     components: Mapping[str, ComponentNumbers],
     hardware: Hardware,
@@ -230,6 +235,7 @@ def _phase(
         first_bytes=max(0, phase_memory.first_bytes - phase_memory.entry_bytes),
         steady_bytes=max(0, phase_memory.steady_bytes - phase_memory.entry_bytes),
         glue_bytes=glue_bytes if _may_be_on_cpu({name: components[name] for name in calls}, all) else 0,
+        trace=trace,
     )
 
 
@@ -248,5 +254,5 @@ def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[
         consumers = tuple(stage.name for stage in graph.stages if wanted in read_by(stage))
         phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
         if phases and keys:
-            found.append(ValueNumbers(name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1]))
+            found.append(ValueNumbers(name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1], storages=tuple(sorted(keys))))
     return tuple(found)

@@ -1,0 +1,34 @@
+"""What the dry run recorded of a phase's device memory: every allocation and release, in order. Pure data.
+
+    prelude    before the phase's first call, where no phase came before
+    first      the first call of every component, and the code after it
+    steady     all further calls
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (number of the call's kind, -1): a call.
+Item = tuple[int, int]
+CALL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CallTrace:
+    """One kind of call into ``component``. Every key is released before the end, except ``kept`` ones, which the component reuses in
+    its further calls and releases when the phase ends."""
+
+    component: str
+    events: tuple[Item, ...]
+    kept: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTrace:
+    """One phase. Keys are those of the recording, so a tensor may be allocated in one phase and released in a later one."""
+
+    calls: tuple[CallTrace, ...]
+    first: tuple[Item, ...]
+    steady: tuple[Item, ...] = ()
+    prelude: tuple[Item, ...] = ()

@@ -1,0 +1,152 @@
+"""Replays a whole plan through a model of the device's allocator: weights, rings, values and activations together.
+
+A card has to hold the pages that its allocator reserved. `simulate` adds bytes of tensors; here pages and fragmentation count too.
+
+    slot     load              first             steady
+             evict, trim       load, ring        load, ring          in the executor's order
+             load blocks       calls             calls               `PhaseTrace`: allocations and releases of the dry run
+    result   most bytes that the allocator has reserved in the slot
+
+Restored values are allocated before blocks, blocks before rings. Spilled values and rings are released at the slot's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from graphrun.model.allocator import Allocator
+from graphrun.model.phase_trace import CALL, CallTrace, Item
+from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
+from graphrun.model.problem import PhaseNumbers, Problem
+
+
+def reserved_bytes(problem: Problem, plan: Plan, allocator: Callable[[], Allocator]) -> tuple[int, ...]:
+    """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session, those of a further run.
+
+    ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
+    the run before it left. Raises KeyError for a plan that `check` refuses.
+    """
+    replay = _Replay(problem, allocator())
+    found = [replay.slot(slot) for slot in plan.slots]
+    if plan.again:
+        replay.end_run()
+        found += [replay.slot(slot) for slot in plan.again]
+    return tuple(found)
+
+
+class _Replay:
+    """The allocator, and what is live in it."""
+
+    def __init__(self, problem: Problem, allocator: Allocator) -> None:
+        self._problem, self._allocator = problem, allocator
+        self._phases = {phase.name: (number, phase) for number, phase in enumerate(problem.phases)}
+        self._components = {component.name: component for component in problem.components}
+        self._storages = {value.name: value.storages for value in problem.values}
+        self._nbytes = {value.name: value.nbytes for value in problem.values}
+        self._blocks: dict[tuple[str, int, int], int] = {}  # component, group, index -> the allocator's key
+        self._live: dict[int, int] = {}  # key of the recording -> the allocator's key
+        self._bytes: dict[int, int] = {}  # the allocator's key -> bytes, of tensors that are no weights
+        self._kept: dict[tuple[int, int], int] = {}  # (kind of call, key) -> the allocator's key
+        self._spilled: dict[str, int] = {}  # value -> bytes
+        self._filler: int | None = None
+        self._last_key = 0
+        self._phase: str | None = None
+        self._peak_bytes = 0
+
+    def slot(self, slot: Slot) -> int:
+        """Applies ``slot``; returns the most bytes reserved in it."""
+        if slot.phase != self._phase:
+            self._begin_phase(slot.phase)
+        for action in slot.actions:
+            if isinstance(action, Evict):
+                for block in self._named(action.component, action.blocks):
+                    self._allocator.release(self._blocks.pop(block))
+        if slot.part in ("load", "end"):
+            self._allocator.trim()
+        self._peak_bytes = self._allocator.used_bytes
+        for action in slot.actions:
+            if isinstance(action, Restore):
+                key = self._allocate(self._spilled.pop(action.value))
+                self._live |= dict.fromkeys(self._storages[action.value][:1], key)
+        for action in slot.actions:
+            if isinstance(action, Load):
+                sizes = self._components[action.component].variants[0].block_bytes
+                self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(action.component, action.blocks)}
+        rings = [self._allocate(action.ring_bytes) for action in slot.actions if isinstance(action, Stream)]
+        if slot.part in ("first", "steady"):
+            trace = self._phases[slot.phase][1].trace
+            self._items(trace.first if slot.part == "first" else trace.steady, trace.calls)
+        for ring in rings:
+            self._release(ring)
+        for action in slot.actions:
+            if isinstance(action, Spill):
+                self._spilled[action.value] = self._nbytes[action.value]
+                for key in self._storages[action.value]:
+                    if key in self._live:
+                        self._release(self._live.pop(key))
+        return self._peak_bytes
+
+    def end_run(self) -> None:
+        """All tensors that are no weights are gone, and empty pages are returned."""
+        self._begin_phase(None)
+        for key in self._live.values():
+            self._release(key)
+        self._live.clear()
+        self._spilled.clear()
+        self._allocator.trim()
+
+    def _begin_phase(self, name: str | None) -> None:
+        """Releases what the phase before kept. Allocates what ``name`` finds at its entry and the recording does not have, because
+        stages before it are not run: one tensor of that size stands for all."""
+        self._phase = name
+        for key in (*self._kept.values(), *(() if self._filler is None else (self._filler,))):
+            self._release(key)
+        self._kept.clear()
+        self._filler = None
+        if name in self._phases:
+            number, phase = self._phases[name]
+            trace = phase.trace
+            self._items(trace.prelude, trace.calls)
+            expected = self._problem.value_bytes(number) - sum(self._spilled.values()) + phase.live_in_bytes
+            missing = expected - sum(self._bytes[key] for key in self._live.values())
+            self._filler = self._allocate(missing) if missing > 0 else None
+
+    def _items(self, items: Iterable[Item], calls: tuple[CallTrace, ...]) -> None:
+        for key, nbytes in items:
+            if nbytes == CALL:
+                self._call(key, calls[key])
+            elif nbytes:
+                self._live[key] = self._allocate(nbytes)
+            elif key in self._live:
+                self._release(self._live.pop(key))
+
+    def _call(self, number: int, call: CallTrace) -> None:
+        if self._components[call.component].variants[0].device == "cpu":
+            return
+        own = {key: kept for (of, key), kept in self._kept.items() if of == number}
+        already = frozenset(own)
+        for key, nbytes in call.events:
+            if key in already:
+                continue
+            if nbytes:
+                own[key] = self._allocate(nbytes)
+            elif key not in call.kept:
+                self._release(own.pop(key))
+        self._kept |= {(number, key): kept for key, kept in own.items()}
+
+    def _allocate(self, nbytes: int) -> int:
+        self._last_key += 1
+        self._bytes[self._last_key] = nbytes
+        self._allocator.allocate(self._last_key, nbytes)
+        self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
+        return self._last_key
+
+    def _release(self, key: int) -> None:
+        del self._bytes[key]
+        self._allocator.release(key)
+
+    def _named(self, component: str, blocks: Blocks) -> Iterator[tuple[str, int, int]]:
+        groups = self._components[component].groups
+        number_of = {group.name: k for k, group in enumerate(groups)}
+        named = [(group.name, range(len(group.blocks))) for group in groups] if blocks is None else blocks
+        return ((component, number_of[name], i) for name, indices in named for i in indices)
