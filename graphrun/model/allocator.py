@@ -13,6 +13,7 @@ large one). The search is best fit, and adjacent free ranges are merged.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Hashable
 from typing import Protocol
 
 from graphrun.units import MIB, round_up
@@ -165,6 +166,11 @@ class Caching:
     def trim(self) -> None:
         """Unmap unused pages, as `torch.cuda.empty_cache` does."""
         self.used_bytes -= self._small.trim() + self._large.trim()
+
+    @property
+    def state(self) -> Hashable:
+        """Equal states answer equal allocations and releases alike."""
+        return tuple((pool.end, tuple(pool.sizes), bytes(pool.mapped)) for pool in (self._small, self._large))
 
 
 class Segments:

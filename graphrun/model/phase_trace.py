@@ -1,8 +1,8 @@
 """What the dry run recorded of a phase's device memory: every allocation and release, in order. Pure data.
 
-    prelude    before the phase's first call, where no phase came before
-    first      the first call of every component, and the code after it
-    steady     all further calls
+prelude    before the phase's first call, where no phase came before
+first      the first call of every component, and the code after it
+steady     all further calls
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ CALL = -1
 
 @dataclass(frozen=True, slots=True)
 class CallTrace:
-    """One kind of call into ``component``. Every key is released before the end, except ``kept`` ones, which the component reuses in
-    its further calls and releases when the phase ends."""
+    """One kind of call into ``component``. Every key is released before the end, except ``kept`` ones, which the component reuses
+    in its further calls and releases when the phase ends."""
 
     component: str
     events: tuple[Item, ...]
@@ -26,9 +26,10 @@ class CallTrace:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTrace:
-    """One phase. Keys are those of the recording, so a tensor may be allocated in one phase and released in a later one."""
+    """One phase; empty where nothing was recorded. Keys are those of the whole recording, so a tensor may be allocated in one phase
+    and released in a later one."""
 
-    calls: tuple[CallTrace, ...]
-    first: tuple[Item, ...]
+    calls: tuple[CallTrace, ...] = ()
+    first: tuple[Item, ...] = ()
     steady: tuple[Item, ...] = ()
     prelude: tuple[Item, ...] = ()

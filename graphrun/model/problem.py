@@ -61,7 +61,7 @@ OMITTED_DEFAULTS = {
     "passes": (),
     "beside_bytes": (),
     "glue_bytes": 0,
-    "trace": None,
+    "trace": PhaseTrace(),
     "storages": (),
 }
 
@@ -229,7 +229,7 @@ class PhaseNumbers:
     steady_bytes: int
     basis: Basis = "traced"
     glue_bytes: int = 0
-    trace: PhaseTrace | None = None  # None: pages cannot be replayed
+    trace: PhaseTrace = PhaseTrace()
 
     @property
     def name(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from graphrun.model.problem import Problem
 from graphrun.trace import Event
@@ -30,10 +30,11 @@ class SlotReport:
     """Bytes and seconds of one slot.
 
     ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
-    ``ring_bytes``, ``activation_bytes`` and ``values_bytes`` (values between stages, and live-in bytes). ``streamed_bytes``: copied
-    through rings. ``loaded_bytes``: copied by load actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the
-    device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into
-    backing stores, and fetched for copies.
+    ``ring_bytes``, ``activation_bytes``, ``values_bytes`` (values between stages, and live-in bytes) and ``pages_bytes`` (what the
+    allocator reserves beyond that; negative where activations alone were counted in more pages). ``streamed_bytes``: copied through
+    rings. ``loaded_bytes``: copied by load actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the device or
+    the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores,
+    and fetched for copies.
     """
 
     phase: str
@@ -51,6 +52,7 @@ class SlotReport:
     host_bytes: int = 0
     pinned_bytes: int = 0
     disk_bytes_read: int = 0
+    pages_bytes: int = 0
 
     @property
     def stall_seconds(self) -> float:
@@ -134,6 +136,14 @@ class Simulation:
     def total_moved_bytes(self) -> int:
         """Bytes copied to the device in all runs."""
         return self.moved_bytes + (self.problem.runs - 1) * self.again_moved_bytes
+
+    def in_pages(self, reserved_bytes: Sequence[int]) -> Simulation:
+        """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the order of slots."""
+        slots = [
+            replace(slot, peak_bytes=nbytes, pages_bytes=slot.pages_bytes + nbytes - slot.peak_bytes)
+            for slot, nbytes in zip((*self.slots, *self.again), reserved_bytes, strict=True)
+        ]
+        return replace(self, slots=tuple(slots[: len(self.slots)]), again=tuple(slots[len(self.slots) :]))
 
     def stages(self) -> tuple[StageReport, ...]:
         """One report per stage of the first run, in order of execution. The end slot belongs to no stage."""

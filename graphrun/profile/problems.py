@@ -254,5 +254,9 @@ def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[
         consumers = tuple(stage.name for stage in graph.stages if wanted in read_by(stage))
         phases = [n for n, stage in enumerate(stages) if consumers and order[producer] < order[stage] <= order[consumers[-1]]]
         if phases and keys:
-            found.append(ValueNumbers(name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1], storages=tuple(sorted(keys))))
+            found.append(
+                ValueNumbers(
+                    name, sum(sizes[key] for key in keys), producer, consumers, phases[0], phases[-1], storages=tuple(sorted(keys))
+                )
+            )
     return tuple(found)

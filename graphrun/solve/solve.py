@@ -24,11 +24,12 @@ from graphrun.solve.granularity import smaller_as_layers, split_into_layers, unt
 from graphrun.solve.infeasible import refusal, surely_infeasible
 from graphrun.solve.least import least_memory_of
 from graphrun.solve.orders import StageChoice, stage_choices
+from graphrun.solve.pages import within_pages
 from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
-from graphrun.verify.solution import checked_solution
+from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 3  # large programs: one
 DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
@@ -51,6 +52,12 @@ def solve(problem: Problem) -> Solution:
 def solved(problem: Problem) -> Solution | None:
     """As `solve`, but None where nothing fits. The solution's problem is ``problem`` with components split into layers as
     needed."""
+    found = _solved(problem)
+    return within_pages(problem, in_pages(found), _solved) if found is not None else None
+
+
+def _solved(problem: Problem) -> Solution | None:
+    """The best plan where memory is counted in bytes of tensors."""
     found = until_it_fits(problem, _solve_as_split, least_memory_of)
     if found is None:
         return None

@@ -12,21 +12,21 @@ Restored values are allocated before blocks, blocks before rings. Spilled values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
-from graphrun.model.allocator import Allocator
+from graphrun.model.allocator import Caching
 from graphrun.model.phase_trace import CALL, CallTrace, Item
 from graphrun.model.plan import Blocks, Evict, Load, Plan, Restore, Slot, Spill, Stream
-from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.problem import Problem
 
 
-def reserved_bytes(problem: Problem, plan: Plan, allocator: Callable[[], Allocator]) -> tuple[int, ...]:
+def reserved_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
     """Most bytes reserved in each slot of ``plan``: those of the first run, then, in a session, those of a further run.
 
     ``problem``: with the plan's choices applied; every phase has its `PhaseNumbers.trace`. A further run begins with the pages that
     the run before it left. Raises KeyError for a plan that `check` refuses.
     """
-    replay = _Replay(problem, allocator())
+    replay = _Replay(problem)
     found = [replay.slot(slot) for slot in plan.slots]
     if plan.again:
         replay.end_run()
@@ -37,8 +37,8 @@ def reserved_bytes(problem: Problem, plan: Plan, allocator: Callable[[], Allocat
 class _Replay:
     """The allocator, and what is live in it."""
 
-    def __init__(self, problem: Problem, allocator: Allocator) -> None:
-        self._problem, self._allocator = problem, allocator
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._allocator = problem, Caching()
         self._phases = {phase.name: (number, phase) for number, phase in enumerate(problem.phases)}
         self._components = {component.name: component for component in problem.components}
         self._storages = {value.name: value.storages for value in problem.values}
@@ -49,6 +49,7 @@ class _Replay:
         self._kept: dict[tuple[int, int], int] = {}  # (kind of call, key) -> the allocator's key
         self._spilled: dict[str, int] = {}  # value -> bytes
         self._filler: int | None = None
+        self._peaks: dict[tuple[int, Hashable], int] = {}  # (id of a call's trace, state) -> peak of a call that restores the state
         self._last_key = 0
         self._phase: str | None = None
         self._peak_bytes = 0
@@ -123,6 +124,11 @@ class _Replay:
     def _call(self, number: int, call: CallTrace) -> None:
         if self._components[call.component].variants[0].device == "cpu":
             return
+        before = self._allocator.state
+        if (known := self._peaks.get((id(call), before))) is not None:
+            self._peak_bytes = max(self._peak_bytes, known)
+            return
+        peak_bytes, self._peak_bytes = self._peak_bytes, 0
         own = {key: kept for (of, key), kept in self._kept.items() if of == number}
         already = frozenset(own)
         for key, nbytes in call.events:
@@ -133,6 +139,9 @@ class _Replay:
             elif key not in call.kept:
                 self._release(own.pop(key))
         self._kept |= {(number, key): kept for key, kept in own.items()}
+        if self._allocator.state == before:
+            self._peaks[id(call), before] = self._peak_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
     def _allocate(self, nbytes: int) -> int:
         self._last_key += 1
