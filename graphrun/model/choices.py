@@ -141,6 +141,7 @@ def _with_variants(problem: Problem, phase: PhaseNumbers, chosen: Mapping[str, V
         uses=tuple(use_with(use, problem.component(use.component), chosen[use.component]) for use in phase.uses),
         first_bytes=activation_bytes(phase.first_bytes, variants, phase.glue_bytes),
         steady_bytes=activation_bytes(phase.steady_bytes, variants, phase.glue_bytes),
+        trace=phase.trace.with_scratch({name: variant.scratch_bytes for name, variant in chosen.items()}),
     )
 
 

@@ -7,11 +7,13 @@ steady     all further calls
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 # (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (number of the call's kind, -1): a call.
 Item = tuple[int, int]
 CALL = -1
+SCRATCH = -(2**40)  # key of a variant's scratch; no recording has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +35,16 @@ class PhaseTrace:
     first: tuple[Item, ...] = ()
     steady: tuple[Item, ...] = ()
     prelude: tuple[Item, ...] = ()
+
+    def with_scratch(self, nbytes: Mapping[str, int]) -> PhaseTrace:
+        """The trace where every call of a component takes so many bytes more while it runs."""
+        extra = {name: n for name, n in nbytes.items() if n}
+        if not extra:
+            return self
+        calls = (
+            replace(call, events=((SCRATCH, extra[call.component]), *call.events, (SCRATCH, 0)))
+            if call.component in extra
+            else call
+            for call in self.calls
+        )
+        return replace(self, calls=tuple(calls))

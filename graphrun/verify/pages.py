@@ -50,6 +50,7 @@ class _Replay:
         self._spilled: dict[str, int] = {}  # value -> bytes
         self._filler: int | None = None
         self._peaks: dict[tuple[int, Hashable], int] = {}  # (id of a call's trace, state) -> peak of a call that restores the state
+        self._workspace: int | None = None  # the allocator's key of cuBLAS's workspace
         self._last_key = 0
         self._phase: str | None = None
         self._peak_bytes = 0
@@ -63,8 +64,9 @@ class _Replay:
                 for block in self._named(action.component, action.blocks):
                     self._allocator.release(self._blocks.pop(block))
         if slot.part in ("load", "end"):
-            self._allocator.trim()
-        self._peak_bytes = self._allocator.used_bytes
+            self._trim()
+        self._peak_bytes = 0
+        self._note_peak()
         for action in slot.actions:
             if isinstance(action, Restore):
                 key = self._allocate(self._spilled.pop(action.value))
@@ -94,7 +96,7 @@ class _Replay:
             self._release(key)
         self._live.clear()
         self._spilled.clear()
-        self._allocator.trim()
+        self._trim()
 
     def _begin_phase(self, name: str | None) -> None:
         """Releases what the phase before kept. Allocates what ``name`` finds at its entry and the recording does not have, because
@@ -124,6 +126,11 @@ class _Replay:
     def _call(self, number: int, call: CallTrace) -> None:
         if self._components[call.component].variants[0].device == "cpu":
             return
+        if self._workspace is None and (nbytes := self._problem.hardware.workspace_bytes):
+            self._last_key += 1
+            self._workspace = self._last_key
+            self._bytes[self._workspace] = nbytes
+            self._allocator.allocate(self._workspace, nbytes)
         before = self._allocator.state
         if (known := self._peaks.get((id(call), before))) is not None:
             self._peak_bytes = max(self._peak_bytes, known)
@@ -147,8 +154,20 @@ class _Replay:
         self._last_key += 1
         self._bytes[self._last_key] = nbytes
         self._allocator.allocate(self._last_key, nbytes)
-        self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes)
+        self._note_peak()
         return self._last_key
+
+    def _note_peak(self) -> None:
+        """A problem counts the workspace apart from tensors, but it lies among them."""
+        workspace = 0 if self._workspace is None else self._problem.hardware.workspace_bytes
+        self._peak_bytes = max(self._peak_bytes, self._allocator.used_bytes - workspace)
+
+    def _trim(self) -> None:
+        """As `Device.release_cached`: returns empty pages; cuBLAS's workspace is released too, and taken again at its next use."""
+        if self._workspace is not None:
+            self._release(self._workspace)
+            self._workspace = None
+        self._allocator.trim()
 
     def _release(self, key: int) -> None:
         del self._bytes[key]

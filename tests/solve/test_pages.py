@@ -1,0 +1,129 @@
+"""Whole plans counted in the pages of the caching allocator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphrun.model.allocator import LARGE_PAGE_BYTES, Caching
+from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
+from graphrun.model.problem import Problem
+from graphrun.solve.solve import solve
+from graphrun.units import GIB, MIB, round_up
+from graphrun.verify.pages import reserved_bytes
+
+ACTIVATION = 7 * MIB
+
+
+def traced(problem: Problem, allocate: int = ACTIVATION) -> Problem:
+    """``problem`` on a device with a caching allocator; every call allocates one tensor and releases it."""
+    hardware = replace(problem.hardware, caching_allocator=True)
+    phases = []
+    for phase in problem.phases:
+        calls = tuple(CallTrace(use.component, ((1, allocate), (1, 0))) for use in phase.uses)
+        items = tuple((number, CALL) for number in range(len(calls)))
+        phases.append(replace(phase, trace=PhaseTrace(calls, items, items * phase.steady_calls)))
+    return replace(problem, hardware=hardware, phases=tuple(phases))
+
+
+@pytest.fixture
+def flux(make_problem: Any) -> Problem:
+    """FLUX.1-dev at true size, traced by a dry run, in 8 GiB."""
+    found: Problem = make_problem("flux-dev", 8 * GIB, hardware="rtx4090")
+    return found
+
+
+def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(flux: Problem) -> None:
+    """What made pages count: the plan by bytes of tensors reserves tens of MiB above its budget on a card."""
+    from graphrun.solve.solve import _solved
+
+    by_tensors = _solved(flux)
+    assert by_tensors is not None
+    assert by_tensors.simulation.peak_bytes <= flux.effective_bytes
+    assert max(reserved_bytes(by_tensors.chosen, by_tensors.plan)) > flux.effective_bytes
+
+
+def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Problem) -> None:
+    from graphrun.solve.solve import _solved
+
+    solution, by_tensors = solve(flux), _solved(flux)
+    assert by_tensors is not None
+    assert solution.simulation.peak_bytes == max(reserved_bytes(solution.chosen, solution.plan)) <= flux.effective_bytes
+    assert solution.simulation.seconds <= 1.005 * by_tensors.simulation.seconds
+    assert solution.bound_seconds <= by_tensors.bound_seconds  # pages take nothing from the bound
+    assert solution.plan.problem == solution.problem.digest
+
+
+def test_what_is_set_aside_is_at_most_the_first_overshoot_in_whole_pages(flux: Problem) -> None:
+    from graphrun.solve.pages import with_reserve
+    from graphrun.solve.solve import _solved
+    from graphrun.verify.solution import in_pages
+
+    by_tensors = _solved(flux)
+    assert by_tensors is not None
+    over = in_pages(by_tensors).overshoot()
+    assert over
+    enough = with_reserve(flux, {key: round_up(nbytes, LARGE_PAGE_BYTES) for key, nbytes in over.items()})
+    stricter = _solved(enough)
+    assert stricter is not None
+    assert solve(flux).simulation.seconds <= stricter.simulation.seconds * 1.001
+
+
+def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) -> None:
+    problem = replace(make_problem("flux-dev", 12 * GIB, hardware="rtx4090"), runs=3)
+    solution = solve(problem)
+    assert len(solution.simulation.again) == len(solution.plan.again) > 0
+    assert solution.simulation.peak_bytes <= problem.effective_bytes
+
+
+def test_the_replay_is_that_of_the_allocator(make_problem: Any) -> None:
+    """One component, resident: its blocks, the ring and the call's tensor, one after another."""
+    problem = traced(make_problem("flux-tiny", 64 * MIB))
+    solution = solve(problem)
+    allocator = Caching()
+    expected = []
+    key = 0
+    held: dict[tuple[str, str, int], int] = {}
+    for slot in solution.plan.slots[:2]:  # load and first of the first phase
+        if slot.part == "load":
+            allocator.trim()
+        for action in slot.actions:
+            if type(action).__name__ == "Load":
+                numbers = solution.chosen.component(action.component)
+                for k, group in enumerate(numbers.groups):
+                    for i in range(len(group.blocks)):
+                        key += 1
+                        allocator.allocate(key, numbers.variants[0].block_bytes[k])
+                        held[action.component, group.name, i] = key
+        most = allocator.used_bytes
+        if slot.part == "first":
+            allocator.allocate(0, ACTIVATION)
+            most = allocator.used_bytes
+            allocator.release(0)
+        expected.append(most)
+    assert list(reserved_bytes(solution.chosen, solution.plan)[:2]) == expected
+
+
+def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> None:
+    """Calls that leave the allocator as they found it are not replayed again; the result is that of replaying each."""
+    problem = make_problem("flux-dev", 12 * GIB, hardware="rtx4090")
+    solution = solve(problem)
+
+    class Forgetful(Caching):
+        count = 0
+
+        @property
+        def state(self) -> int:
+            Forgetful.count += 1
+            return Forgetful.count
+
+    from graphrun.verify import pages
+
+    known = reserved_bytes(solution.chosen, solution.plan)
+    before, pages.Caching = pages.Caching, Forgetful  # type: ignore[misc]
+    try:
+        assert reserved_bytes(solution.chosen, solution.plan) == known
+    finally:
+        pages.Caching = before  # type: ignore[misc]
