@@ -143,17 +143,23 @@ class Pool:
 
 
 class Caching:
-    """PyTorch's caching allocator with expandable segments. `used_bytes` corresponds to `torch.cuda.memory_reserved`."""
+    """PyTorch's caching allocator with expandable segments. `used_bytes` corresponds to `torch.cuda.memory_reserved`.
 
-    def __init__(self) -> None:
+    ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
+    """
+
+    def __init__(self, page_scale: float = 1.0) -> None:
         self.used_bytes = 0
-        self._small, self._large = Pool(SMALL_PAGE_BYTES), Pool(LARGE_PAGE_BYTES)
+        self._small_bytes, small, large = (
+            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
+        )
+        self._small, self._large = Pool(small), Pool(large)
         self._live: dict[int, tuple[Pool, int, int]] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
         """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
         rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
-        pool = self._small if rounded <= SMALL_BYTES else self._large
+        pool = self._small if rounded <= self._small_bytes else self._large
         offset, mapped = pool.take(rounded)
         self._live[key] = pool, offset, rounded
         self.used_bytes += mapped

@@ -87,6 +87,7 @@ class Hardware:
     memory_bytes_per_second: float = 1e12  # device memory, read or write
     copy_start_seconds: float = 0.0  # latency of one copy to the device, independent of its size
     spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
+    page_scale: float = 1.0  # of a caching allocator: size of its pages, relative to those of PyTorch's
     basis: Basis = "prior"
 
 

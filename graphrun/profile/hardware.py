@@ -68,8 +68,11 @@ def priors() -> dict[str, Hardware]:
     return {card.name: card for card in cards} | {"sim": simulated()}
 
 
-def simulated() -> Hardware:
-    """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock."""
+def simulated(page_scale: float | None = None) -> Hardware:
+    """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock.
+
+    ``page_scale``: memory counts in the pages of PyTorch's allocator, their size times this; None: in bytes of tensors.
+    """
     return Hardware(
         name="sim",
         device="sim",
@@ -85,7 +88,8 @@ def simulated() -> Hardware:
         cpu_flops_per_second=1e10,
         memory_bytes_per_second=1e10,
         convolution_scratch=False,
-        caching_allocator=False,
+        caching_allocator=page_scale is not None,
+        page_scale=page_scale or 1.0,
         basis="declared",
     )
 

@@ -40,8 +40,8 @@ def phase_memories_of(
 
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase (`problems.phase_spans`).
     """
-    own = Caching if hardware.caching_allocator else Counting
-    replay = _Replay(hardware, (allocator or own)())
+    own = Caching(hardware.page_scale) if hardware.caching_allocator else Counting()
+    replay = _Replay(hardware, allocator() if allocator else own)
     phase_memories: list[PhaseMemory] = []
     starts = {begin: number for number, (begin, _) in enumerate(spans)}
     position, not_entered, steady = 0, set[str](), False

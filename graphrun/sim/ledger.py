@@ -36,6 +36,23 @@ class Listener(Protocol):
         """Storage ``key`` was freed."""
 
 
+class Pages(Protocol):
+    """Model of an allocator that reserves pages (`graphrun.model.allocator`). Without one, memory is counted in bytes."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved now."""
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        """Allocate ``nbytes`` as ``key``."""
+
+    def release(self, key: int) -> None:
+        """Release the allocation ``key``; its pages stay reserved."""
+
+    def trim(self) -> None:
+        """Return unused pages."""
+
+
 class Allocation:
     """One counted storage, held as an attribute of it, so it is released with the last view. 0 bytes: not counted."""
 
@@ -59,10 +76,12 @@ def release(machine: Any, key: int, nbytes: int) -> None:
 
 
 class Ledger:
-    """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``."""
+    """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: what counts
+    against the capacity, and for the peak, is what it reserves."""
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, pages: Pages | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self.pages = pages
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
@@ -78,13 +97,43 @@ class Ledger:
             if counted >= self.fail_in:
                 self.fail_in = None
                 raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
-        if self.capacity_bytes is not None and wanted and self.allocated_bytes + wanted > self.capacity_bytes:
+        if self.capacity_bytes is not None and wanted and self._used_bytes_with(sizes) > self.capacity_bytes:
             free = self.capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(
                 f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). sim:0 has a capacity of "
                 f"{show_size(self.capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
                 f"and {show_size(self.allocated_bytes)} in {len(self.live)} storages is allocated"
             )
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that count against the capacity."""
+        return self.allocated_bytes if self.pages is None else self.pages.used_bytes
+
+    def trim(self) -> None:
+        """Returns pages without storages."""
+        if self.pages is not None:
+            self.pages.trim()
+
+    def _used_bytes_with(self, sizes: Sequence[int]) -> int:
+        """`used_bytes` once storages of ``sizes`` are allocated. As PyTorch's allocator does, unused pages are returned, and it is
+        tried again, before an allocation is refused."""
+        if self.pages is None:
+            return self.allocated_bytes + sum(sizes)
+        used = 0
+        for last in (False, True):
+            trial = [(-1 - number, size) for number, size in enumerate(sizes) if size]
+            for key, size in trial:
+                self.pages.allocate(key, size)
+            used = self.pages.used_bytes
+            for key, _ in trial:
+                self.pages.release(key)
+            if self.capacity_bytes is None or used <= self.capacity_bytes or last:
+                break
+            self.pages.trim()
+        if self.capacity_bytes is not None and used > self.capacity_bytes:
+            self.pages.trim()
+        return used
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns its key; 0 for 0 bytes."""
@@ -95,8 +144,9 @@ class Ledger:
         self.allocations = key = self.allocations + 1
         self.live[key] = (size, shape, dtype)
         self.allocated_bytes += size
-        if self.allocated_bytes > self.peak_bytes:
-            self.peak_bytes = self.allocated_bytes
+        if self.pages is not None:
+            self.pages.allocate(key, size)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         if self.listener is not None:
             self.listener.allocated(key, size)
         return key
@@ -106,6 +156,8 @@ class Ledger:
         if self.live.pop(key, None) is None:
             return
         self.allocated_bytes -= size
+        if self.pages is not None:
+            self.pages.release(key)
         if self.listener is not None:
             self.listener.freed(key)
 

@@ -15,7 +15,7 @@ import torch
 
 from graphrun.sim.active import ActiveMachine, active
 from graphrun.sim.clock import Clock, Stream
-from graphrun.sim.ledger import Ledger, Listener, positive
+from graphrun.sim.ledger import Ledger, Listener, Pages, positive
 from graphrun.sim.ordering import Ordering
 from graphrun.sim.register import register
 from graphrun.units import show_size
@@ -39,7 +39,8 @@ class Machine:
     Operators count on the machine that holds their inputs, also after the context was left; only new tensors need the
     context. Raises InputError for a size or rate that is not positive, GraphrunError if the backend cannot be registered.
 
-    ``check_ordering``: whether data races are looked for (`ordering`); None takes the class attribute.
+    ``check_ordering``: whether data races are looked for (`ordering`); None takes the class attribute. ``pages``: memory counts as
+    this model of an allocator reserves it.
     """
 
     check_ordering: ClassVar[bool] = False
@@ -55,6 +56,7 @@ class Machine:
         pageable_bytes_per_second: float | None = None,
         disk_bytes_per_second: float = 1e9,
         check_ordering: bool | None = None,
+        pages: Pages | None = None,
     ) -> None:
         register()
         self.pageable_bytes_per_second = pageable_bytes_per_second or h2d_bytes_per_second
@@ -70,7 +72,7 @@ class Machine:
         self._pageable = False
         positive("flops_per_second", flops_per_second)
         self.device = torch.device("sim:0")
-        self.ledger = Ledger()
+        self.ledger = Ledger(pages=pages)
         self.clock = Clock()
         self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
         self.h2d_bytes_per_second = h2d_bytes_per_second
@@ -105,12 +107,16 @@ class Machine:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak allocated bytes since the start or the last ``reset_peak``."""
+        """Peak bytes, allocated or reserved in pages, since the start or the last ``reset_peak``."""
         return self.ledger.peak_bytes
 
     def reset_peak(self) -> None:
-        """Restarts the peak at the bytes allocated now."""
-        self.ledger.peak_bytes = self.ledger.allocated_bytes
+        """Restarts the peak at the bytes in use now."""
+        self.ledger.peak_bytes = self.ledger.used_bytes
+
+    def trim(self) -> None:
+        """Returns pages without storages; nothing to return where memory counts in bytes."""
+        self.ledger.trim()
 
     @property
     def allocations(self) -> int:

@@ -36,7 +36,7 @@ def within_pages(problem: Problem, found: Solution, solved: Callable[[Problem], 
         for key, nbytes in over.items():
             reserve[key] = reserve.get(key, 0) + nbytes
             if trial >= ROUNDS - 2:
-                reserve[key] = round_up(reserve[key], LARGE_PAGE_BYTES)
+                reserve[key] = round_up(reserve[key], max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale)))
         other = solved(with_reserve(problem, reserve))
         if other is None:
             return None

@@ -38,7 +38,7 @@ class _Replay:
     """The allocator, and what is live in it."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._allocator = problem, Caching()
+        self._problem, self._allocator = problem, Caching(problem.hardware.page_scale)
         self._phases = {phase.name: (number, phase) for number, phase in enumerate(problem.phases)}
         self._components = {component.name: component for component in problem.components}
         self._storages = {value.name: value.storages for value in problem.values}
@@ -63,7 +63,7 @@ class _Replay:
             if isinstance(action, Evict):
                 for block in self._named(action.component, action.blocks):
                     self._allocator.release(self._blocks.pop(block))
-        if slot.part in ("load", "end"):
+        if slot.part == "load":
             self._trim()
         self._peak_bytes = 0
         self._note_peak()

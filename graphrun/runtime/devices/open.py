@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrun.errors import InputError
+from graphrun.model.allocator import Caching
 from graphrun.model.problem import Hardware, Problem
 from graphrun.runtime.devices.device import Device
 
@@ -30,6 +31,7 @@ def open_hardware(hardware: Hardware, *, check_ordering: bool = False) -> Device
                 pageable_bytes_per_second=hardware.pageable_bytes_per_second,
                 disk_bytes_per_second=hardware.disk_bytes_per_second,
                 check_ordering=check_ordering or None,
+                pages=Caching(hardware.page_scale) if hardware.caching_allocator else None,
             )
         )
     if check_ordering:

@@ -1,0 +1,87 @@
+"""The simulated accelerator counts in pages, as a card does: what the executor reserves is what the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_pipelines import AMPLE, TinyPipeline, pixels
+
+from graphrun.model.allocator import Caching
+from graphrun.profile.hardware import simulated
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.executor import Session
+from graphrun.runtime.host import Host
+from graphrun.sim import Machine
+from graphrun.solve.solve import solve
+from graphrun.units import MIB
+
+# Weights of the graph in small over those of the model it stands for.
+CASES = (("flux-tiny", 4 * MIB, 0.0005), ("wan-tiny", 6 * MIB, 0.0005), ("sdxl-tiny", 8 * MIB, 0.001))
+
+
+@pytest.mark.parametrize(("name", "budget", "scale"), CASES)
+def test_a_run_reserves_no_page_more_than_planned(name: str, budget: int, scale: float) -> None:
+    whole = TinyPipeline(name, {"steps": 2})
+    problem = problem_of(whole.graph, whole._probed, simulated(scale), Limits(budget, AMPLE), whole.inputs)
+    solution = solve(problem)
+    whole.device = open_device(problem)
+    whole.host = Host.of_graph(whole.graph, solution.problem, whole.device, whole.modules)
+    for _ in range(2):  # the second run finds no page that the first one left
+        trace = whole.run(solution.problem, solution.plan)
+        assert np.array_equal(pixels(trace.outputs["image"]), whole.image)
+        planned = [slot.peak_bytes for slot in solution.simulation.slots]
+        assert all(slot.peak_bytes <= peak for slot, peak in zip(trace.slots, planned, strict=True))
+        assert max(planned) <= budget
+        assert trace.peak_bytes > 0.98 * max(planned)  # and the plan says no more than is reserved
+
+
+def test_a_session_reserves_no_page_more_than_planned() -> None:
+    whole = TinyPipeline("flux-tiny", {"steps": 2})
+    limits = Limits(4 * MIB, AMPLE, runs=3)
+    problem = problem_of(whole.graph, whole._probed, simulated(0.0005), limits, whole.inputs)
+    solution = solve(problem)
+    device: Any = open_device(problem)
+    host = Host.of_graph(whole.graph, solution.problem, device, whole.modules)
+    from graphrun.runtime.executor import stages_for
+
+    with Session(solution.problem, solution.plan, host, device) as session:
+        for run in range(3):
+            trace = session.run(stages_for(solution.plan, whole.graph, whole.inputs, device, host))
+            planned = solution.simulation.again if run else solution.simulation.slots
+            assert all(slot.peak_bytes <= plan.peak_bytes for slot, plan in zip(trace.slots, planned, strict=True))
+
+
+def test_pages_without_tensors_are_returned_before_an_allocation_is_refused() -> None:
+    """As PyTorch's allocator does. Pages of 20 KiB, room for three."""
+    import torch
+
+    machine = Machine(capacity_bytes=60 * 1024, pages=Caching(0.001))
+    with machine:
+        held = [torch.empty(20 * 1024, dtype=torch.uint8, device="sim") for _ in range(2)]
+        assert machine.peak_bytes == machine.ledger.used_bytes == 40 * 1024
+        held.clear()
+        assert machine.allocated_bytes == 0
+        assert machine.ledger.used_bytes == 40 * 1024  # cached
+        whole = torch.empty(60 * 1024, dtype=torch.uint8, device="sim")
+        assert machine.ledger.used_bytes == 60 * 1024
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(20 * 1024, dtype=torch.uint8, device="sim")
+        del whole
+        machine.trim()
+        assert machine.ledger.used_bytes == 0
+
+
+def test_in_pages_a_plan_that_counts_tensors_may_be_refused() -> None:
+    """The plan by bytes of tensors reserves more than its budget where pages count: the reason for counting them."""
+    whole = TinyPipeline("flux-tiny", {"steps": 2})
+    problem = problem_of(whole.graph, whole._probed, simulated(0.0005), Limits(4 * MIB, AMPLE), whole.inputs)
+    blind = replace(problem, hardware=replace(problem.hardware, caching_allocator=False))
+    from graphrun.verify.pages import reserved_bytes
+
+    plan = solve(blind).plan
+    chosen = solve(blind).chosen
+    assert max(reserved_bytes(replace(chosen, hardware=problem.hardware), plan)) > problem.effective_bytes
