@@ -97,7 +97,7 @@ class Bench:
         with device.session(1 << 60), placed(self.host.modules, place), torch.no_grad():
             with contextlib.suppress(RuntimeError):
                 _warm(place)
-            with CallInterceptor(self.host.modules, place, around=around):
+            with CallInterceptor(self.host.modules, place, around):
                 self.stages(self.host.modules, place, self.resident)
             out["values"] = self.resident
             start = time.perf_counter()
@@ -106,7 +106,7 @@ class Bench:
             device.barrier()
             out["seconds"] = round(time.perf_counter() - start, 4)
             out["second resident run has the same bits"] = again == self.resident
-            with CallInterceptor(self.host.modules, place, around=lambda c, e, proceed, a, k: proceed(*a, **k)):
+            with CallInterceptor(self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)):
                 pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
                 start = time.perf_counter()
                 image = pipeline(

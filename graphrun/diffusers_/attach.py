@@ -27,14 +27,14 @@ import torch
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
 from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipelines_in, state_of
-from graphrun.diffusers_.proxy import LOADER_MODULES, WEIGHT_CHANGING, PipelineProxy, dtype_of_to, remove_interceptors
+from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import AtRest, DtypeVariant
-from graphrun.modules.interceptor import CallInterceptor, entry_of
+from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Mark, Recording
@@ -207,8 +207,8 @@ class Attachment:
                 return owner
             args, kwargs = (dtype,), {}
         if self._in_call():
-            if method.__module__.startswith(LOADER_MODULES) and name.startswith(WEIGHT_CHANGING):
-                raise InputError(f"weights cannot change while a call of this pipeline runs: call {name}() before or after it")
+            if changes_weights(method):
+                refuse_change(name)
             return method(owner, *args, **kwargs)
         with self._exclusive(at_rest=True):
             if name == "save_pretrained":

@@ -36,9 +36,6 @@ COMMON_MODULES = (
 )
 # The package of the loader mixins, whose methods read the pipeline's device and put what they load there.
 LOADER_MODULES = "diffusers.loaders"
-# Prefixes of the loader methods that add, remove or overwrite weights: refused inside a call, which streams the weights from the
-# host. The other loader methods set what a forward reads.
-WEIGHT_CHANGING = ("load_", "unload_", "fuse_", "unfuse_", "delete_")
 # Methods of diffusers that move weights themselves.
 OFFLOADING = (
     "enable_model_cpu_offload",

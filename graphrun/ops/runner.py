@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ class Stages:
         """The graph's outputs, on the host. Raises GraphError when a stage enters a component that it does not list."""
         self.enter()
         idle = {name: module for name, module in self._meta_modules.items() if self.modules.get(name) is not module}
-        with CallInterceptor(idle, self.device, on_enter=self._refuse):
+        with CallInterceptor(idle, self.device, self._refuse):
             while self.todo:
                 self._stage(self.todo[0])
         return self._outputs
@@ -135,7 +135,7 @@ class Stages:
         present = {name: self.modules[name] if name in stage.uses else self._meta_modules[name] for name in graph.components}
         absent = {name: module for name, module in present.items() if name not in stage.uses and self.modules.get(name) is module}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
-        with CallInterceptor(absent, device, on_enter=self._refuse), torch.no_grad():
+        with CallInterceptor(absent, device, self._refuse), torch.no_grad():
             pipeline = assemble(graph, present, self._parts, device, partial=partial)
             option = self.options.get(stage.name)
             used = {name: module for name, module in present.items() if name in stage.uses}
@@ -158,7 +158,7 @@ class Stages:
         read = {str(value)[1:] for later in self.todo for value in read_by(later)}
         self.named = {key: value if key in read else outlined(value) for key, value in self.named.items() if key in needed}
 
-    def _refuse(self, component: str, entry: str) -> None:
+    def _refuse(self, component: str, entry: str, *_: object) -> NoReturn:
         """Raises GraphError for a call of a component that the current stage does not list."""
         stage = self.todo[0].name
         raise GraphError(f"stage {stage} calls {component}.{entry} but does not list {component}: add it to stages.{stage}.uses")

@@ -21,7 +21,8 @@ from graphrun import sim
 from graphrun.graph.graph import Component, Graph
 from graphrun.modules.build import build_part, held_meta_module, meta_module, on_host
 from graphrun.modules.contents import as_stored
-from graphrun.modules.interceptor import CallInterceptor, Casts
+from graphrun.modules.dtype_variants import DtypeVariants
+from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import forget
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
@@ -75,7 +76,7 @@ class Prober:
     Traces are reused by later dry runs with the same prober.
     """
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], casts: Casts | None = None) -> None:
+    def __init__(self, meta_modules: Mapping[str, nn.Module], casts: DtypeVariants | None = None) -> None:
         self.meta_modules = dict(meta_modules)
         self.recording = Recording()
         self.entered: dict[str, dict[str, None]] = {name: {} for name in meta_modules}
