@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_lab import Lab, Log, fingerprint, placed, weave
+from gpu_lab import Lab, Log, fingerprint, placed, woven
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "a lighthouse at dusk, oil on canvas"
@@ -41,15 +41,14 @@ class Bench:
 
     def build(self, out: dict[str, Any]) -> None:
         """Weights into host arenas, and the device."""
-        from graphrun.modules import sources as random_weights
         from graphrun.modules.build import build
         from graphrun.runtime.host import Host
 
         start = time.perf_counter()
         problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
         estimated = time.perf_counter()
-        random = weave if self.full_size else random_weights.fill
-        modules = {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
+        make = woven if self.full_size else build
+        modules = {name: make(component, self.graph) for name, component in self.graph.components.items()}
         made = time.perf_counter()
         self.device = self.lab.open(problem)
         self.host = Host.of_graph(self.graph, problem, self.device, modules)

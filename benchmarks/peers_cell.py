@@ -61,15 +61,14 @@ class Subject:
     @functools.cached_property
     def modules(self) -> dict[str, Any]:
         """Built in host memory."""
-        from graphrun.modules import sources as random_weights
         from graphrun.modules.build import build
 
-        random = random_weights.fill
+        make = build
         if self.full_size:
-            from gpu_lab import weave
+            from gpu_lab import woven
 
-            random = weave
-        return {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
+            make = woven
+        return {name: make(component, self.graph) for name, component in self.graph.components.items()}
 
     def stored(self, cache: Path) -> Path:
         """The folder with every component as a checkpoint has it; written once."""

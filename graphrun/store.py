@@ -176,7 +176,7 @@ def _sources(graph: Graph) -> list[Any] | None:
         found.append([c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)])
     for p in graph.parts.values():
         if not (p.has_config or p.file):
-            folder = local_folder(p.source) if p.source is not None else None
+            folder = local_folder(p.source)
             if folder is None:
                 return None
             files = sorted(path for path in folder.iterdir() if path.is_file())

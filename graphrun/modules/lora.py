@@ -9,7 +9,7 @@ weight's dtype and added in that.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import nn
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Lora
-from graphrun.modules.sources import Source
 
 _SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
 
@@ -53,34 +52,6 @@ def deltas_of(component: Component, module: nn.Module) -> dict[str, list[Delta]]
         for name, delta in _deltas(component, lora, shapes).items():
             found.setdefault(name, []).append(delta)
     return found
-
-
-def fuse(component: Component, module: nn.Module) -> None:
-    """Adds the LoRAs of ``component`` to ``module``'s weights in place."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, deltas in deltas_of(component, module).items():
-        for delta in deltas:
-            delta.add_to(parameters[name].data)
-
-
-class LoraSource:
-    """A source that adds ``deltas`` to the weights that it reads from ``source``."""
-
-    plain = False
-
-    def __init__(self, source: Source, deltas: Mapping[str, Sequence[Delta]]) -> None:
-        self._source, self._deltas = source, dict(deltas)
-
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the fused tensor ``name`` to ``target``. Returns the bytes read from the source."""
-        nbytes = self._source.into(name, target)
-        for delta in self._deltas.get(name, ()):
-            delta.add_to(target)
-        return nbytes
-
-    def close(self) -> None:
-        """Closes the source."""
-        self._source.close()
 
 
 def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
+
+if TYPE_CHECKING:
+    import torch
 
 # Half-precision copies and exports for other frameworks that many repositories have beside the weights.
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
@@ -55,6 +58,15 @@ class Stored:
     file: str = ""
     begin: int = 0
     quant: str = ""
+
+    @property
+    def leaves(self) -> tuple[Stored, ...]:
+        """The tensors in files that it is made of: itself."""
+        return (self,)
+
+    def make(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor, from the values of its leaves."""
+        return values[0]
 
 
 def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
@@ -97,16 +109,7 @@ def split_source(source: str) -> tuple[str, str | None, str]:
 
 def commit_of(source: str) -> str:
     """The commit of a hub path's revision in the local hub cache; "" for an absolute path or a revision that is not cached."""
-    if Path(source).is_absolute():
-        return ""
-    from huggingface_hub import constants
-
-    repository, revision, _ = split_source(source)
-    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-    try:
-        return (root / "refs" / (revision or "main")).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return revision if revision is not None and (root / "snapshots" / revision).is_dir() else ""
+    return snapshot.name if (snapshot := _snapshot(source)) is not None else ""
 
 
 def local_place(source: str) -> Path | None:
@@ -114,29 +117,34 @@ def local_place(source: str) -> Path | None:
 
     No network. A snapshot may be incomplete. None where nothing is local.
     """
-    if Path(source).is_absolute():
-        return Path(source) if Path(source).exists() else None
+    snapshot = Path("/") if Path(source).is_absolute() else _snapshot(source)
+    inside = source if Path(source).is_absolute() else split_source(source)[2]
+    return place if snapshot is not None and (place := snapshot / inside).exists() else None
+
+
+def _snapshot(source: str) -> Path | None:
+    """The folder of a hub path's revision in the local hub cache, named after the commit; None for an absolute path."""
     from huggingface_hub import constants
 
-    repository, _, inside = split_source(source)
-    if not (commit := commit_of(source)):
-        return None
+    repository, revision, _ = split_source(source)
     root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-    place = root.joinpath("snapshots", commit, inside)
-    return place if place.exists() else None
+    try:
+        commit = (root / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision or ""
+    return folder if commit and (folder := root / "snapshots" / commit).is_dir() else None
 
 
-def local_folder(source: str) -> Path | None:
+def local_folder(source: str | None) -> Path | None:
     """`local_place`, if it is a folder."""
-    place = local_place(source)
+    place = local_place(source) if source is not None else None
     return place if place is not None and place.is_dir() else None
 
 
 def config_file(source: str | None) -> Path | None:
     """The ``config.json`` of a component in its source's folder, if that is local."""
-    folder = local_folder(source) if source is not None else None
-    file = folder / "config.json" if folder is not None else None
-    return file if file is not None and file.is_file() else None
+    folder = local_folder(source)
+    return file if folder is not None and (file := folder / "config.json").is_file() else None
 
 
 def has_weights(place: Path, variant: str = "") -> bool:
@@ -144,29 +152,14 @@ def has_weights(place: Path, variant: str = "") -> bool:
     return place.is_file() or bool(_indices(place, variant) or _single(place, variant))
 
 
-def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...]:
-    """The safetensors files in ``folder``, shards in order, each checked to be complete.
-
-    Raises GraphError when there is none, a shard of the index is missing, or a file is truncated or corrupt.
-    """
-    files = tuple(_listed(folder, where, variant))
-    for file in files:
-        _header(file, where)
-    return files
-
-
-def weights_in(place: Path, where: str, variant: str = "") -> list[Path]:
-    """The files that `weight_files` returns, without opening them."""
-    return _listed(place, where, variant)
-
-
 def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
-    """Every tensor in the safetensors of ``place``, from their headers. Raises what `weight_files` raises."""
+    """Every tensor in the safetensors of ``place``, from their headers. Raises
+    GraphError where there is none, a shard of the index is missing, or a file is truncated or corrupt."""
     return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
 
 
 def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
-    """Name, bytes and modification time (ns) of each file that `weight_files` finds; the name only where a file is missing."""
+    """Name, bytes and modification time (ns) of each safetensors file; the name only where a file is missing."""
     found: list[list[Any]] = []
     for file in _listed(place, where, variant) if has_weights(place, variant) else ():
         try:
@@ -273,7 +266,7 @@ def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
     place = local_place(source) if source is not None else None
     if source is None or place is None:
         return None
-    files = [place] if place.is_file() else weights_in(place, component.where, component.variant)
+    files = [place] if place.is_file() else _listed(place, component.where, component.variant)
     read = [*files, *(Path(lora.file) for lora in component.loras)]
     return {"component": component.name, "source": source, "commit": commit_of(source), "files": [_file(path) for path in read]}
 

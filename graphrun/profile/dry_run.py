@@ -196,11 +196,11 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
     for precision in dict.fromkeys(component.precision):
         if precision in ("fp8", "gguf"):
             held, content = held_meta_module(component, graph.trust, precision)
-            if content is not None and precision in as_stored(content, layers):
+            if precision in as_stored(content, layers):
                 as_stored_precisions = (*as_stored_precisions, precision)
                 for (groups, by_layer), found in zip(splits, sizes, strict=True):
                     found[precision] = laid_out_bytes(held, groups, by_layer=by_layer)
-            if content is not None and precision == "gguf":
+            if precision == "gguf":
                 named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
                 kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
         elif precision not in (component.dtype, *QUANTIZED):
