@@ -81,9 +81,9 @@ class Prepared:
 
     def stages(self, place: torch.device) -> None:
         """The graph's stages, without graphrun's executor."""
-        from graphrun.ops import run_stages
+        from graphrun.ops import Stages
 
-        run_stages(self.graph, self.modules, place, self.inputs, parts=self.parts, meta_modules=self.meta_modules)
+        Stages(self.graph, self.modules, place, self.inputs, self.parts, self.meta_modules).run()
 
 
 def resident_plan(problem: Any) -> Any:

@@ -62,15 +62,13 @@ class Bench:
 
     def stages(self, modules: Mapping[str, Any], place: torch.device, found: dict[str, Any]) -> dict[str, Any]:
         """The graph's stages on ``modules``; the fingerprint of every value goes to ``found``."""
-        from graphrun.ops import run_stages
+        from graphrun.ops import Stages
 
         def note(stage: str, made: Mapping[str, Any]) -> None:
             found[stage] = fingerprint(made)
 
         host = self.host
-        return run_stages(
-            self.graph, modules, place, self.values, parts=host.parts, meta_modules=host.meta_modules, after_stage=note
-        )
+        return Stages(self.graph, modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
 
     def measure_resident(self, out: dict[str, Any]) -> None:
         """Everything on the device: the bits to compare with, and bytes and seconds of calls beside the estimator's."""
@@ -276,12 +274,13 @@ class Bench:
                     if isinstance(value, torch.Tensor):
                         values[f"{stage}.{key}"] = value.detach().to("cpu").float()
 
-            from graphrun.ops import run_stages
+            from graphrun.ops import Stages
 
+            host = self.host
             with device.session(1 << 60), torch.no_grad():
                 inside = contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
                 with inside:
-                    run_stages(self.graph, self.host.modules, place, self.values, after_stage=note)
+                    Stages(self.graph, host.modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
             kept[name] = values
         for key, value in kept["cpu"].items():
             difference = (value - kept["device"][key]).abs().max().item()

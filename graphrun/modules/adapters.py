@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
+from graphrun.modules.classes import refusal
 
 
 def add_ip_adapters(component: Component, module: Any) -> Any:
@@ -59,9 +59,8 @@ def _converted(component: Component, module: Any, *, meta: bool) -> tuple[dict[s
     """
     from safetensors import safe_open
 
-    label = f"components.{component.name}.ip_adapters"
     if not hasattr(module, "_convert_ip_adapter_attn_to_diffusers"):
-        raise GraphError(f"{label}: {component.class_path} does not support IP-Adapters", component.where)
+        raise refusal(component, f"{component.class_path} does not support IP-Adapters", ".ip_adapters")
     states = []
     for adapter in component.ip_adapters:
         try:
@@ -71,7 +70,7 @@ def _converted(component: Component, module: Any, *, meta: bool) -> tuple[dict[s
                     for key in opened.keys()  # noqa: SIM118
                 }
         except Exception as error:  # noqa: BLE001  (safetensors raises various exception classes)
-            raise GraphError(f"{label}: {adapter.file} cannot be read: {error}", component.where) from error
+            raise refusal(component, f"{adapter.file} cannot be read: {error}", ".ip_adapters") from error
         parts = ("image_proj", "ip_adapter")
         states.append({part: {k[len(part) + 1 :]: t for k, t in tensors.items() if k.startswith(f"{part}.")} for part in parts})
     try:
@@ -80,5 +79,5 @@ def _converted(component: Component, module: Any, *, meta: bool) -> tuple[dict[s
     except (KeyError, RuntimeError, IndexError, ValueError) as error:
         names = ", ".join(adapter.file for adapter in component.ip_adapters)
         text = " ".join(str(error).split())[:300]
-        raise GraphError(f"{label}: {names} does not fit {component.class_path}: {text}", component.where) from error
+        raise refusal(component, f"{names} does not fit {component.class_path}: {text}", ".ip_adapters") from error
     return attention, layers

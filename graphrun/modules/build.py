@@ -30,11 +30,12 @@ from graphrun.graph.graph import Component, Graph, Part
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.adapters import adapter_tensors, add_ip_adapters
 from graphrun.modules.blocks import lay_out
-from graphrun.modules.classes import resolve_class
+from graphrun.modules.classes import refusal, resolve_class
 from graphrun.modules.contents import (
     Content,
     as_stored,
     content_of,
+    lacking,
     read_as,
     refuse_differing,
     refuse_missing,
@@ -224,12 +225,9 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
             wanted = {name: tensor.shape for name, tensor in read.items() if name not in adapters}
             content, source = Content(place, {}), LoadedSource(partial(_load_folder, kind, component, place, wanted))
     elif precision == "gguf":
-        raise GraphError(
-            f"components.{component.name}: gguf has no random weights: add gguf: with the path of a file", component.where
-        )
+        raise refusal(component, "gguf has no random weights: add gguf: with the path of a file")
     if component.loras and precision in ("gguf", "fp8"):
-        text = f"a LoRA cannot be fused into weights in {precision}: take another precision, or leave loras: out"
-        raise GraphError(f"components.{component.name}: {text}", component.where)
+        raise refusal(component, f"a LoRA cannot be fused into weights in {precision}: take another precision, or leave loras: out")
     deltas = deltas_of(component, module)
     buffers = {name: tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in read}
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
@@ -283,7 +281,7 @@ def _tokenizer(part: Part, file: Path) -> Any:
 def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
     kind = resolve_class(component.class_path, trust, component.where, "component")
     if not issubclass(kind, nn.Module):
-        raise GraphError(f"components.{component.name}: {component.class_path} is not a torch module", component.where)
+        raise refusal(component, f"{component.class_path} is not a torch module")
     return kind
 
 
@@ -314,7 +312,7 @@ def _load_folder(kind: type[Any], component: Component, folder: Path, wanted: Ma
     with _graph_errors(label, component.class_path, component.where, component.source), no_progress_bars():
         module, report = kind.from_pretrained(folder, **options)
     if missing := sorted(report["missing_keys"]):
-        raise GraphError(f"{label}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
+        raise lacking(component, folder, missing)
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     found = {name: tensor.detach() for name, tensor in named}
     shapes = {name: list(found[name].shape) if name in found else None for name in wanted}

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.graph.graph import DEFAULT_ALLOW, Component
 from graphrun.graph.values import did_you_mean, outside, to_trust
 
 Kind = Literal["component", "part", "pipeline", "blocks"]
@@ -34,6 +34,11 @@ _DESCRIPTIONS = {
     "pipeline": "a pipeline",
     "blocks": "blocks of a modular pipeline",
 }
+
+
+def refusal(component: Component, text: str, member: str = "") -> GraphError:
+    """The error that says ``text`` about ``component``, or about its ``member`` such as ``.loras``, at the component's line."""
+    return GraphError(f"components.{component.name}{member}: {text}", component.where)
 
 
 def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "", *kinds: Kind) -> type[Any]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Component
+from graphrun.modules.classes import refusal
 from graphrun.modules.conversions import Derivation, Piece, SymbolicTensors, converted
 from graphrun.modules.gguf import dequantized, gguf_tensors, shape_of
 from graphrun.modules.precisions import QUANTIZED
@@ -150,10 +151,13 @@ def refuse_missing(content: Content, needed: Collection[str], component: Compone
     """Raises GraphError naming the tensors of ``needed`` that the files lack."""
     if missing := sorted(set(needed) - content.pieces.keys()):
         if not content.pieces:
-            text = f"{content.place} has no tensors for it: give it its own source:"
-        else:
-            text = f"{content.place} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}"
-        raise GraphError(f"components.{component.name}: {text}", component.where)
+            raise refusal(component, f"{content.place} has no tensors for it: give it its own source:")
+        raise lacking(component, content.place, missing)
+
+
+def lacking(component: Component, place: Path, missing: Sequence[str]) -> GraphError:
+    """The error for ``missing`` tensors."""
+    return refusal(component, f"{place} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
 
 
 def refuse_differing(place: Path, differing: Sequence[tuple[str, str, object]], component: Component) -> None:
@@ -161,7 +165,7 @@ def refuse_differing(place: Path, differing: Sequence[tuple[str, str, object]], 
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         text = "; ".join(f"{name} is {found}, not {wanted}" for name, found, wanted in differing[:3])
-        raise GraphError(f"components.{component.name}: {place} does not match its config: {text}{more}", component.where)
+        raise refusal(component, f"{place} does not match its config: {text}{more}")
 
 
 def saved_as(name: str, module: nn.Module, saved: Mapping[str, Any]) -> str:
@@ -184,7 +188,7 @@ def _by_module_name(
         try:
             tensors = converted(module, symbols, tensors)
         except InputError as error:
-            raise GraphError(f"components.{component.name}: {place} cannot be used: {error}", component.where) from error
+            raise refusal(component, f"{place} cannot be used: {error}") from error
     found: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
         if (stored := tensors.get(saved_as(name, module, tensors))) is not None:
@@ -211,7 +215,6 @@ def _scales(by_name: Mapping[str, Stored], place: Path, component: Component) ->
             shape = by_name[weight].shape
             if math.prod(scale.shape) not in (1, shape[0]) or len(shape) != 2:
                 what = f"{key} {list(scale.shape)} is not a supported scale of {weight} {list(shape)}"
-                text = f"{place}: {what}: it must have one element, or one per row"
-                raise GraphError(f"components.{component.name}: {text}", component.where)
+                raise refusal(component, f"{place}: {what}: it must have one element, or one per row")
             found[weight] = key
     return found

@@ -48,6 +48,10 @@ class DtypeVariant:
         return f"{self.component}@{'+'.join(floating)}{suffix}"
 
 
+def _nothing(_: str) -> None:
+    """The default for what `DtypeVariants` calls."""
+
+
 class DtypeVariants:
     """The dtype variants that the components ``modules`` have had. A module's own parameters and buffers are those of its current
     variant.
@@ -56,7 +60,7 @@ class DtypeVariants:
     put in.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], leave: Switched | None = None, join: Switched | None = None) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], leave: Switched = _nothing, join: Switched = _nothing) -> None:
         self._modules = dict(modules)
         self._leave, self._join = leave, join
         own = {name: tuple(tensor.dtype for tensor in _distinct(module)) for name, module in modules.items()}
@@ -89,13 +93,11 @@ class DtypeVariants:
         if dtype_variant != before:
             self.known[dtype_variant.name] = dtype_variant
             module = self._modules[dtype_variant.component]
-            if self._leave is not None:
-                self._leave(before.name)
+            self._leave(before.name)
             self._tensors[before.name] = _distinct(module)
             _replace_tensors(module, self._values(dtype_variant))
             self._now[dtype_variant.component] = dtype_variant
-            if self._join is not None:
-                self._join(dtype_variant.name)
+            self._join(dtype_variant.name)
         return dtype_variant
 
     @contextmanager

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Lora
+from graphrun.modules.classes import refusal
 
 _SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
 
@@ -63,21 +63,19 @@ def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ..
     start = len(prefix) if prefixed else 0
     halves: dict[str, dict[str, str]] = {}
     for key in keys:
-        suffix = next((suffix for suffix in _SUFFIXES if key.endswith(suffix)), "")
-        if suffix:
+        for suffix in filter(key.endswith, _SUFFIXES):
             halves.setdefault(key[start : -len(suffix)], {})[_SUFFIXES[suffix]] = key
-    label = f"components.{component.name}.loras"
     if not halves:
         named = ", ".join(sorted(sizes)[:3])
-        raise GraphError(f"{label}: {lora.file} has no tensors for {component.name}: it has {named}, ...", component.where)
+        raise refusal(component, f"{lora.file} has no tensors for {component.name}: it has {named}, ...", ".loras")
     found = {}
     for path, pair in halves.items():
         name, shape = f"{path}.weight", shapes.get(f"{path}.weight")
         if shape is None:
-            raise GraphError(f"{label}: {lora.file} changes {path}, which {component.class_path} does not have", component.where)
+            raise refusal(component, f"{lora.file} changes {path}, which {component.class_path} does not have", ".loras")
         if pair.keys() != {"down", "up"} or sizes[pair["up"]][0] != shape[0] or sizes[pair["down"]][1] != shape[1]:
             text = ", ".join(f"{half} {list(sizes[key])}" for half, key in sorted(pair.items()))
-            raise GraphError(f"{label}: {lora.file} does not fit {name} {list(shape)}: it has {text}", component.where)
+            raise refusal(component, f"{lora.file} does not fit {name} {list(shape)}: it has {text}", ".loras")
         rank = sizes[pair["down"]][0]
         alpha = alphas.get(f"{prefix if prefixed else ''}{path}.alpha", metadata.get("lora_alpha", rank))
         found[name] = Delta(lora.file, pair["down"], pair["up"], lora.scale * float(alpha) / rank)
@@ -89,7 +87,7 @@ def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ..
     from safetensors import SafetensorError, safe_open
 
     if not Path(lora.file).is_file():
-        raise GraphError(f"components.{component.name}.loras: no such file: {lora.file}", component.where)
+        raise refusal(component, f"no such file: {lora.file}", ".loras")
     try:
         with safe_open(lora.file, framework="pt") as opened:
             sizes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
@@ -97,6 +95,6 @@ def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ..
             text = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
         settings = json.loads(text)
     except (SafetensorError, OSError, ValueError) as error:
-        raise GraphError(f"components.{component.name}.loras: {lora.file} cannot be read: {error}", component.where) from error
+        raise refusal(component, f"{lora.file} cannot be read: {error}", ".loras") from error
     prefix = f"{component.name}."
     return sizes, alphas, {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}

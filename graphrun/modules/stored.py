@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
+from graphrun.modules.classes import refusal
 from graphrun.modules.contents import content_of, refuse_missing
 from graphrun.modules.source_files import has_weights, local_place
 
@@ -39,7 +39,7 @@ def local_weights(component: Component, precision: str) -> Path | None:
     place = local_place(source) if source is not None else None
     if place is None and precision == "gguf":
         text = f"{source} is not on this machine, and its header is needed to plan: get it, or leave gguf out of precision:"
-        raise GraphError(f"components.{component.name}: {text}", component.where)
+        raise refusal(component, text)
     return place if place is not None and (precision == "gguf" or has_weights(place, component.variant)) else None
 
 

@@ -12,19 +12,19 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 
-def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of ``value`` with ``change`` applied to every tensor in it."""
-    if isinstance(value, torch.Tensor):
+def walk(value: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
+    """A copy of ``value`` with ``change`` applied to every tensor in it, or to every instance of ``kind``."""
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        items = [walk(item, change) for item in value]
+        items = [walk(item, change, kind) for item in value]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, dict) and not hasattr(value, "to_tuple"):
-        return {key: walk(item, change) for key, item in value.items()}
+        return {key: walk(item, change, kind) for key, item in value.items()}
     if isinstance(value, dict) or _is_library_object(value):
         twin = copy.copy(value)
         for key, item in (value if isinstance(value, dict) else vars(value)).items():
-            setattr(twin, key, walk(item, change))
+            setattr(twin, key, walk(item, change, kind))
         return twin
     return value
 

@@ -28,7 +28,7 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     Raises GraphError at the stage's line where the pipeline is not modular, for unknown blocks, arguments or outputs, and for
     errors of the pipeline's own code.
     """
-    pipeline, wanted = context.pipeline, context.declared.outputs if context.declared is not None else ("image",)
+    pipeline, wanted = context.pipeline, context.stage.outputs
     if not is_modular_class(type(pipeline)):
         refuse(context, f"{type(pipeline).__name__} is not a modular pipeline, so it has no blocks: use the op call")
     whole = pipeline._blocks
@@ -36,8 +36,8 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     for name in blocks:
         if name not in whole.sub_blocks:
             refuse(context, f"with.blocks: {type(whole).__name__} has no {name!r}{did_you_mean(name, list(whole.sub_blocks))}")
-    declared = context.declared.arguments if context.declared is not None else {}
-    from_stages = {name for name, value in declared.items() if isinstance(value, Reference) and value.kind == "stage"} - {GENERATOR}
+    given = context.stage.arguments.items()
+    from_stages = {name for name, value in given if isinstance(value, Reference) and value.kind == "stage"} - {GENERATOR}
     inputs = {name: value for name, value in arguments.items() if value is not None and name not in from_stages}
     inputs |= _generator(context, inputs.get(GENERATOR), seed)
     accepted = _input_names(whole)

@@ -27,7 +27,7 @@ from graphrun.modules.memos import forget
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.modules.trees import computing_on, tensors_in, walk
-from graphrun.ops import run_stages
+from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
 from graphrun.profile.meta_ops import autocast_off_on_meta
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
@@ -64,8 +64,9 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
                 prober.recording.values[f"{stage}.{name}"] = frozenset(keys)
             prober.recording.items.append(Mark("stage", stage))
 
-        observed = {"after_stage": after_stage, "parts": parts, "meta_modules": meta_modules, "options": options, "planning": True}
-        run_stages(graph, meta_modules, sim.device, inputs, **observed)
+        stages = Stages(graph, meta_modules, sim.device, inputs, parts, meta_modules, options=options or {}, planning=True)
+        stages.after_stage = after_stage
+        stages.run()
     return Probed(prober.recording, prober.profiles(graph), meta_modules)
 
 

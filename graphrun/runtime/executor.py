@@ -40,17 +40,9 @@ from graphrun.verify.simulate import simulate
 def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
     """The stages of ``graph`` in the order and with the options of ``plan``, over the components in ``host``; ``more`` as for
     `Stages`."""
-    return Stages(
-        graph,
-        host.modules,
-        device.torch_device,
-        inputs,
-        parts=host.parts,
-        meta_modules=host.meta_modules,
-        order=plan.order,
-        options=dict(plan.options),
-        **more,
-    )
+    order, options = plan.order, dict(plan.options)
+    place = device.torch_device
+    return Stages(graph, host.modules, place, inputs, host.parts, host.meta_modules, order=order, options=options, **more)
 
 
 def follow(

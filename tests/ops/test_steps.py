@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import stages_of
 
 import graphrun
 from graphrun.batch.cache.pack import pack, unpack
@@ -74,7 +75,7 @@ class Loops:
             self._built[name] = modules, {c: meta_module(of, graph.trust) for c, of in graph.components.items()}
         modules, meta_modules = self._built[name]
         inputs = graph.resolve({"steps": STEPS, **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {})})
-        return Stages(graph, modules, torch.device("cpu"), inputs, journal=journal, meta_modules=meta_modules)
+        return stages_of(graph, modules, inputs, journal=journal, meta_modules=meta_modules)
 
     def __call__(self, name: str, scheduler: str, journal: MemoryJournal | None) -> torch.Tensor:
         found: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]

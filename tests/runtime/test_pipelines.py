@@ -15,7 +15,7 @@ from whole_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
 from graphrun.errors import OutOfMemory, TransferFailed
 from graphrun.model.choices import apply_choices
 from graphrun.model.precomputed import without
-from graphrun.ops.runner import to_host
+from graphrun.modules.trees import walk
 from graphrun.runtime.host import Host
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
@@ -102,7 +102,7 @@ class Faulty:
 
     def _leave_out(self, done: Sequence[str]) -> None:
         def keep(stage: str, outputs: Mapping[str, Any]) -> None:
-            self.precomputed |= {f"{stage}.{name}": to_host(value) for name, value in outputs.items()}
+            self.precomputed |= {f"{stage}.{name}": walk(value, lambda tensor: tensor.cpu()) for name, value in outputs.items()}
 
         self.whole.run(self.problem, self.plan, after_stage=keep)
         self.graph = self.graph.with_precomputed(done)

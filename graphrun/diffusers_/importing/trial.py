@@ -24,7 +24,7 @@ from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.modules.build import build_part, meta_module
 from graphrun.modules.texts import measured
-from graphrun.ops import run_stages
+from graphrun.ops import Stages
 from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
@@ -104,8 +104,9 @@ class TrialPipeline:
             found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
 
         with quietly(), self.fingerprint.running():
-            means = {"parts": self.parts, "meta_modules": self.meta_modules, "planning": True, "after_stage": after_stage}
-            run_stages(graph, self.meta_modules, sim.device, values, **means)
+            stages = Stages(graph, self.meta_modules, sim.device, values, self.parts, self.meta_modules, planning=True)
+            stages.after_stage = after_stage
+            stages.run()
         return found
 
     def _advice(self) -> str:
