@@ -123,7 +123,7 @@ def test_in_fp8_weights_are_read_as_stored_and_in_16_bit_multiplied_by_their_sca
     for precision, made in (("fp8", False), ("bfloat16", True)):
         _, writer = draft(graph.component("transformer"), graph, precision)
         assert writer.plain
-        assert isinstance(writer.source._source._stored[name], Derivation) == made  # type: ignore[attr-defined]
+        assert isinstance(writer.source._stored[name], Derivation) == made  # type: ignore[attr-defined]
     value = torch.empty(module.get_parameter(name).shape, dtype=torch.bfloat16)
     writer.source.into(name, value)
     wanted = module.get_parameter(name)
