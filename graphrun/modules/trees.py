@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 
 def walk(value: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
@@ -43,7 +42,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def computing_on(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every device except the CPU replaced by ``place``."""
-    there = tree_map_only(torch.device, lambda own: place if own.type != "cpu" else own, (args, kwargs))
+    there = walk((args, kwargs), lambda own: own if own.type == "cpu" else place, torch.device)
     return there  # type: ignore[no-any-return]
 
 
