@@ -37,7 +37,7 @@ from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, entry_of
 from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.profile.recording import Mark, Recording
+from graphrun.profile.recording import Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
@@ -397,12 +397,11 @@ class _Replan:
         dtype_variants = self._attachment._host.dtype_variants
         assert dtype_variants is not None
         call, returned = meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
-        entered = Mark("enter", component, call)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes)
         # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
         # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
         recording = Recording(
-            [(1, live_in_bytes), entered, (2, returned.nbytes), entered, (3, returned.nbytes), Mark("stage", entry)]
+            [Event(1, live_in_bytes), call, Event(2, returned.nbytes), call, Event(3, returned.nbytes), StageEnd(entry)], keeps=True
         )
         solution = self._attachment.solve(self._attachment.problem(recording, self._reserve_bytes))
         self._attachment._host.lay_out(solution.problem, dtype_variants.known)

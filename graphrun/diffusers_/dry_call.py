@@ -12,8 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from graphrun.modules.interceptor import entry_of
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.recorder import META
 from graphrun.profile.recording import Call as Traced
-from graphrun.profile.recording import ComponentProfile, Mark, Probed, Recording
+from graphrun.profile.recording import ComponentProfile, Probed, Recording, StageEnd
 from graphrun.profile.returned import Returned
 from graphrun.units import show_size
 
@@ -73,7 +72,7 @@ class MetaPipeline:
         Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises before any component is entered is
         about its arguments, and is raised as it is.
         """
-        recording = self.prober.recording = Recording()
+        recording = self.prober.recording = Recording(keeps=True)
         self.prober.entry_signatures.clear()
         self.dtype_variants.begin()
         entered: list[Any] = []
@@ -83,11 +82,11 @@ class MetaPipeline:
                 kwargs = copy_for_dry_run(call.kwargs, sim.device, self._meta_modules_by_id)
                 machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
                 call.find(self)(*args, **kwargs)
-                recording.items.append(Mark("stage", call.name))
+                recording.items.append(StageEnd(call.name))
         except GraphrunError:
             raise
         except Exception as error:
-            entered = [item.name for item in recording.items if isinstance(item, Mark)]
+            entered = [item.component for item in recording.items if isinstance(item, Traced)]
             if not entered and isinstance(error, (ValueError, TypeError)):
                 raise
             after = f"after {entered[-1]} was entered" if entered else "before any component was entered"
@@ -123,25 +122,18 @@ class LiveProber(Prober):
         super().__init__(meta_modules, self.dtype_variants)
         self._live = dict(live)
         self.entry_signatures: set[Any] = set()  # of the call that is being probed
-        self._cache_bytes: dict[int, int] = {}  # by id of a trace: bytes that the component caches beyond its call
-        self._keys = count(1 << 40)  # allocation keys apart from those of the simulated machine
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `Prober.answer`; also notes the entry's signature, and records what the component caches as live until the end."""
+        """As `Prober.answer`; also notes the entry's signature."""
         self.register(self.dtype_variants.known[component])
-        signature = self.signature(component, entry, args, kwargs)
-        answer = super().answer(component, entry, proceed, args, kwargs)
-        if signature not in self.entry_signatures:
-            self.entry_signatures.add(signature)
-            self.recording.items.append((next(self._keys), self._cache_bytes.get(id(self._traces[signature][0]), 0)))
-        return answer
+        self.entry_signatures.add(self.signature(component, entry, args, kwargs))
+        return super().answer(component, entry, proceed, args, kwargs)
 
     def register(self, dtype_variant: DtypeVariant) -> None:
         """Adds ``dtype_variant`` as a component with a profile of its own."""
         self.dtype_variants.known[dtype_variant.name] = dtype_variant
         if dtype_variant.name not in self.meta_modules:
             self.meta_modules[dtype_variant.name] = self.meta_modules[dtype_variant.component]
-            self.entered[dtype_variant.name], self.repeated[dtype_variant.name], self.routed[dtype_variant.name] = {}, set(), set()
 
     def as_traced(self, name: str) -> AbstractContextManager[None]:
         return self.dtype_variants.within(self.dtype_variants.known[name])
@@ -155,10 +147,7 @@ class LiveProber(Prober):
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device = META
     ) -> tuple[Traced, Returned]:
         try:
-            call, made = super()._trace(component, entry, proceed, args, kwargs)
-            traced = replace(call, kept=()), made
-            self._cache_bytes[id(traced[0])] = sum(nbytes for key, nbytes in call.events if key in call.kept)
-            return traced
+            return super()._trace(component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
@@ -173,8 +162,7 @@ class LiveProber(Prober):
         )
         try:
             with _with_weights_of(live, self.meta_modules[component]):
-                call, made = super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
-                return replace(call, kept=()), made
+                return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
         except Exception as error:
             raise ProbeError(
                 f"{component}.{entry}({describe_arguments(args, kwargs)}) cannot be traced, neither on meta ({first}) nor on the "

@@ -90,17 +90,11 @@ def _nbytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
-def group_blocks(
-    module: nn.Module,
-    entered: Sequence[str],
-    touched: Sequence[Iterable[str]],
-    routed: Collection[str] = (),
-    loose: Collection[str] = (),
-) -> tuple[BlockGroup, ...]:
-    """The block groups of ``module`` in call order, the remainder first.
+def group_blocks(module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()) -> tuple[BlockGroup, ...]:
+    """The block groups of ``module`` in the order in which ``calls``, its distinct calls, entered them, the remainder first.
 
-    ``entered``: paths from `block_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the
-    names of the parameters and buffers that it read.
+    Blocks that run several times in one call (a video decoder processes the frames one by one) cannot be streamed in one order,
+    so they join the remainder.
 
     Blocks are in one group if they are under the same child of the component and have about equal bytes. A child outside of
     all groups that is read by other calls than the remainder becomes a group of one, named after the child (a VAE's encoder
@@ -108,8 +102,10 @@ def group_blocks(
     block does not run (DiT's last layer calls the first block's timestep embedding). A block whose own tensors are loose, or
     whose modules all are, joins the remainder.
     """
-    candidates = set(block_paths(module, routed))
-    found = [path for path in dict.fromkeys(entered) if path in candidates]
+    repeated = {path for call in calls for path, times in Counter(call.entered).items() if times > 1}
+    candidates = set(block_paths(module, routed)) - repeated
+    found = [path for path in dict.fromkeys(path for call in calls for path in call.entered) if path in candidates]
+    loose = set[str]().union(*(call.loose for call in calls))
     modules = dict(module.named_modules(remove_duplicate=False))
     loose_in = {path: _loose_modules(modules[path], path, loose) if loose else [] for path in found}
     units = [path for path in loose_in if loose_in[path] != [path]]
@@ -126,7 +122,7 @@ def group_blocks(
     least = MIN_GROUP_SHARE * sum(sizes.values())
     large = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
     kept = _split_where_interrupted(units, large)
-    separate = _differently_read_children(module, [path for group in kept for path in group], touched)
+    separate = _differently_read_children(module, [path for group in kept for path in group], calls)
     taken = {"remainder", *separate}
     streamed = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
     loose_paths = [path for group in kept for block in group for path in loose_in[block]]
@@ -156,7 +152,7 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     remainder.
     """
     call_counts = [Counter(span.path for span in call.spans) for call in calls]
-    outside = frozenset().union(*(call.outside for call in calls))
+    outside = set[str]().union(*(call.outside for call in calls))
     called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
     called = [path for path in called if not any(path.startswith(f"{of}.") for of in routed)]
     read = {name.split(".")[0] for call in calls for name in call.touched}
@@ -196,13 +192,7 @@ def _room_by_layer(calls: Sequence[Call]) -> dict[str, int]:
     """For each layer, the smallest difference in bytes between its call's peak and what is live while the layer runs."""
     found: dict[str, int] = {}
     for call in calls:
-        live, levels = 0, [0]
-        sizes: dict[int, int] = {}
-        for key, nbytes in call.events:
-            if nbytes > 0:
-                sizes[key] = nbytes
-            live += nbytes if nbytes > 0 else -sizes.pop(key, 0) if nbytes == 0 else 0
-            levels.append(live)
+        levels = call.levels()
         peak = max(levels)
         for span in call.spans:
             room = peak - max(levels[span.begin : span.end + 1])
@@ -223,16 +213,15 @@ def _unique_name(top: str, taken: set[str]) -> str:
     return name
 
 
-def _differently_read_children(module: nn.Module, blocks: Sequence[str], touched: Sequence[Iterable[str]]) -> list[str]:
-    """Names of the children read by other calls than those that read most of the bytes outside of ``blocks``."""
+def _differently_read_children(module: nn.Module, blocks: Sequence[str], calls: Sequence[Call]) -> list[str]:
+    """Names of the children read by others of ``calls`` than those that read most of the bytes outside of ``blocks``."""
     inside = tuple(f"{path}." for path in blocks)
     names = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)]
-    calls = [frozenset(names_read) for names_read in touched]
     pattern: dict[str, set[int]] = defaultdict(set)
     weight: dict[str, int] = defaultdict(int)
     for name, tensor in names:
         top = name.split(".")[0]
-        pattern[top] |= {number for number, read in enumerate(calls) if name in read}
+        pattern[top] |= {number for number, call in enumerate(calls) if name in call.touched}
         weight[top] += tensor.numel()
     shares: dict[frozenset[int], int] = defaultdict(int)
     for top, found in pattern.items():

@@ -93,14 +93,10 @@ def _derived_keys(graph_key: str, phase: str) -> Mapping[str, Any]:
 
 
 def _component_digest(component: Component, calls: Sequence[Call]) -> str:
-    kinds = {digest_of(_call_contents(call)) for call in {id(c): c for c in calls if c.component == component.name}.values()}
+    own = {id(call): call for call in calls if call.component == component.name}.values()
+    kinds = {digest_of(replace(call, component="").plain()) for call in own}  # a component's name depends on the graph
     made_of = component.config if component.has_config else component.source
     return digest_of([component.class_path, made_of, component.dtype, sorted(kinds)])
-
-
-def _call_contents(call: Call) -> dict[str, Any]:
-    """Everything that was traced of a call, except the component's name, which depends on the graph."""
-    return {**call.plain(), "component": ""}
 
 
 def _environment(problem: Problem) -> list[Any]:

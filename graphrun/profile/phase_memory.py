@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from graphrun.model.allocator import Allocator, Caching, Counting
 from graphrun.model.problem import Hardware
-from graphrun.profile.recording import Call, Mark, Recording
+from graphrun.profile.recording import Call, Event, Recording
 
 
 @dataclass(slots=True)
@@ -41,15 +41,15 @@ def phase_memories_of(
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase (`problems.phase_spans`).
     """
     own = Caching if hardware.caching_allocator else Counting
-    replay = _Replay(hardware, (allocator or own)())
+    replay = _Replay(hardware, (allocator or own)(), recording.keeps)
     phase_memories: list[PhaseMemory] = []
     starts = {begin: number for number, (begin, _) in enumerate(spans)}
     position, not_entered, steady = 0, set[str](), False
     members = [{e[1].component for e in recording.entries()[begin:end]} for begin, end in spans]
     for item in recording.items:
-        if not isinstance(item, Mark):
-            replay.apply(*item)
-        elif item.call is not None:
+        if isinstance(item, Event):
+            replay.apply(item)
+        elif isinstance(item, Call):
             if position in starts:
                 _end_part(phase_memories, replay, steady)
                 phase_memories.append(replay.begin_phase())
@@ -57,11 +57,11 @@ def phase_memories_of(
             elif not not_entered and not steady:
                 _end_part(phase_memories, replay, steady)
                 steady = True
-            not_entered.discard(item.name)
-            levels = replay.enter(item.call)
-            for span in item.call.spans if not hardware.caching_allocator else ():
+            not_entered.discard(item.component)
+            levels = replay.enter(item)
+            for span in item.spans if not hardware.caching_allocator else ():
                 beside = phase_memories[-1].beside_bytes
-                key = item.name, span.path
+                key = item.component, span.path
                 beside[key] = max(beside.get(key, 0), *levels[span.begin : span.end + 1])
             position += 1
     _end_part(phase_memories, replay, steady)
@@ -70,10 +70,8 @@ def phase_memories_of(
 
 def glue_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[int]:
     """For each phase, the peak of the device bytes allocated after its entry if every component computes elsewhere."""
-    items = [
-        replace(i, call=replace(i.call, events=(), spans=())) if isinstance(i, Mark) and i.call else i for i in recording.items
-    ]
-    phase_memories = phase_memories_of(Recording(items, dict(recording.values)), spans, hardware)
+    items = [replace(item, events=[], spans=[]) if isinstance(item, Call) else item for item in recording.items]
+    phase_memories = phase_memories_of(Recording(items), spans, hardware)
     return [max(0, max(of.first_bytes, of.steady_bytes) - of.entry_bytes) for of in phase_memories]
 
 
@@ -89,10 +87,11 @@ class _Replay:
     """Feeds a recording to an allocator. Keys inside of calls get a running offset, which keeps them distinct from the
     recording's own."""
 
-    def __init__(self, hardware: Hardware, allocator: Allocator) -> None:
+    def __init__(self, hardware: Hardware, allocator: Allocator, keeps: bool) -> None:
         self.allocator = allocator
         self.scratch = hardware.convolution_scratch
         self.spares = hardware.spares_large_copies
+        self.keeps = keeps
         self.peak_bytes = 0
         self.prelude_bytes = 0
         self._live: set[int] = set()
@@ -102,23 +101,25 @@ class _Replay:
     def begin_phase(self) -> PhaseMemory:
         """Begin a phase: releases what components kept in the last phase, and empty pages. What is still live is the entry
         memory."""
-        for key in self._kept.values():
-            self.allocator.release(key)
-        self._kept.clear()
+        while self._kept and not self.keeps:
+            self.allocator.release(self._kept.popitem()[1])
         self.allocator.trim()
         self.peak_bytes = self.allocator.used_bytes
         phase_memory = PhaseMemory(max(self.allocator.used_bytes, self.prelude_bytes))
         self.prelude_bytes = 0
         return phase_memory
 
-    def apply(self, key: int, nbytes: int) -> None:
-        if nbytes > 0:
-            self._live.add(key)
-            self.allocator.allocate(key, nbytes)
-            self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
-        elif key in self._live:
-            self._live.remove(key)
-            self.allocator.release(key)
+    def apply(self, event: Event) -> None:
+        if event.nbytes:
+            self._live.add(event.key)
+            self._allocate(event.key, event.nbytes)
+        elif event.key in self._live:
+            self._live.remove(event.key)
+            self.allocator.release(event.key)
+
+    def _allocate(self, key: int, nbytes: int) -> None:
+        self.allocator.allocate(key, nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
 
     def enter(self, call: Call) -> list[int]:
         """Replays ``call``. Tensors that a component keeps are allocated once in a phase.
@@ -126,22 +127,20 @@ class _Replay:
         Returns the bytes in use before the first event and after each, including an event's own scratch.
         """
         base, levels, already_kept = self._offset, [self.allocator.used_bytes], {key for of, key in self._kept if of == id(call)}
-        for key, nbytes in call.events:
-            if key in already_kept or (nbytes == 0 and key in call.kept):
-                pass
-            elif nbytes > 0:
-                self.allocator.allocate(base - key, nbytes)
+        for key, nbytes, scratch, spared_bytes in call.events:
+            if scratch:
+                if self.scratch:
+                    self._allocate(0, nbytes - spared_bytes * self.spares)
+                levels.append(self.allocator.used_bytes)
+                if self.scratch:
+                    self.allocator.release(0)
+                continue
+            if key not in already_kept and nbytes:
+                self._allocate(base - key, nbytes)
                 self._offset = min(self._offset, base - key)
                 if key in call.kept:
                     self._kept[id(call), key] = base - key
-                self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
-            elif nbytes == 0:
+            elif key not in call.kept:
                 self.allocator.release(base - key)
-            elif self.scratch:
-                self.allocator.allocate(base, -nbytes - key * self.spares)
-                self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
-                levels.append(self.allocator.used_bytes)
-                self.allocator.release(base)
-                continue
             levels.append(self.allocator.used_bytes)
         return levels

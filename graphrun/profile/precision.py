@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.profile.corrections import int8_scratch, nf4_scratch
-from graphrun.profile.recording import Call, Product
+from graphrun.profile.recording import Call, Event, Product
 
 # (package, first version): what a precision needs to be available, and for its modules to move between devices. Sources:
 # bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and
@@ -117,33 +117,22 @@ def requantized(
                          | product                                                      | product
 
     nf4 needs no weight in 16 bit for one token (`gemm_4bit`'s own kernel); fp8 and gguf always do, and gguf before that also
-    the scratch in ``widened``. The sizes of products come from the trace; the peak is computed anew.
+    the scratch in ``widened``. The sizes of products come from the trace. The result has no products and no spans.
     """
     if precision == "gguf":
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
     by_event = {product.event: product for product in call.products if product.name in shapes}
     if precision not in QUANTIZED or not by_event:
         return call
-    events: list[tuple[int, int]] = []
-    key = max((key for key, _ in call.events), default=0)
-    new_index: dict[int, int] = {}  # number of an event -> its number in the new list
+    events: list[Event] = []
+    key = max(event.key for event in call.events)
     for number, event in enumerate(call.events):
-        if number not in by_event:
-            new_index[number] = len(events)
-            events.append(event)
-            continue
-        before, during = _scratch(by_event[number], shapes, precision, dtype, widened or {})
+        before, during = _scratch(by_event[number], shapes, precision, dtype, widened or {}) if number in by_event else (0, 0)
         if before:
-            events += [(key + 1, before), (key + 1, 0)]
-        if during:
-            events.append((key + 2, during))
-        new_index[number] = len(events)
-        events.append(event)
-        if during:
-            events.append((key + 2, 0))
+            events += [Event(key + 1, before), Event(key + 1, 0)]
+        events += [Event(key + 2, during), event, Event(key + 2, 0)] if during else [event]
         key += 2
-    products = tuple(replace(product, event=new_index[product.event]) for product in call.products)
-    return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products, spans=())
+    return replace(call, events=events, products=[], spans=[])
 
 
 def _scratch(
@@ -158,18 +147,6 @@ def _scratch(
     if precision == "int8":
         return int8_scratch(product.rows, inputs, outputs, half=dtype == "float16")
     return 0, nf4_scratch(outputs * inputs, ELEMENT_BYTES[dtype]) if product.rows > 1 else 0
-
-
-def peak_of(events: Collection[tuple[int, int]]) -> int:
-    """The most bytes live at once during ``events``, without scratch (negative)."""
-    now = peak = 0
-    live: dict[int, int] = {}
-    for key, nbytes in events:
-        if nbytes >= 0:
-            now += nbytes or -live[key]
-            live[key] = nbytes
-            peak = max(peak, now)
-    return peak
 
 
 def dequantized_bytes(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: str = "bfloat16") -> int:

@@ -28,7 +28,7 @@ from graphrun.model.problem import (
 )
 from graphrun.modules.source_files import commits_of
 from graphrun.profile.phase_memory import PhaseMemory, glue_of, phase_memories_of
-from graphrun.profile.recording import Call, ComponentProfile, Probed, Recording
+from graphrun.profile.recording import Call, ComponentProfile, Event, Probed, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
 from graphrun.units import round_up
@@ -126,15 +126,8 @@ def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits
     found = {}
     for name, profile in probed.profiles.items():
         found[name] = numbers(name, profile)
-        if (layer_split := profile.layer_split) is not None:
-            split_profile = replace(
-                profile,
-                groups=layer_split.groups,
-                block_bytes=layer_split.block_bytes,
-                precisions=layer_split.precisions,
-                layer_split=None,
-            )
-            layers = numbers(name, split_profile, "layers")
+        if profile.layer_split is not None:
+            layers = numbers(name, profile.layer_split, "layers")
             found[name] = replace(found[name], layers=layers if layers.streamable else None)
     return found
 
@@ -239,7 +232,7 @@ def _may_be_on_cpu(components: Mapping[str, ComponentNumbers], of: Callable[[Ite
 
 def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
     """The values that later stages consume. ``stages``: the stage of each phase."""
-    sizes = {item[0]: round_up(item[1], ROUND_BYTES) for item in recording.items if isinstance(item, tuple) and item[1] > 0}
+    sizes = {item.key: round_up(item.nbytes, ROUND_BYTES) for item in recording.items if isinstance(item, Event) and item.nbytes}
     order = {stage.name: number for number, stage in enumerate(graph.stages)}
     found = []
     for name, keys in recording.values.items():

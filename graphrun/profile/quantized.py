@@ -27,7 +27,6 @@ from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import gguf_linear, quantizable_layers
-from graphrun.profile.precision import peak_of
 from graphrun.profile.recorder import Recorder
 from graphrun.units import round_up
 
@@ -149,8 +148,8 @@ def widened(kinds: Mapping[str, tuple[str, int, tuple[int, int]]], dtype: str) -
         with _disable_current_modes(), torch.no_grad(), recorder:
             layer(torch.empty(1, inputs, dtype=own, device="meta"))
         recorder.close()
-        written = sum(nbytes for _, nbytes in recorder.events if nbytes > 0)
-        by_shape[kind, row_bytes, (outputs, inputs)] = peak_of(recorder.events), written
+        written = sum(event.nbytes for event in recorder.record.events if not event.scratch)
+        by_shape[kind, row_bytes, (outputs, inputs)] = recorder.record.peak_bytes, written
     return {name: by_shape[of] for name, of in kinds.items()}
 
 

@@ -22,13 +22,12 @@ from graphrun.profile.precision import (
     dequantization_seconds,
     dequantized_bytes,
     flags,
-    peak_of,
     quantizing_bytes,
     requantized,
 )
 from graphrun.profile.quantized import PRECISIONS, block_bytes, tensor_bytes_in, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Product
+from graphrun.profile.recording import Call, Event, Product
 from graphrun.units import round_up
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -217,19 +216,18 @@ def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
         out = module(x)
     del out
     recorder.close()
-    call = Call("any", "forward", tuple(recorder.events), recorder.peak_bytes, 0, frozenset(), (), tuple(recorder.products))
-    return call, {"first.weight": (96, 64), "second.weight": (32, 96)}
+    return recorder.record, {"first.weight": (96, 64), "second.weight": (32, 96)}
 
 
 def peak(call: Call) -> int:
     """The peak as the simulated accelerator counts it."""
     counter, most = Counting(), 0
-    for key, nbytes in call.events:
-        if nbytes:
-            counter.allocate(key, nbytes)
+    for event in call.events:
+        if event.nbytes:
+            counter.allocate(event.key, event.nbytes)
             most = max(most, counter.used_bytes)
         else:
-            counter.release(key)
+            counter.release(event.key)
     assert counter.used_bytes == 0
     return most
 
@@ -237,7 +235,7 @@ def peak(call: Call) -> int:
 def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
     assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
-    assert [call.events[product.event][1] for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
+    assert [call.events[product.event].nbytes for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
 
 
 def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
@@ -246,9 +244,6 @@ def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     found = requantized(call, shapes, "nf4")
     assert found.peak_bytes == peak(found)
     assert peak(found) == max(2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32)
-    assert [(found.events[p.event][1], p.name) for p in found.products] == [
-        (call.events[p.event][1], p.name) for p in call.products
-    ]
     assert dequantized_bytes(call, shapes, "nf4") == 2 * (96 * 64 + 32 * 96)
     assert dequantization_seconds(10**9, 1e9) == 2.0
 
@@ -278,7 +273,8 @@ def test_an_unquantized_layer_takes_no_scratch() -> None:
 
 
 def test_the_peak_of_events_excludes_scratch() -> None:
-    assert peak_of(((1, 512), (0, -4096), (2, 1024), (1, 0), (3, 512), (2, 0), (3, 0))) == 1536
+    events = [Event(1, 512), Event(0, 4096, scratch=True), Event(2, 1024), Event(1, 0), Event(3, 512), Event(2, 0), Event(3, 0)]
+    assert Call(events=events).peak_bytes == 1536
 
 
 def test_a_product_has_one_weight() -> None:
