@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from packaging.version import InvalidVersion, Version
 
 from graphrun.files import Store
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.host_ram import available_bytes, host_ram_bytes, memory_limits
-from graphrun.profile.precision import NEEDS, flags
+from graphrun.profile.precision import NEEDS, flags, new_enough
 from graphrun.units import GIB, show_size
 
 # (package, first version, what that version provides, what does not work before it). Sources: bitsandbytes' release notes 0.43.2
@@ -82,11 +81,8 @@ def about(name: str, installed: str | None, rules: Sequence[tuple[str, str, str,
     breaks: list[str] = []
     for package, since, provides, breaks_before in rules:
         if package == name:
-            try:
-                new_enough = Version(installed) >= Version(since)
-            except InvalidVersion:
-                new_enough = False
-            (allows if new_enough else breaks).append(provides if new_enough else f"{breaks_before} (needs {since})")
+            new = new_enough(installed, since)
+            (allows if new else breaks).append(provides if new else f"{breaks_before} (needs {since})")
     return {"name": name, "version": installed, "allows": allows, "breaks": breaks}
 
 
