@@ -66,33 +66,31 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
     before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
     base, target = _open(kind)
     share = allowed_seconds / 9
-    figures = {
-        f"{copy}_bytes_per_second": _rate(target, lambda copy=copy: _copy_bytes(target, copy), share)  # type: ignore[misc]
-        for copy in ("h2d", "d2h", "pageable")
-    }
-    figures["both_bytes_per_second"] = _rate(target, lambda: _copy_bytes(target, "both"), share)
-    small = _rate(target, lambda: _copy_bytes(target, "small") and SMALL_COPIES, share)
-    figures["copy_start_seconds"] = max(0.0, 1 / small - SMALL_BYTES / figures["h2d_bytes_per_second"])
-    figures["disk_bytes_per_second"] = disk_rate(folder, share)
-    for work in ("matmul", "attention"):
-        figures[f"{work}_flops_per_second"] = _rate(target, lambda work=work: target.compute(work), share)  # type: ignore[misc]
+
+    def copied(kind: str) -> float:
+        target.copy(kind)
+        return SMALL_COPIES if kind == "small" else target.nbytes
+
+    rates = {kind: _rate(target, copied, kind, share) for kind in ("h2d", "d2h", "pageable", "both", "small")}
+    flops = {kind: _rate(target, target.compute, kind, share) for kind in ("matmul", "attention")}
     if kind == "cuda":
         base = _with_context(base, before, target)
-    figures["context_bytes"] = float(base.context_bytes)
-    matmul, attention = figures["matmul_flops_per_second"], figures["attention_flops_per_second"]
     measured = replace(
         base,
         name=name or base.name,
-        h2d_bytes_per_second=figures["h2d_bytes_per_second"],
-        d2h_bytes_per_second=figures["d2h_bytes_per_second"],
-        pageable_bytes_per_second=figures["pageable_bytes_per_second"],
-        bidirectional=min(1.0, figures["both_bytes_per_second"] / figures["h2d_bytes_per_second"]),
-        disk_bytes_per_second=figures["disk_bytes_per_second"],
-        copy_start_seconds=figures["copy_start_seconds"],
-        flops_per_second=1 / (LINEAR_SHARE / matmul + (1 - LINEAR_SHARE) / attention),
+        h2d_bytes_per_second=rates["h2d"],
+        d2h_bytes_per_second=rates["d2h"],
+        pageable_bytes_per_second=rates["pageable"],
+        bidirectional=min(1.0, rates["both"] / rates["h2d"]),
+        disk_bytes_per_second=disk_rate(folder, share),
+        copy_start_seconds=max(0.0, 1 / rates.pop("small") - SMALL_BYTES / rates["h2d"]),
+        flops_per_second=1 / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
         basis="measured",
     )
-    return measured, figures
+    figures = {f"{kind}_bytes_per_second": rate for kind, rate in rates.items()}
+    figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
+    figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
+    return measured, {**figures, "context_bytes": float(measured.context_bytes)}
 
 
 def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0) -> dict[str, Any]:
@@ -102,8 +100,7 @@ def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_sec
     Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device cannot be measured.
     """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
-    if name in hardware.priors():
-        raise InputError(f"{name} is the name of a prior: choose another name with --name")
+    profiles.refuse_taken(name)
     start = time.perf_counter()
     measured, figures = calibrate(kind, cache, name, allowed_seconds)
     card = hardware.found() if kind == "cuda" else None
@@ -131,18 +128,13 @@ def _open(kind: Kind) -> tuple[Hardware, Target]:
     return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), _Cpu()
 
 
-def _copy_bytes(target: Target, kind: str) -> float:
-    target.copy(kind)
-    return float(target.nbytes)
-
-
-def _rate(target: Target, work: Callable[[], float], seconds: float) -> float:
-    """The best amount per second of ``work``, which returns its amount: at least three repetitions after one to warm up."""
-    work()
+def _rate(target: Target, work: Callable[[str], float], kind: str, seconds: float) -> float:
+    """The best amount per second of ``work(kind)``, which returns its amount: at least three repetitions after one to warm up."""
+    work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
     while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):
         begin = target.now()
-        amount = work()
+        amount = work(kind)
         best = max(best, amount / max(target.now() - begin, 1e-9))
         repetitions += 1
     return best
@@ -194,9 +186,9 @@ class _Cpu:
 
     def copy(self, kind: str) -> None:
         """One copy within RAM; for ``both`` two, one after the other; for ``small`` many small ones."""
-        for _ in range(SMALL_COPIES if kind == "small" else 0):
-            self._destination[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
         if kind == "small":
+            for _ in range(SMALL_COPIES):
+                self._destination[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
             return
         self._destination.copy_(self._source)
         if kind == "both":
@@ -273,11 +265,10 @@ class _Cuda:
         with self._torch.cuda.stream(self._streams[0]):
             for _ in range(SMALL_COPIES if kind == "small" else 0):
                 self._device[0][:SMALL_BYTES].copy_(self._pinned[0][:SMALL_BYTES], non_blocking=True)
-        if kind in ("h2d", "both"):
-            with self._torch.cuda.stream(self._streams[0]):
+            if kind in ("h2d", "both"):
                 self._device[0].copy_(self._pinned[0], non_blocking=True)
-        if kind in ("d2h", "both"):
-            with self._torch.cuda.stream(self._streams[1]):
+        with self._torch.cuda.stream(self._streams[1]):
+            if kind in ("d2h", "both"):
                 self._pinned[1].copy_(self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -27,7 +27,7 @@ from graphrun.model.problem import (
     ValueNumbers,
 )
 from graphrun.modules.source_files import commits_of
-from graphrun.profile.phase_memory import PhaseMemory, glue_of, phase_memories_of
+from graphrun.profile.phase_memory import glue_of, phase_memories_of
 from graphrun.profile.recording import Call, ComponentProfile, Event, Probed, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
@@ -97,13 +97,10 @@ def problem_of(
         allow=tuple(sorted(limits.allow)),
         commits=commits_of(graph.components[name] for name in sorted(used)),
     )
-    directives = graph.directives
-    placements: tuple[tuple[Placement, tuple[str, ...]], ...] = (
-        ("keep", directives.keep),
-        ("exclude", directives.exclude),
-        ("pin", directives.pin),
+    placements: tuple[Placement, ...] = ("keep", "exclude", "pin")
+    return directed(
+        problem, [Directive(placement, name) for placement in placements for name in getattr(graph.directives, placement)]
     )
-    return directed(problem, [Directive(placement, name) for placement, names in placements for name in names])
 
 
 def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
@@ -111,25 +108,15 @@ def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits
     for call in {id(call): call for _, call in probed.recording.entries()}.values():
         calls[call.component].append(call)
 
-    def numbers(name: str, profile: ComponentProfile, granularity: Granularity = "blocks") -> ComponentNumbers:
-        more = calls.get(name, []), hardware
+    def numbers(name: str, profile: ComponentProfile, granularity: Granularity) -> ComponentNumbers:
         variants = variants_of(
-            graph.components[name],
-            profile,
-            *more,
-            backing_stores=limits.backing_stores,
-            allow=limits.allow,
-            granularity=granularity,
+            graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity
         )
-        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity)
+        layers = numbers(name, profile.layer_split, "layers") if profile.layer_split is not None else None
+        layers = layers if layers is not None and layers.streamable else None
+        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity, layers=layers)
 
-    found = {}
-    for name, profile in probed.profiles.items():
-        found[name] = numbers(name, profile)
-        if profile.layer_split is not None:
-            layers = numbers(name, profile.layer_split, "layers")
-            found[name] = replace(found[name], layers=layers if layers.streamable else None)
-    return found
+    return {name: numbers(name, profile, "blocks") for name, profile in probed.profiles.items()}
 
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
@@ -143,22 +130,28 @@ def _phases(
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
-    phase_memories = phase_memories_of(probed.recording, spans, hardware)
-    glue = glue_of(probed.recording, spans, hardware) if _may_be_on_cpu(components) else [0] * len(spans)
-    values = _values(graph, probed.recording, [entries[begin][0] for begin, _ in spans])
-    phases = tuple(
-        _phase(
-            entries[begin:end],
-            number - _first_of_stage(spans, entries, begin),
-            phase_memories[number],
-            glue[number],
-            sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
-            components,
-            hardware,
+    stages = [entries[begin][0] for begin, _ in spans]
+    values = _values(graph, probed.recording, stages)
+    memories = phase_memories_of(probed.recording, spans, hardware)
+    on_cpu = {name for name, component in components.items() if any(variant.device == "cpu" for variant in component.variants)}
+    glue = glue_of(probed.recording, spans, hardware) if on_cpu else [0] * len(spans)
+    phases = []
+    for number, (stage, (begin, end), memory) in enumerate(zip(stages, spans, memories, strict=True)):
+        calls: dict[str, list[Call]] = defaultdict(list)
+        for _, call in entries[begin:end]:
+            calls[call.component].append(call)
+        value_bytes = sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase)
+        phase = PhaseNumbers(
+            stage=stage,
+            index=stages[:number].count(stage),
+            uses=tuple(use_of(components[name], made, hardware, memory) for name, made in calls.items()),
+            live_in_bytes=max(0, memory.entry_bytes - value_bytes),
+            first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
+            steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
+            glue_bytes=glue[number] if calls.keys() <= on_cpu else 0,
         )
-        for number, (begin, end) in enumerate(spans)
-    )
-    return phases, values
+        phases.append(phase)
+    return tuple(phases), values
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
@@ -175,7 +168,8 @@ def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     begin = 0
     while begin < len(names):
-        end = begin + max(_run_length(names, begin, 1), _longest_alternation(names, begin))
+        lengths = {period: _run_length(names, begin, period) for period in range(1, LONGEST_PATTERN + 1)}
+        end = begin + max(length for period, length in lengths.items() if period == 1 or length >= ALTERNATIONS * period)
         spans.append((begin, end))
         begin = end
     return spans
@@ -187,47 +181,6 @@ def _run_length(names: Sequence[Any], begin: int, period: int) -> int:
     while end < len(names) and names[end] == names[end - period] and names[end][0] == names[begin][0]:
         end += 1
     return min(end, len(names)) - begin
-
-
-def _longest_alternation(names: Sequence[Any], begin: int) -> int:
-    found = [
-        (length, period)
-        for period in range(2, LONGEST_PATTERN + 1)
-        if (length := _run_length(names, begin, period)) >= ALTERNATIONS * period
-    ]
-    return max((length for length, _ in found), default=0)
-
-
-def _first_of_stage(spans: Sequence[tuple[int, int]], entries: Sequence[tuple[str, Call]], begin: int) -> int:
-    stage = entries[begin][0]
-    return next(number for number, (start, _) in enumerate(spans) if entries[start][0] == stage)
-
-
-def _phase(
-    entries: Sequence[tuple[str, Call]],
-    index: int,
-    phase_memory: PhaseMemory,
-    glue_bytes: int,
-    value_bytes: int,
-    components: Mapping[str, ComponentNumbers],
-    hardware: Hardware,
-) -> PhaseNumbers:
-    calls: dict[str, list[Call]] = defaultdict(list)
-    for _, call in entries:
-        calls[call.component].append(call)
-    return PhaseNumbers(
-        stage=entries[0][0],
-        index=index,
-        uses=tuple(use_of(components[name], made, hardware, phase_memory) for name, made in calls.items()),
-        live_in_bytes=max(0, phase_memory.entry_bytes - value_bytes),
-        first_bytes=max(0, phase_memory.first_bytes - phase_memory.entry_bytes),
-        steady_bytes=max(0, phase_memory.steady_bytes - phase_memory.entry_bytes),
-        glue_bytes=glue_bytes if _may_be_on_cpu({name: components[name] for name in calls}, all) else 0,
-    )
-
-
-def _may_be_on_cpu(components: Mapping[str, ComponentNumbers], of: Callable[[Iterable[bool]], bool] = any) -> bool:
-    return of(any(variant.device == "cpu" for variant in component.variants) for component in components.values())
 
 
 def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:

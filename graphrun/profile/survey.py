@@ -17,7 +17,7 @@ from graphrun.model.problem import Hardware, PhaseNumbers, Problem
 from graphrun.modules.build import meta_module
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
-from graphrun.profile.feedback import informed, keep_shapes, measurements
+from graphrun.profile.feedback import Measured, informed, keep_shapes, measurements
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import Limits, phase_spans, problem_of
 from graphrun.profile.quantized import PRECISIONS, weights_by_precision
@@ -147,15 +147,15 @@ def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
     return result
 
 
-def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Mapping[str, Any] | None) -> dict[str, Any]:
+def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Measured | None) -> dict[str, Any]:
     """``row`` with the measurements of its phase, taken from ``problem``, where there are any."""
     if measured is None:
         return row
     phase, result = problem.phases[number], dict(row)
-    if len(measured) > 1:
+    if measured.sizes:
         result["reserved_bytes"] = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
         result["basis"] = "measured"
-    if {name.partition("/")[0] for name in measured["seconds"]} >= set(row["components"]):
+    if {name.partition("/")[0] for name in measured.seconds} >= set(row["components"]):
         result["seconds"] = _seconds(problem, phase)
         result["seconds_basis"] = "measured"
     return {**result, "traced": {name: row[name] for name in ("reserved_bytes", "seconds")}}

@@ -43,9 +43,8 @@ def variants_of(
     profile: ComponentProfile,
     calls: Sequence[Call],
     hardware: Hardware,
-    *,
     backing_stores: Collection[str],
-    allow: Collection[str],
+    allow: Collection[str] = (),
     granularity: Granularity = "blocks",
 ) -> tuple[Variant, ...]:
     """All variants of ``component``, the graph's own first.
