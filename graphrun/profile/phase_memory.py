@@ -32,6 +32,11 @@ class PhaseMemory:
     steady_bytes: int = 0
     beside_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the whole phase."""
+        return max(self.entry_bytes, self.first_bytes, self.steady_bytes)
+
 
 def phase_memories_of(
     recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware, allocator: Callable[[], Allocator] | None = None
@@ -42,45 +47,33 @@ def phase_memories_of(
     """
     own = Caching if hardware.caching_allocator else Counting
     replay = _Replay(hardware, (allocator or own)(), recording.keeps)
-    phase_memories: list[PhaseMemory] = []
-    starts = {begin: number for number, (begin, _) in enumerate(spans)}
-    position, not_entered, steady = 0, set[str](), False
-    members = [{e[1].component for e in recording.entries()[begin:end]} for begin, end in spans]
+    entries = recording.entries()
+    starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
+    position, not_entered = 0, set[str]()
     for item in recording.items:
         if isinstance(item, Event):
             replay.apply(item)
         elif isinstance(item, Call):
             if position in starts:
-                _end_part(phase_memories, replay, steady)
-                phase_memories.append(replay.begin_phase())
-                not_entered, steady = set(members[starts[position]]), False
-            elif not not_entered and not steady:
-                _end_part(phase_memories, replay, steady)
-                steady = True
+                replay.begin_phase()
+                not_entered = starts[position]
+            elif not not_entered and not replay.steady:
+                replay.begin_steady()
             not_entered.discard(item.component)
             levels = replay.enter(item)
+            beside = replay.phases[-1].beside_bytes
             for span in item.spans if not hardware.caching_allocator else ():
-                beside = phase_memories[-1].beside_bytes
                 key = item.component, span.path
                 beside[key] = max(beside.get(key, 0), *levels[span.begin : span.end + 1])
             position += 1
-    _end_part(phase_memories, replay, steady)
-    return phase_memories
+    return replay.phases[1:]
 
 
 def glue_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[int]:
     """For each phase, the peak of the device bytes allocated after its entry if every component computes elsewhere."""
     items = [replace(item, events=[], spans=[]) if isinstance(item, Call) else item for item in recording.items]
     phase_memories = phase_memories_of(Recording(items), spans, hardware)
-    return [max(0, max(of.first_bytes, of.steady_bytes) - of.entry_bytes) for of in phase_memories]
-
-
-def _end_part(phase_memories: list[PhaseMemory], replay: _Replay, steady: bool) -> None:
-    if phase_memories:
-        setattr(phase_memories[-1], "steady_bytes" if steady else "first_bytes", replay.peak_bytes)
-    elif replay.peak_bytes:
-        replay.prelude_bytes = replay.peak_bytes
-    replay.peak_bytes = replay.allocator.used_bytes
+    return [of.peak_bytes - of.entry_bytes for of in phase_memories]
 
 
 class _Replay:
@@ -92,22 +85,26 @@ class _Replay:
         self.scratch = hardware.convolution_scratch
         self.spares = hardware.spares_large_copies
         self.keeps = keeps
-        self.peak_bytes = 0
-        self.prelude_bytes = 0
+        self.phases = [PhaseMemory()]  # the first is what lies before all phases
+        self.steady = False
         self._live: set[int] = set()
         self._kept: dict[tuple[int, int], int] = {}  # (id of a call of this phase, its key) -> the allocator's key
         self._offset = -1
 
-    def begin_phase(self) -> PhaseMemory:
-        """Begin a phase: releases what components kept in the last phase, and empty pages. What is still live is the entry
-        memory."""
+    def begin_phase(self) -> None:
+        """Releases what components kept in the last phase, and empty pages. What is still live is the entry memory."""
         while self._kept and not self.keeps:
             self.allocator.release(self._kept.popitem()[1])
         self.allocator.trim()
-        self.peak_bytes = self.allocator.used_bytes
-        phase_memory = PhaseMemory(max(self.allocator.used_bytes, self.prelude_bytes))
-        self.prelude_bytes = 0
-        return phase_memory
+        used = self.allocator.used_bytes
+        prelude = self.phases[0].first_bytes if len(self.phases) == 1 else 0
+        self.phases.append(PhaseMemory(max(used, prelude), used))
+        self.steady = False
+
+    def begin_steady(self) -> None:
+        """Ends the first part of the phase."""
+        self.phases[-1].steady_bytes = self.allocator.used_bytes
+        self.steady = True
 
     def apply(self, event: Event) -> None:
         if event.nbytes:
@@ -119,7 +116,11 @@ class _Replay:
 
     def _allocate(self, key: int, nbytes: int) -> None:
         self.allocator.allocate(key, nbytes)
-        self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
+        phase, used = self.phases[-1], self.allocator.used_bytes
+        if self.steady:
+            phase.steady_bytes = max(phase.steady_bytes, used)
+        else:
+            phase.first_bytes = max(phase.first_bytes, used)
 
     def enter(self, call: Call) -> list[int]:
         """Replays ``call``. Tensors that a component keeps are allocated once in a phase.

@@ -332,16 +332,9 @@ class FusedAttention(TorchFunctionMode):
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]) -> Convolution:
-    return Convolution(
-        input_bytes=source.numel() * source.element_size(),
-        output_bytes=result.numel() * result.element_size(),
-        weight_bytes=weight.numel() * weight.element_size(),
-        element_bytes=result.element_size(),
-        inputs=source.shape[1],
-        outputs=result.shape[1],
-        taps=weight.numel() // (weight.shape[0] * weight.shape[1]),
-        strided=max(stride) > 1,
-    )
+    sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
+    taps = weight.numel() // (weight.shape[0] * weight.shape[1])
+    return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
 
 
 def _needs_values(device: torch.device | None) -> bool:
