@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,13 +30,14 @@ from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipe
 from graphrun.diffusers_.proxy import LOADER_MODULES, WEIGHT_CHANGING, PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
+from graphrun.graph.graph import Directives
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, entry_of
 from graphrun.profile import hardware as known_hardware
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import Limits
 from graphrun.profile.recording import Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
@@ -86,20 +87,19 @@ class PlannedCall:
 class Attachment:
     """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
 
-    ``hardware``, ``budget_bytes``, ``ram_bytes``: what calls are planned for. ``directives``: the result of `directives_of`.
+    ``hardware``, ``limits``, ``demands``: what calls are planned for.
 
     Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
     caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
     when they came.
     """
 
-    def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, directives: Any) -> None:
+    def __init__(self, pipe: Any, device: Device, hardware: Hardware, limits: Limits, demands: Directives) -> None:
         self.pipe = pipe
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
-        self._device, self._hardware = device, hardware
-        self._budget_bytes, self._ram_bytes, self._user_directives = budget_bytes, ram_bytes, directives
+        self._device, self._hardware, self._limits, self._demands = device, hardware, limits, demands
         self._lock, self._thread = threading.RLock(), 0  # _thread: the thread that is inside a call; 0: none
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = False
@@ -110,7 +110,7 @@ class Attachment:
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
         self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
         self._modules = merge_shared(components_of(pipe))
-        graph_of(pipe, self._modules).directed(*directives)  # raises InputError for wrong directives
+        graph_of(pipe, self._modules).directed(demands.keep, demands.exclude)  # raises InputError for wrong directives
         removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
         try:
             self._host = LiveHost(self._modules, device)
@@ -344,20 +344,19 @@ class Attachment:
         return found
 
     def problem(self, recording: Recording, reserve_bytes: int) -> Problem:
-        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors."""
-        assert self._meta_pipeline is not None
-        graph = graph_of(self.pipe, self._modules, self._dtype_variants().values()).directed(*self._directives(recording))
-        graph = graph.directed(reserve_bytes=graph.directives.reserve_bytes + reserve_bytes)
-        limits = Limits(self._budget_bytes, self._ram_bytes)
-        return problem_of(graph, self._meta_pipeline.probed(recording), self._hardware, limits, {})
+        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors.
 
-    def _directives(self, recording: Recording) -> tuple[Any, ...]:
-        """The user's directives as `Graph.directed` takes them. A directive for a component holds for each of its dtype
-        variants that the call enters."""
-        keep, exclude, reserve_bytes = self._user_directives
-        dtype_variants, entered = self._dtype_variants(), dict.fromkeys(call.component for _, call in recording.entries())
-        by_variant = ([name for name in entered if dtype_variants[name].component in names] for names in (keep, exclude))
-        return *by_variant, reserve_bytes
+        A directive for a component holds for each of its dtype variants that the call enters.
+        """
+        assert self._meta_pipeline is not None
+        variants = self._dtype_variants()
+        entered = dict.fromkeys(call.component for _, call in recording.entries())
+        keep, exclude = (
+            tuple(name for name in entered if variants[name].component in names)
+            for names in (self._demands.keep, self._demands.exclude)
+        )
+        demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes)
+        return self._meta_pipeline.problem(recording, demands, self._hardware, self._limits)
 
     def solve(self, problem: Problem) -> Solution:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
@@ -444,8 +443,3 @@ def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
     if kind not in (None, chosen.device):
         raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and device is {kind}; leave one of them out")
     return chosen
-
-
-def directives_of(keep: Iterable[str], exclude: Iterable[str], reserve_bytes: int | None) -> tuple[Any, ...]:
-    """The user's directives as arguments of `Graph.directed`. The iterables are read once, here."""
-    return tuple(keep), tuple(exclude), reserve_bytes

@@ -21,13 +21,16 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
-from graphrun.diffusers_.live import components_of, merge_shared, meta_module_of
+from graphrun.diffusers_.live import components_of, graph_of, merge_shared, meta_module_of
 from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.graph import Directives
+from graphrun.model.problem import Hardware, Problem
 from graphrun.modules.blocks import TensorLocation, held
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
 from graphrun.profile.dry_run import Prober
+from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recorder import META
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, Probed, Recording, StageEnd
@@ -58,6 +61,7 @@ class MetaPipeline:
 
     @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
+        self._live_pipe, self._modules = pipe, modules
         self.pipe = meta_module_of(pipe, sim.device)
         self.meta_modules = merge_shared(components_of(self.pipe))
         self.prober = LiveProber(self.meta_modules, modules)
@@ -107,11 +111,13 @@ class MetaPipeline:
             proceed = entry_of(self.meta_modules[dtype_variant.component], entry)
             return self.prober.trace(dtype_variant.name, entry, proceed, args, kwargs)
 
-    def probed(self, recording: Recording) -> Probed:
-        """``recording`` with the component profiles, taken from all traces so far."""
+    def problem(self, recording: Recording, demands: Directives, hardware: Hardware, limits: Limits) -> Problem:
+        """The problem for ``recording``, with the component profiles taken from all traces so far."""
         if self._profiles[0] != self.prober.traces:
             self._profiles = self.prober.traces, self.prober.profiles()
-        return Probed(recording, self._profiles[1], self.meta_modules)
+        graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
+        graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes)
+        return problem_of(graph, Probed(recording, self._profiles[1], self.meta_modules), hardware, limits, {})
 
 
 class LiveProber(Prober):

@@ -65,9 +65,8 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
 
     Submodules of another component are left out. Raises InputError when there is no component.
     """
-    held = dict.fromkeys((name, module) for owner in pipelines_in(pipe).values() for name, module in _modules(vars(owner)))
     found: dict[str, nn.Module] = {}
-    for name, module in held:
+    for name, module in _modules_of(pipe):
         if all(module is not other for other in found.values()) and any(True for _ in _tensors(module)):
             found[name if name not in found else f"{name}_{len(found)}"] = module
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
@@ -110,6 +109,11 @@ def _merged(parts: dict[str, nn.Module], previous: Iterable[nn.Module]) -> nn.Mo
     return next(same, None) or MergedComponent(parts)
 
 
+def _modules_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every module that ``pipe`` or a pipeline inside it holds."""
+    return (held for owner in pipelines_in(pipe).values() for held in _modules(vars(owner)))
+
+
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
@@ -134,7 +138,7 @@ def meta_module_of(pipe: Any, device: torch.device) -> Any:
     No weight is read. Raises InputError when something in the pipeline cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for module in _all_modules(pipe):
+    for _, module in _modules_of(pipe):
         normalize_quantized_layers(module)
         for tensor in (tensor for child in module.modules() for tensor, *_ in held(child)):
             if id(tensor) not in memo:
@@ -174,12 +178,6 @@ def _copy_bnb_state(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
         twin.quant_state, twin.bnb_quantized = copy.deepcopy(tensor.quant_state, memo), True
     if hasattr(tensor, "SCB"):
         twin.CB = twin.SCB = None
-
-
-def _all_modules(pipe: Any) -> Iterator[nn.Module]:
-    for owner in pipelines_in(pipe).values():
-        for _, module in _modules(vars(owner)):
-            yield module
 
 
 def subclass_on_device(kind: type[Any], reported_device: Callable[[], torch.device], **members: Any) -> type[Any]:
