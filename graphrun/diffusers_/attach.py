@@ -104,7 +104,6 @@ class Attachment:
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
-        self._meta_pipeline: MetaPipeline | None = None
         self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
@@ -135,12 +134,16 @@ class Attachment:
                 self._detached = True
 
     def _uninstall(self) -> None:
-        others = [interceptor for interceptor in remove_interceptors(self._modules) if interceptor is not self._interceptor]
+        removed = remove_interceptors(self._modules)
         self._proxy.remove()
         self._host.restore()
-        _reinstall(others)
-        self._clear_plans()
-        self._meta_pipeline = None
+        self._reinstall_others(removed)
+        self._forget_calls()
+
+    @functools.cached_property
+    def _meta_pipeline(self) -> MetaPipeline:
+        """The pipeline's copy for dry runs, in its present state."""
+        return MetaPipeline(self.pipe, self._modules)
 
     def __enter__(self) -> Attachment:
         return self
@@ -288,7 +291,6 @@ class Attachment:
             return
         previous = {f"previous {name}": module for name, module in self._modules.items()}  # a name of its own for each module
         removed = remove_interceptors({**previous, **modules})
-        others = [interceptor for interceptor in removed if interceptor is not self._interceptor]
         try:
             self._host.replace_modules(modules)
         except InputError:
@@ -296,26 +298,29 @@ class Attachment:
             raise
         self._modules = modules
         self._proxy.remove()
-        _reinstall(others)
+        self._reinstall_others(removed)
         self._install()
+
+    def _reinstall_others(self, removed: list[CallInterceptor]) -> None:
+        _reinstall([interceptor for interceptor in removed if interceptor is not self._interceptor])
 
     def _detect_changes(self) -> bool:
         """Whether the pipeline changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops all its plans."""
         state = state_of(self.pipe, self._modules)
         changed = state != self._state
         if changed:
-            self._state, self._meta_pipeline = state, None
-            self._clear_plans()
+            self._state = state
+            self._forget_calls()
         return changed
 
-    def _clear_plans(self) -> None:
+    def _forget_calls(self) -> None:
+        vars(self).pop("_meta_pipeline", None)
         self._recordings.clear()
         self._plans.clear()
         self._solutions.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
         """By name: the dtype variants that components have had in dry runs, the original ones included."""
-        assert self._meta_pipeline is not None
         return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> CallKey:
@@ -327,8 +332,6 @@ class Attachment:
     def _plan_for(self, call: Call, key: CallKey, reserve_bytes: int) -> PlannedCall:
         """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
         holds."""
-        if self._meta_pipeline is None:
-            self._meta_pipeline = MetaPipeline(self.pipe, self._modules)
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._recordings:
             recording = meta_pipeline.probe(call)
@@ -348,7 +351,6 @@ class Attachment:
 
         A directive for a component holds for each of its dtype variants that the call enters.
         """
-        assert self._meta_pipeline is not None
         variants = self._dtype_variants()
         entered = dict.fromkeys(call.component for _, call in recording.entries())
         keep, exclude = (
@@ -391,27 +393,23 @@ class _Replan:
     ) -> tuple[Problem, Plan]:
         """(problem, plan) for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the
         device."""
-        meta_pipeline = self._attachment._meta_pipeline
-        assert meta_pipeline is not None
-        dtype_variants = self._attachment._host.dtype_variants
+        attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        call, returned = meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
+        call, returned = attachment._meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes)
         # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
         # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
         recording = Recording(
             [Event(1, live_in_bytes), call, Event(2, returned.nbytes), call, Event(3, returned.nbytes), StageEnd(entry)], keeps=True
         )
-        solution = self._attachment.solve(self._attachment.problem(recording, self._reserve_bytes))
-        self._attachment._host.lay_out(solution.problem, dtype_variants.known)
+        solution = attachment.solve(attachment.problem(recording, self._reserve_bytes))
+        attachment._host.lay_out(solution.problem, dtype_variants.known)
         self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
         self.entries.append(f"{component}.{entry}")
         return solution.problem, solution.plan
 
     def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        meta_pipeline = self._attachment._meta_pipeline
-        assert meta_pipeline is not None
-        return meta_pipeline.prober.signature(component, entry, args, kwargs)
+        return self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs)
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
