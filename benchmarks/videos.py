@@ -18,11 +18,11 @@ import torch
 from vae_report import replay
 
 from graphrun.graph.graph import Component
-from graphrun.model.allocator import Counting
+from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
 from graphrun.profile.precision import requantized
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
-from graphrun.profile.recorder import ROUND_BYTES, FusedAttention, Recorder
+from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, Event
 from graphrun.units import GIB, KIB, MIB, round_up
 

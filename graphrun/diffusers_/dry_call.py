@@ -30,8 +30,8 @@ from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
 from graphrun.profile.dry_run import Prober
+from graphrun.profile.meta_ops import META
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.profile.recorder import META
 from graphrun.profile.recording import Call as Traced
 from graphrun.profile.recording import ComponentProfile, Probed, Recording, StageEnd
 from graphrun.profile.returned import Returned

@@ -24,7 +24,7 @@ from torch import nn
 
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import lay_out
-from graphrun.profile.recorder import layer_paths
+from graphrun.profile.recorder import layer_paths, own_tensors
 from graphrun.profile.recording import Call
 
 # A group of blocks that holds less than this share of its component is not worth a staging ring: it joins the remainder.
@@ -110,17 +110,17 @@ def group_blocks(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     loose_in = {path: _loose_modules(modules[path], path, loose) if loose else [] for path in found}
     units = [path for path in loose_in if loose_in[path] != [path]]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
-    groups: list[list[str]] = []
+    groups: dict[str, list[str]] = {}  # by first block
     for path in units:
-        for group in groups:
-            near = max(sizes[path], sizes[group[0]]) <= SIZE_TOLERANCE * min(sizes[path], sizes[group[0]])
-            if near and path.split(".")[0] == group[0].split(".")[0]:
-                group.append(path)
-                break
-        else:
-            groups.append([path])
+        alike = (
+            first
+            for first in groups
+            if first.split(".")[0] == path.split(".")[0]
+            and max(sizes[path], sizes[first]) <= SIZE_TOLERANCE * min(sizes[path], sizes[first])
+        )
+        groups.setdefault(next(alike, path), []).append(path)
     least = MIN_GROUP_SHARE * sum(sizes.values())
-    large = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
+    large = [group for group in groups.values() if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
     kept = _split_where_interrupted(units, large)
     separate = _differently_read_children(module, [path for group in kept for path in group], calls)
     taken = {"remainder", *separate}
@@ -132,14 +132,10 @@ def group_blocks(module: nn.Module, calls: Sequence[Call], routed: Collection[st
 
 def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
     """Paths of the largest modules at ``path`` or below whose tensors are all ``loose``."""
-    inside = [name for name, child in module.named_modules(prefix=path) if _owns_tensors(child)]
+    inside = [name for name, child in module.named_modules(prefix=path) if own_tensors(child)]
     if path in loose or (inside and all(name in loose for name in inside)):
         return [path]
     return [found for name, child in module.named_children() for found in _loose_modules(child, f"{path}.{name}", loose)]
-
-
-def _owns_tensors(module: nn.Module) -> bool:
-    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()) -> tuple[BlockGroup, ...]:
@@ -153,18 +149,18 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     """
     call_counts = [Counter(span.path for span in call.spans) for call in calls]
     outside = set[str]().union(*(call.outside for call in calls))
-    called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
-    called = [path for path in called if not any(path.startswith(f"{of}.") for of in routed)]
+    without = tuple(f"{path}." for path in routed)
+    spans = dict.fromkeys(span.path for call in calls for span in call.spans)
+    called = [path for path in spans if path not in outside and not path.startswith(without)]
     read = {name.split(".")[0] for call in calls for name in call.touched}
     shared = _paths_with_tied_tensors(module)
     idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
     layouts = lay_out(module, [*called, *idle], split_layers=True)
     room = _room_by_layer(calls)
-    groups: dict[object, list[str]] = {}
-    for path in [path for path in (*called, *idle) if layouts[path].nbytes]:
-        nbytes = layouts[path].nbytes
-        key = path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)
-        groups.setdefault(key, []).append(path)
+    groups: dict[object, list[str]] = defaultdict(list)
+    for path in (*called, *idle):
+        if nbytes := layouts[path].nbytes:
+            groups[path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)].append(path)
     if not groups:
         return ()
     taken = {"remainder"}
@@ -174,18 +170,14 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
 
 def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
     """Paths of the modules that hold, directly or in a submodule, a tensor that another module also holds."""
-    users = Counter[int]()
-    for child in module.modules():
-        users.update(id(tensor) for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None)
-    twice = {key for key, count in users.items() if count > 1}
-    if not twice:
-        return frozenset()
-    found = set[str]()
-    for path, child in module.named_modules(remove_duplicate=False):
-        if any(id(tensor) in twice for tensor in (*child._parameters.values(), *child._buffers.values())):
-            found.update(path[:end] for end, letter in enumerate(f"{path}.") if letter == ".")
-            found.add("")
-    return frozenset(found)
+    users = Counter(id(tensor) for child in module.modules() for tensor in own_tensors(child))
+    return frozenset(
+        path[:end]
+        for path, child in module.named_modules(remove_duplicate=False)
+        if any(users[id(tensor)] > 1 for tensor in own_tensors(child))
+        for end, letter in enumerate(f"{path}.")
+        if letter == "."
+    )
 
 
 def _room_by_layer(calls: Sequence[Call]) -> dict[str, int]:
@@ -216,14 +208,14 @@ def _unique_name(top: str, taken: set[str]) -> str:
 def _differently_read_children(module: nn.Module, blocks: Sequence[str], calls: Sequence[Call]) -> list[str]:
     """Names of the children read by others of ``calls`` than those that read most of the bytes outside of ``blocks``."""
     inside = tuple(f"{path}." for path in blocks)
-    names = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)]
     pattern: dict[str, set[int]] = defaultdict(set)
-    weight: dict[str, int] = defaultdict(int)
-    for name, tensor in names:
-        top = name.split(".")[0]
-        pattern[top] |= {number for number, call in enumerate(calls) if name in call.touched}
-        weight[top] += tensor.numel()
-    shares: dict[frozenset[int], int] = defaultdict(int)
+    weight = Counter[str]()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not name.startswith(inside):
+            top = name.split(".")[0]
+            pattern[top] |= {number for number, call in enumerate(calls) if name in call.touched}
+            weight[top] += tensor.numel()
+    shares = Counter[frozenset[int]]()
     for top, found in pattern.items():
         if found:
             shares[frozenset(found)] += weight[top]

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
 from graphrun.graph.graph import Component, Graph
+from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.build import build_part, held_meta_module, meta_module, on_host
 from graphrun.modules.contents import as_stored
 from graphrun.modules.interceptor import CallInterceptor, Casts
@@ -28,9 +29,9 @@ from graphrun.modules.stored import holding
 from graphrun.modules.trees import computing_on, tensors_in, walk
 from graphrun.ops import run_stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
-from graphrun.profile.meta_ops import autocast_off_on_meta
+from graphrun.profile.meta_ops import META, autocast_off_on_meta
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
-from graphrun.profile.recorder import META, ROUND_BYTES, FusedAttention, Recorder
+from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, ComponentProfile, Probed, Recording, StageEnd
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,15 +28,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from graphrun.model.allocator import ROUND_BYTES
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
-from graphrun.profile.meta_ops import on_meta
+from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.recording import Call, Event, Product, Span
 from graphrun.units import round_up
 
-# PyTorch's CUDA caching allocator rounds every allocation up to a multiple of this (kMinBlockSize).
-ROUND_BYTES = 512
-META = torch.device("meta")
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
@@ -68,6 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, Any]] = {}  # cdata -> (key, weak reference)
         self._stack = [""]  # paths of the blocks and layers that are running, innermost last
         self._names: dict[int, str] = {}  # cdata of a weight -> its first name; tied weights have several
+        self._owners: dict[str, set[str]] = defaultdict(set)  # first name of a weight -> paths of the modules that have it
         weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         if self._device_type != "meta":  # weights may share a storage, so which are read is unknown: all are noted
             self.record.touched |= {name for name, _ in weights}
@@ -76,12 +76,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._existing: dict[int, torch.UntypedStorage] = {}
         self.ignore(tensor for _, tensor in weights)
         for name, tensor in weights:
-            self._names.setdefault(tensor.untyped_storage()._cdata, name)
-        self._owners: dict[str, set[str]] = {}  # first name of a weight -> paths of the modules that have it
-        for name, tensor in weights:
-            self._owners.setdefault(self._names[tensor.untyped_storage()._cdata], set()).add(name.rpartition(".")[0])
+            first = self._names.setdefault(tensor.untyped_storage()._cdata, name)
+            self._owners[first].add(name.rpartition(".")[0])
         blocks = list(blocks)
-        self._blocks = _blocks_of(module, frozenset(blocks))  # path of a module -> path of the block that it is in
+        self._blocks = frozenset(blocks)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
         self._all_true = Storages()  # results of ``mask.all()`` or ``mask.sum() == mask.numel()``
@@ -147,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key, out in zip(section.kept, outs, strict=True):
             self._track(out, key + shift)
         for name in section.touched:
-            self._note_loose(self._owners.get(name, ()), section.entered)
+            self._note_loose(self._owners[name], section.entered)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Records ``nbytes`` of scratch. GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes``
@@ -201,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = args[0], [column for index in args[1] for column in self.constants.index_columns(index, self._note_new)]
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
-        elif func is aten._to_copy.default and args[0].is_meta and _needs_values(kwargs.get("device")):
+        elif func is aten._to_copy.default and args[0].is_meta and (kwargs.get("device") or META).type != "meta":
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = on_meta(func, args, kwargs)
@@ -231,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         A weight that several blocks share is skipped: it belongs to the remainder in any case.
         """
-        blocks = {self._blocks.get(owner, "") for owner in owners}
+        blocks = {_block_at(owner, self._blocks) for owner in owners}
         if len(blocks) == 1 and (block := blocks.pop()) and block not in self._stack and block not in entered:
             self.record.loose.update(owners)
 
@@ -284,24 +282,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.events.append(Event(found[0], 0))
 
 
+def own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of ``module`` itself, without those of its children."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
 def layer_paths(module: nn.Module) -> list[str]:
     """Paths of the layers of ``module``: modules that have parameters or buffers of their own, and nothing inside that has."""
     found = []
     for path, child in module.named_modules():
-        own = any(tensor is not None for tensor in (*child._parameters.values(), *child._buffers.values()))
-        if path and own and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules()):
+        if (
+            path
+            and own_tensors(child)
+            and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules())
+        ):
             found.append(path)
     return found
 
 
-def _blocks_of(module: nn.Module, blocks: Collection[str]) -> dict[str, str]:
-    """For each module that is one of ``blocks`` or inside of one: its path -> the path of the innermost such block."""
-    found: dict[str, str] = {}
-    for path, _ in module.named_modules():  # parents come before their children
-        block = path if path in blocks else found.get(path.rpartition(".")[0], "")
-        if block:
-            found[path] = block
-    return found
+def _block_at(path: str, blocks: Collection[str]) -> str:
+    """The innermost of ``blocks`` that is at ``path`` or contains it; "" if there is none."""
+    while path and path not in blocks:
+        path = path.rpartition(".")[0]
+    return path
 
 
 class FusedAttention(TorchFunctionMode):
@@ -335,11 +338,6 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, result: torch.Tenso
     sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
     taps = weight.numel() // (weight.shape[0] * weight.shape[1])
     return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
-
-
-def _needs_values(device: torch.device | None) -> bool:
-    """Whether a copy of a meta tensor to ``device`` has to give it values."""
-    return device is not None and device.type != "meta"
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:
