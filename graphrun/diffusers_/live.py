@@ -142,8 +142,12 @@ def meta_module_of(pipe: Any, device: torch.device) -> Any:
         normalize_quantized_layers(module)
         for tensor in (tensor for child in module.modules() for tensor, *_ in held(child)):
             if id(tensor) not in memo:
-                twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                twin = torch.empty_like(tensor, device="meta") if type(tensor) in (torch.Tensor, nn.Parameter) else twin
+                plain = type(tensor) in (torch.Tensor, nn.Parameter)
+                twin = (
+                    torch.empty_like(tensor, device="meta")
+                    if plain
+                    else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                )
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
         for tensor in _tensors(module):
             _copy_bnb_state(memo[id(tensor)], tensor, memo)
@@ -203,8 +207,8 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterab
     """
     components = {name: _component(name, module) for name, module in modules.items()}
     for dtype_variant in dtype_variants:
-        dtype = str(next((of for of in dtype_variant.dtypes if of.is_floating_point), torch.float32)).removeprefix("torch.")
         if dtype_variant.name not in components:
+            dtype = _floating_dtype(dtype_variant.dtypes)
             components[dtype_variant.name] = replace(
                 components[dtype_variant.component], name=dtype_variant.name, dtype=dtype, precision=(dtype,)
             )
@@ -224,11 +228,14 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterab
 
 
 def _component(name: str, module: nn.Module) -> Component:
-    floating = (tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point())
-    dtype = str(next(floating, torch.float32)).removeprefix("torch.")
-    kind = type(module)
+    dtype, kind = _floating_dtype(tensor.dtype for tensor in _tensors(module)), type(module)
     config = json.loads(json.dumps(_plain(getattr(module, "config", {})), default=str, sort_keys=True))
     return Component(name, f"{kind.__module__}.{kind.__name__}", None, config, True, dtype, (dtype,))
+
+
+def _floating_dtype(dtypes: Iterable[torch.dtype]) -> str:
+    """The name of the first floating-point one of ``dtypes``, else float32."""
+    return str(next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)).removeprefix("torch.")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -186,13 +186,9 @@ class _Cpu:
 
     def copy(self, kind: str) -> None:
         """One copy within RAM; for ``both`` two, one after the other; for ``small`` many small ones."""
-        if kind == "small":
-            for _ in range(SMALL_COPIES):
-                self._destination[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
-            return
-        self._destination.copy_(self._source)
+        _transfer(self._destination, self._source, small=kind == "small")
         if kind == "both":
-            self._source.copy_(self._destination)
+            _transfer(self._source, self._destination)
 
     def compute(self, kind: str) -> float:
         """The kernels, with smaller tensors than on a card."""
@@ -221,12 +217,10 @@ class _Sim(_Cpu):
     def copy(self, kind: str) -> None:
         """Copies by the single copy engine of the simulated accelerator."""
         with self._machine, self._machine.on_copy_stream():
-            for _ in range(SMALL_COPIES if kind == "small" else 0):
-                self._on_sim[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
-            if kind not in ("d2h", "small"):
-                self._on_sim.copy_(self._source)
+            if kind != "d2h":
+                _transfer(self._on_sim, self._source, small=kind == "small")
             if kind in ("d2h", "both"):
-                self._destination.copy_(self._on_sim)
+                _transfer(self._destination, self._on_sim)
 
     def compute(self, kind: str) -> float:
         """The kernels, timed by the virtual clock."""
@@ -261,19 +255,24 @@ class _Cuda:
     def copy(self, kind: str) -> None:
         """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
         if kind == "pageable":
-            self._device[0].copy_(self._pageable)
-        with self._torch.cuda.stream(self._streams[0]):
-            for _ in range(SMALL_COPIES if kind == "small" else 0):
-                self._device[0][:SMALL_BYTES].copy_(self._pinned[0][:SMALL_BYTES], non_blocking=True)
-            if kind in ("h2d", "both"):
-                self._device[0].copy_(self._pinned[0], non_blocking=True)
-        with self._torch.cuda.stream(self._streams[1]):
-            if kind in ("d2h", "both"):
-                self._pinned[1].copy_(self._device[1], non_blocking=True)
+            _transfer(self._device[0], self._pageable)
+        if kind in ("h2d", "both", "small"):
+            with self._torch.cuda.stream(self._streams[0]):
+                _transfer(self._device[0], self._pinned[0], small=kind == "small", non_blocking=True)
+        if kind in ("d2h", "both"):
+            with self._torch.cuda.stream(self._streams[1]):
+                _transfer(self._pinned[1], self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
         """The kernels in 16 bits, repeated until they take milliseconds, so that synchronization does not matter."""
         return sum(_run_kernel(self._torch, kind, self._left, self._right, self._heads) for _ in range(self.repeats))
+
+
+def _transfer(destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False) -> None:
+    """Copies ``source`` once; ``small``: its first `SMALL_BYTES`, `SMALL_COPIES` times."""
+    end = SMALL_BYTES if small else None
+    for _ in range(SMALL_COPIES if small else 1):
+        destination[:end].copy_(source[:end], non_blocking=non_blocking)
 
 
 def _run_kernel(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:

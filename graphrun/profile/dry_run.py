@@ -64,8 +64,17 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
                 prober.recording.values[f"{stage}.{name}"] = frozenset(keys)
             prober.recording.items.append(StageEnd(stage))
 
-        observed = {"after_stage": after_stage, "parts": parts, "meta_modules": meta_modules, "options": options, "planning": True}
-        run_stages(graph, meta_modules, sim.device, inputs, **observed)
+        run_stages(
+            graph,
+            meta_modules,
+            sim.device,
+            inputs,
+            after_stage=after_stage,
+            parts=parts,
+            meta_modules=meta_modules,
+            options=options,
+            planning=True,
+        )
     return Probed(prober.recording, prober.profiles(graph), meta_modules)
 
 
