@@ -25,7 +25,7 @@ from graphrun.diffusers_.live import components_of, graph_of, merge_shared, meta
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import Directives
 from graphrun.model.problem import Hardware, Problem
-from graphrun.modules.blocks import TensorLocation, held
+from graphrun.modules.blocks import held
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
@@ -180,28 +180,20 @@ class LiveProber(Prober):
 @contextmanager
 def _with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
     """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where these differ."""
-    pairs = [pair for mine, other in zip(meta_module.modules(), live.modules(), strict=True) for pair in _tensor_pairs(mine, other)]
-    for location, _, borrowed in pairs:
-        location.put(borrowed)
+    pairs = [
+        (location, tensor, borrowed)
+        for mine, other in zip(meta_module.modules(), live.modules(), strict=True)
+        for (tensor, _, location, _), (borrowed, *_) in zip(held(mine), held(other), strict=True)
+    ]
+    for location, tensor, borrowed in pairs:
+        cast = borrowed if borrowed.dtype == tensor.dtype else borrowed.detach().to(tensor.dtype)
+        as_parameter = isinstance(borrowed, nn.Parameter) and cast is not borrowed
+        location.put(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
     try:
         yield
     finally:
         for location, tensor, _ in pairs:
             location.put(tensor)
-
-
-def _tensor_pairs(mine: nn.Module, other: nn.Module) -> list[tuple[TensorLocation, torch.Tensor, torch.Tensor]]:
-    """(location, tensor of ``mine``, tensor of ``other`` in the same dtype) for each parameter and buffer of two equal modules."""
-    tensors = zip(held(mine), held(other), strict=True)
-    return [(location, tensor, _cast_like(borrowed, tensor)) for (tensor, _, location, _), (borrowed, *_) in tensors]
-
-
-def _cast_like(tensor: Any, mine: Any) -> Any:
-    """``tensor`` cast to the dtype of ``mine``; itself where it has that dtype."""
-    if tensor.dtype == mine.dtype:
-        return tensor
-    cast = tensor.detach().to(mine.dtype)
-    return nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
 
 
 @contextmanager

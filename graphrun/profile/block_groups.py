@@ -33,6 +33,8 @@ MIN_GROUP_SHARE = 1 / 8
 # Largest size ratio within one group: T5's first block also holds the table of relative positions.
 SIZE_TOLERANCE = 1.1
 
+REMAINDER = BlockGroup("remainder", ("",), False)
+
 
 def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
     """Paths of the modules of ``module`` that may be streamed as blocks, in creation order.
@@ -124,10 +126,10 @@ def group_blocks(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     kept = _split_where_interrupted(units, large)
     separate = _differently_read_children(module, [path for group in kept for path in group], calls)
     taken = {"remainder", *separate}
-    streamed = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
+    streamed = _streamed(kept, taken)
     loose_paths = [path for group in kept for block in group for path in loose_in[block]]
     single = [BlockGroup(_unique_name(path.split(".")[-1], taken), (path,), False) for path in loose_paths]
-    return (BlockGroup("remainder", ("",), False), *(BlockGroup(child, (child,), False) for child in separate), *single, *streamed)
+    return (REMAINDER, *(BlockGroup(child, (child,), False) for child in separate), *single, *streamed)
 
 
 def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
@@ -161,11 +163,7 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     for path in (*called, *idle):
         if nbytes := layouts[path].nbytes:
             groups[path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)].append(path)
-    if not groups:
-        return ()
-    taken = {"remainder"}
-    found = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups.values()]
-    return (BlockGroup("remainder", ("",), False), *found)
+    return (REMAINDER, *_streamed(groups.values(), {"remainder"})) if groups else ()
 
 
 def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
@@ -197,6 +195,11 @@ def _split_where_interrupted(units: Sequence[str], groups: Sequence[Sequence[str
     number = {path: n for n, group in enumerate(groups) for path in group}
     kept = [path for path in units if path in number]
     return [list(run) for _, run in groupby(kept, key=number.__getitem__)]
+
+
+def _streamed(groups: Iterable[Sequence[str]], taken: set[str]) -> list[BlockGroup]:
+    """``groups`` of paths, each with a name after its child of the component that is not ``taken``."""
+    return [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups]
 
 
 def _unique_name(top: str, taken: set[str]) -> str:

@@ -183,27 +183,29 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
     profiles = [profile, profile.layer_split] if profile.layer_split is not None else [profile]
     sizes = [block_bytes_by_precision(module, of.groups, component.dtype, by_layer=of is not profile) for of in profiles]
     layers = quantized_shapes(module, component.dtype)
-    as_stored_precisions: tuple[str, ...] = ()
+    stored: list[str] = []
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
         if precision in ("fp8", "gguf"):
             held, content = held_meta_module(component, graph.trust, precision)
-            if content is not None and precision in as_stored(content, layers):
-                as_stored_precisions = (*as_stored_precisions, precision)
-                for of, found in zip(profiles, sizes, strict=True):
-                    found[precision] = laid_out_bytes(held, of.groups, by_layer=of is not profile)
             if content is not None and precision == "gguf":
-                named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
-                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
+                rows = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
+                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in rows.items()}
+            if content is None or precision not in as_stored(content, layers):
+                continue
+            stored.append(precision)
         elif precision not in (component.dtype, *QUANTIZED):
-            other = meta_module(replace(component, dtype=precision), graph.trust)
-            for of, found in zip(profiles, sizes, strict=True):
-                found[precision] = block_bytes_by_precision(other, of.groups, precision, by_layer=of is not profile)[precision]
-    filled = [
-        replace(of, precisions=found, layers=layers, widened=widened(kinds, component.dtype), as_stored=as_stored_precisions)
+            held = meta_module(replace(component, dtype=precision), graph.trust)
+        else:
+            continue
+        for of, found in zip(profiles, sizes, strict=True):
+            found[precision] = laid_out_bytes(held, of.groups, by_layer=of is not profile)
+    dequantized = widened(kinds, component.dtype)
+    blocks, *split = (
+        replace(of, precisions=found, layers=layers, widened=dequantized, as_stored=tuple(stored))
         for of, found in zip(profiles, sizes, strict=True)
-    ]
-    return replace(filled[0], layer_split=filled[1] if filled[1:] else None)
+    )
+    return replace(blocks, layer_split=split[0] if split else None)
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
