@@ -20,7 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+import torch
 
 from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
@@ -38,22 +40,6 @@ SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
 
 # Plausible size of a CUDA context. Outside of this range another process started or ended meanwhile, or NVML read another card.
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
-
-
-class Target(Protocol):
-    """A device to be measured. ``nbytes``: bytes of one copy. Work is queued; `now` waits until all of it is done."""
-
-    nbytes: int
-
-    def now(self) -> float:
-        """Seconds on the device's clock, after all queued work is done."""
-
-    def copy(self, kind: str) -> None:
-        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one in each direction at the same time).
-        ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device."""
-
-    def compute(self, kind: str) -> float:
-        """Runs ``matmul``, ``attention`` or ``convolution`` once and returns its FLOPs."""
 
 
 def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0) -> tuple[Hardware, dict[str, float]]:
@@ -115,7 +101,7 @@ def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_sec
     return {**record, "hardware": asdict(measured), "path": str(path)}
 
 
-def _open(kind: Kind) -> tuple[Hardware, Target]:
+def _open(kind: Kind) -> tuple[Hardware, Processor]:
     if kind == "cuda":
         found = hardware.found()
         if found is None:
@@ -125,10 +111,10 @@ def _open(kind: Kind) -> tuple[Hardware, Target]:
     if kind == "sim":
         return replace(hardware.simulated(), name="sim-measured"), _Sim()
     capacity_bytes = total_ram_bytes()
-    return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), _Cpu()
+    return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), Processor()
 
 
-def _rate(target: Target, work: Callable[[str], float], kind: str, seconds: float) -> float:
+def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:
     """The best amount per second of ``work(kind)``, which returns its amount: at least three repetitions after one to warm up."""
     work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
@@ -167,35 +153,47 @@ def disk_rate(folder: Path, seconds: float) -> float:
         raise InputError(f"{folder}: cannot measure the disk: {error.strerror}") from error
 
 
-class _Cpu:
-    """This processor. Host and device are both RAM, so pinned and pageable memory are the same."""
+class Processor:
+    """A device to be measured: this processor. Host and device are both RAM, so pinned and pageable memory are the same.
+
+    ``nbytes``: bytes of one copy. Work may be queued; `now` waits until all of it is done.
+    """
 
     nbytes = 64 * MIB
 
     def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
         self._source, self._destination = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
         shapes = ((512, 512), (512, 2048), (1, 8, 512, 64))
         self._left, self._right, self._heads = (torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes)
 
     def now(self) -> float:
-        """Wall-clock seconds."""
+        """Seconds on the device's clock, after all queued work is done: wall-clock seconds."""
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """One copy within RAM; for ``both`` two, one after the other; for ``small`` many small ones."""
+        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one in each direction at the same time; here one
+        after the other). ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device."""
         _transfer(self._destination, self._source, small=kind == "small")
         if kind == "both":
             _transfer(self._source, self._destination)
 
     def compute(self, kind: str) -> float:
-        """The kernels, with smaller tensors than on a card."""
-        return _run_kernel(self._torch, kind, self._left, self._right, self._heads)
+        """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused ``attention`` [b h s d], 4 b h s s d;
+        or a ``convolution`` of [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d. Tensors are smaller than a card's."""
+        heads, channels = self._heads, self._heads.shape[1]
+        with torch.no_grad():
+            if kind == "matmul":
+                torch.mm(self._left, self._right)
+                return float(2 * self._left.numel() * self._right.shape[1])
+            if kind == "convolution":
+                weight = self._left.flatten()[: 9 * channels**2].view(channels, channels, 3, 3)
+                torch.nn.functional.conv2d(heads, weight, padding=1)
+                return float(18 * channels * heads.numel())
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return float(4 * heads.numel() * heads.shape[-2])
 
 
-class _Sim(_Cpu):
+class _Sim(Processor):
     """The simulated accelerator, on its own clock."""
 
     nbytes = MIB
@@ -228,16 +226,14 @@ class _Sim(_Cpu):
             return super().compute(kind)
 
 
-class _Cuda:
+class _Cuda(Processor):
     """The first CUDA device. Copies on two side streams, so that both directions can run at once."""
 
     nbytes = 256 * MIB
     repeats = 10
 
     def __init__(self) -> None:
-        import torch
-
-        self._torch, device = torch, torch.device("cuda", 0)
+        device = torch.device("cuda", 0)
         self._pinned = [torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n) for n in range(2)]
         self._pageable = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(1)
         self._device = [torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -249,23 +245,23 @@ class _Cuda:
 
     def now(self) -> float:
         """Wall-clock seconds, after synchronizing the card."""
-        self._torch.cuda.synchronize(0)
-        return time.perf_counter()
+        torch.cuda.synchronize(0)
+        return super().now()
 
     def copy(self, kind: str) -> None:
         """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
         if kind == "pageable":
             _transfer(self._device[0], self._pageable)
         if kind in ("h2d", "both", "small"):
-            with self._torch.cuda.stream(self._streams[0]):
+            with torch.cuda.stream(self._streams[0]):
                 _transfer(self._device[0], self._pinned[0], small=kind == "small", non_blocking=True)
         if kind in ("d2h", "both"):
-            with self._torch.cuda.stream(self._streams[1]):
+            with torch.cuda.stream(self._streams[1]):
                 _transfer(self._pinned[1], self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
         """The kernels in 16 bits, repeated until they take milliseconds, so that synchronization does not matter."""
-        return sum(_run_kernel(self._torch, kind, self._left, self._right, self._heads) for _ in range(self.repeats))
+        return sum(super(_Cuda, self).compute(kind) for _ in range(self.repeats))
 
 
 def _transfer(destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False) -> None:
@@ -275,33 +271,13 @@ def _transfer(destination: Any, source: Any, *, small: bool = False, non_blockin
         destination[:end].copy_(source[:end], non_blocking=non_blocking)
 
 
-def _run_kernel(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
-    """One matrix product [m k] [k n], one fused attention [b h s d], or one convolution of [b h s d] with 3 x 3 filters, h to
-    h channels.
-
-    Returns its FLOPs: 2 m k n, 4 b h s s d, or 18 b h h s d.
-    """
-    with torch.no_grad():
-        if kind == "matmul":
-            torch.mm(left, right)
-            return float(2 * left.shape[0] * left.shape[1] * right.shape[1])
-        if kind == "convolution":
-            channels = heads.shape[1]
-            torch.nn.functional.conv2d(heads, left.flatten()[: 9 * channels**2].view(channels, channels, 3, 3), padding=1)
-            return float(18 * channels * heads.numel())
-        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        return float(4 * heads.numel() * heads.shape[-2])
-
-
-def _with_context(base: Hardware, before: Mapping[str, int], target: Target) -> Hardware:
+def _with_context(base: Hardware, before: Mapping[str, int], target: Processor) -> Hardware:
     """``base`` with the measured size of the CUDA context: what the card's free memory lost since before the driver was
     initialized, without what torch reserved.
 
     Measured after matrix products, attention and a convolution, since kernels are loaded when they first run and stay loaded.
     At least the value in ``base``, since a run may load further kernels.
     """
-    import torch
-
     target.compute("convolution")
     target.now()
     measured = context_bytes_taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
@@ -323,8 +299,6 @@ def context_bytes_taken(before: Mapping[str, int], after: Mapping[str, int], uui
 
 def _uuid() -> str:
     """The first device's UUID in NVML's form; without the number itself where torch does not report it."""
-    import torch
-
     properties: Any = torch.cuda.get_device_properties(0)
     return f"GPU-{getattr(properties, 'uuid', '')}"
 
