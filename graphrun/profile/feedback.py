@@ -217,8 +217,6 @@ def _measured_use(problem: Problem, use: Use, earlier: Mapping[str, float]) -> U
         traced = [seconds for of, _, seconds in use.order if of == number] or [use.seconds[number]]
         if (block_seconds := earlier.get(f"{use.component}/{group.name}")) is not None:
             factors[number] = _ratio(block_seconds, statistics.median(traced))
-    if all(factor == 1.0 for factor in factors):
-        return use
     if use.layers is not None:
         total = sum(seconds for _, _, seconds in use.order)
         mean = sum(factors[number] * seconds for number, _, seconds in use.order) / max(total, 1e-12)
