@@ -35,7 +35,7 @@ from graphrun.model.solution import Solution
 from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
-from graphrun.profile.recording import Probed
+from graphrun.profile.recording import DryRun
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.check import check
 
@@ -57,7 +57,7 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
 def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     chosen = option_phases_of(graph, limits.allow)
 
-    def made() -> tuple[Problem, Probed]:
+    def made() -> tuple[Problem, DryRun]:
         with_options = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
         plain = dry_run(graph, inputs, store)
         return problem_of(graph, plain, hardware, limits, inputs, with_options), plain
@@ -82,7 +82,7 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
     return problem
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> DryRun:
     """The dry run of ``graph`` with resolved ``inputs`` and stage ``options`` (stage -> name): read from ``store``, else made,
     which takes seconds, and stored."""
     key = trace_key(graph, inputs) if store is not None else None
@@ -91,7 +91,7 @@ def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, option
     key = digest_of([key, sorted(options.items())]) if options else key
     if (found := store.get("trace", key)) is not None:
         try:
-            return Probed.from_json(found)
+            return DryRun.from_json(found)
         except UNREADABLE:
             pass
     probed = _probe(graph, inputs, options)
@@ -218,7 +218,7 @@ def own_source() -> str:
     return total.hexdigest()[:32]
 
 
-def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
     with _garbage_collection_paused() as imported:
         from graphrun.modules.classes import resolve_class
         from graphrun.profile.dry_run import probe

@@ -33,7 +33,7 @@ from graphrun.profile.dry_run import Prober
 from graphrun.profile.meta_ops import META
 from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
-from graphrun.profile.recording import ComponentProfile, Probed, Recording, StageEnd
+from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned
 from graphrun.units import show_size
 
@@ -117,7 +117,7 @@ class MetaPipeline:
             self._profiles = self.prober.traces, self.prober.profiles()
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes)
-        return problem_of(graph, Probed(recording, self._profiles[1], self.meta_modules), hardware, limits, {})
+        return problem_of(graph, DryRun(recording, self._profiles[1], self.meta_modules), hardware, limits, {})
 
 
 class LiveProber(Prober):

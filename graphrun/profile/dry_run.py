@@ -32,7 +32,7 @@ from graphrun.profile.block_groups import block_paths, group_blocks, group_layer
 from graphrun.profile.meta_ops import META, autocast_off_on_meta
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, ComponentProfile, Probed, Recording, StageEnd
+from graphrun.profile.recording import Call, ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned
 from graphrun.sim.tensor import SimTensor
@@ -43,7 +43,7 @@ HOLLOW_BYTES = 64 * MIB
 
 
 @on_host()
-def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
     """The dry run of ``graph`` for resolved ``inputs``. ``options``: stage -> name of the stage option to run it with.
 
     Raises what the pipeline's own code raises for these inputs, and GraphError where a component's files are on this machine
@@ -75,7 +75,7 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
             options=options,
             planning=True,
         )
-    return Probed(prober.recording, prober.profiles(graph), meta_modules)
+    return DryRun(prober.recording, prober.profiles(graph), meta_modules)
 
 
 class Prober:

@@ -38,7 +38,7 @@ from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Load, Plan, Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, Probed
+from graphrun.profile.recording import Call, DryRun
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
@@ -66,7 +66,7 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def keep_shapes(graph: Graph, probed: Probed, problem: Problem, store: Store) -> None:
+def keep_shapes(graph: Graph, probed: DryRun, problem: Problem, store: Store) -> None:
     """Store the measurement keys of ``problem``'s phases, for later use without the dry run. ``problem`` was made from ``probed``
     without measurements."""
     entries = probed.recording.entries()

@@ -28,7 +28,7 @@ from graphrun.model.problem import (
 )
 from graphrun.modules.source_files import commits_of
 from graphrun.profile.phase_memory import glue_of, phase_memories_of
-from graphrun.profile.recording import Call, ComponentProfile, Event, Probed, Recording
+from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
 from graphrun.units import round_up
@@ -57,11 +57,11 @@ class Limits:
 
 def problem_of(
     graph: Graph,
-    probed: Probed,
+    probed: DryRun,
     hardware: Hardware,
     limits: Limits,
     inputs: Mapping[str, Any],
-    stage_options: Iterable[tuple[str, str, Probed]] = (),
+    stage_options: Iterable[tuple[str, str, DryRun]] = (),
 ) -> Problem:
     """The problem of running ``graph``, as recorded in ``probed``, on ``hardware`` within ``limits``.
 
@@ -103,7 +103,7 @@ def problem_of(
     )
 
 
-def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
+def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in {id(call): call for _, call in probed.recording.entries()}.values():
         calls[call.component].append(call)
@@ -126,7 +126,7 @@ def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, s
 
 
 def _phases(
-    graph: Graph, probed: Probed, components: Mapping[str, ComponentNumbers], hardware: Hardware
+    graph: Graph, probed: DryRun, components: Mapping[str, ComponentNumbers], hardware: Hardware
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)

@@ -181,7 +181,7 @@ class ComponentProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class DryRun:
     """The result of a dry run: the recording, and the profile of every component.
 
     ``meta_modules``: the meta modules that were traced. Empty where the dry run was read from the cache, so no number may be
@@ -201,11 +201,11 @@ class Probed:
         return TypeAdapter(_Stored).dump_python(stored, mode="json")
 
     @staticmethod
-    def from_json(data: Any) -> Probed:
+    def from_json(data: Any) -> DryRun:
         """The dry run from `to_json`. Raises ValueError or IndexError for any other ``data``."""
         stored = TypeAdapter(_Stored).validate_python(data)
         items = [stored.calls[item] if isinstance(item, int) else item for item in stored.items]
-        return Probed(Recording(items, stored.values), stored.profiles)
+        return DryRun(Recording(items, stored.values), stored.profiles)
 
 
 @dataclass(frozen=True, slots=True)

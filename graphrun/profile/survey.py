@@ -22,11 +22,11 @@ from graphrun.profile.feedback import Measured, informed, keep_shapes, measureme
 from graphrun.profile.phase_memory import phase_memories_of
 from graphrun.profile.problems import Limits, phase_spans, problem_of
 from graphrun.profile.quantized import PRECISIONS, weights_by_precision
-from graphrun.profile.recording import Probed
+from graphrun.profile.recording import DryRun
 
 
 def survey(
-    graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str, Any], store: Store | None = None
+    graph: Graph, probed: DryRun, hardware: Hardware, inputs: Mapping[str, Any], store: Store | None = None
 ) -> dict[str, Any]:
     """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds) and the totals of keeping all
     on the device.
@@ -62,7 +62,7 @@ def survey(
     }
 
 
-def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dict[str, Any]:
+def _component(graph: Graph, name: str, probed: DryRun, problem: Problem) -> dict[str, Any]:
     component, profile = graph.components[name], probed.profiles[name]
     module = probed.meta_modules[name] if name in probed.meta_modules else meta_module(component, graph.trust)
     sizes = weights_by_precision(module, component.dtype, allocated=True)
@@ -87,7 +87,7 @@ def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dic
     }
 
 
-def _phases(problem: Problem, probed: Probed, hardware: Hardware) -> list[dict[str, Any]]:
+def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
     counting = phase_memories_of(probed.recording, spans, replace(hardware, caching_allocator=False), Counting)
