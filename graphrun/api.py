@@ -76,8 +76,10 @@ def estimate(
 
     Raises InputError for arguments that mean nothing.
     """
+    from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
     from graphrun.profile.host_ram import ram_budget
+    from graphrun.profile.problems import Limits
 
     hardware = _hardware(hardware, cache)
     capacity_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
@@ -87,13 +89,13 @@ def estimate(
     if not isinstance(graph, Declared):
         if until is not None:
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
-        return graph.problem(inputs or {}, hardware, budget_bytes, ram_bytes, (tuple(keep), tuple(exclude), reserve_bytes))
+        demands = Directives(tuple(keep), tuple(exclude), reserve_bytes or 0)
+        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes), demands)
     graph = graph if until is None else graph.until(until)
     graph = graph.directed(keep, exclude, reserve_bytes, pin)
     values = graph.for_planning(inputs or {})
 
     from graphrun.files import Store
-    from graphrun.profile.problems import Limits
     from graphrun.store import problem_for
 
     host = _host_limits(ram_bytes, pinned, disk, runs)
@@ -261,10 +263,12 @@ def attach(
     ``sim`` or a `graphrun.runtime.devices.device.Device`; budgets, ``hardware`` and directives are as for `estimate`. Raises
     InputError where something else moves the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
-    from graphrun.diffusers_.attach import Attachment, directives_of, hardware_of
+    from graphrun.diffusers_.attach import Attachment, hardware_of
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed
+    from graphrun.graph.graph import Directives
     from graphrun.profile.host_ram import ram_budget
+    from graphrun.profile.problems import Limits
     from graphrun.runtime.devices.open import open_hardware
 
     refuse_placed(pipe)
@@ -272,8 +276,9 @@ def attach(
     opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
     budget_bytes = parse_size(vram, whole_bytes=chosen.capacity_bytes if chosen.device != "sim" else None, name="vram")
     ram_bytes = ram_budget(ram, components_of(pipe).values())
-    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
-    return Attachment(pipe, opened, chosen, budget_bytes, ram_bytes, directives_of(keep, exclude, reserve_bytes))
+    reserve_bytes = 0 if reserve is None else parse_size(reserve, name="reserve")
+    demands = Directives(tuple(keep), tuple(exclude), reserve_bytes)
+    return Attachment(pipe, opened, chosen, Limits(budget_bytes, ram_bytes), demands)
 
 
 def run_many(

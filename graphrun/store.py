@@ -30,12 +30,12 @@ from graphrun.files import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.media import told
 from graphrun.model.plan import parse
-from graphrun.model.problem import BlockGroup, Hardware, Problem
+from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
-from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Product, Recording, Span
+from graphrun.profile.recording import DryRun
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.check import check
 
@@ -57,7 +57,7 @@ def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, lim
 def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     chosen = option_phases_of(graph, limits.allow)
 
-    def made() -> tuple[Problem, Probed]:
+    def made() -> tuple[Problem, DryRun]:
         with_options = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
         plain = dry_run(graph, inputs, store)
         return problem_of(graph, plain, hardware, limits, inputs, with_options), plain
@@ -82,7 +82,7 @@ def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits
     return problem
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> DryRun:
     """The dry run of ``graph`` with resolved ``inputs`` and stage ``options`` (stage -> name): read from ``store``, else made,
     which takes seconds, and stored."""
     key = trace_key(graph, inputs) if store is not None else None
@@ -91,11 +91,11 @@ def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, option
     key = digest_of([key, sorted(options.items())]) if options else key
     if (found := store.get("trace", key)) is not None:
         try:
-            return from_json(found)
+            return DryRun.from_json(found)
         except UNREADABLE:
             pass
     probed = _probe(graph, inputs, options)
-    store.put("trace", key, to_json(probed))
+    store.put("trace", key, probed.to_json())
     return probed
 
 
@@ -218,7 +218,7 @@ def own_source() -> str:
     return total.hexdigest()[:32]
 
 
-def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
     with _garbage_collection_paused() as imported:
         from graphrun.modules.classes import resolve_class
         from graphrun.profile.dry_run import probe
@@ -253,61 +253,3 @@ def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
             gc.enable()
         if enabled and not frozen:
             gc.unfreeze()
-
-
-def to_json(probed: Probed) -> dict[str, Any]:
-    """A JSON-ready dictionary of a dry run, without its modules. Each call is written once; items of the recording refer to it by
-    number."""
-    calls: dict[int, Call] = {id(item.call): item.call for item in probed.recording.items if isinstance(item, Mark) and item.call}
-    numbers = {key: number for number, key in enumerate(calls)}
-    return {
-        "calls": [call.plain() for call in calls.values()],
-        "items": [
-            [item.kind, item.name, numbers[id(item.call)] if item.call else -1] if isinstance(item, Mark) else item
-            for item in probed.recording.items
-        ],
-        "values": {name: sorted(keys) for name, keys in probed.recording.values.items()},
-        "profiles": {name: asdict(profiles) for name, profiles in probed.profiles.items()},
-    }
-
-
-def from_json(data: Mapping[str, Any]) -> Probed:
-    """The dry run from `to_json`, without modules. Raises one of `UNREADABLE` for any other ``data``."""
-    calls = [
-        Call(
-            **{
-                **call,
-                "events": tuple((key, nbytes) for key, nbytes in call["events"]),
-                "touched": frozenset(call["touched"]),
-                "flops": tuple((path, flops) for path, flops in call["flops"]),
-                "products": tuple(Product(**product) for product in call["products"]),
-                "spans": tuple(Span(**span) for span in call["spans"]),
-                "outside": frozenset(call["outside"]),
-                "loose": frozenset(call["loose"]),
-                "kept": tuple(call["kept"]),
-            }
-        )
-        for call in data["calls"]
-    ]
-    items: list[tuple[int, int] | Mark] = [
-        Mark(item[0], item[1], calls[item[2]] if item[2] >= 0 else None) if len(item) == 3 else (item[0], item[1])
-        for item in data["items"]
-    ]
-    profiles = {
-        name: ComponentProfile(
-            found["parameters"],
-            *_groups_of(found),
-            {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
-            {name: (most, written) for name, (most, written) in found["widened"].items()},
-            tuple(found["as_stored"]),
-            LayerSplit(*_groups_of(found["layer_split"])) if found["layer_split"] else None,
-        )
-        for name, found in data["profiles"].items()
-    }
-    return Probed(Recording(items, {name: frozenset(keys) for name, keys in data["values"].items()}), profiles)
-
-
-def _groups_of(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """Block groups, bytes of one block per group, and the same in other precisions."""
-    groups = tuple(BlockGroup(**{**k, "blocks": tuple(k["blocks"])}) for k in found["groups"])
-    return groups, tuple(found["block_bytes"]), {precision: tuple(sizes) for precision, sizes in found["precisions"].items()}

@@ -96,7 +96,7 @@ def test_calls_give_seconds_if_their_component_was_resident(make_problem: Any, v
     number = next(n for n, slot in enumerate(slots) if slot.part == "steady")
     events = tuple(Event("run", "transformer", number, "forward", 0, 0.0, 1.0 + n) for n in range(3))
     found = feedback.measured_in(solution.problem, solution.plan, replace(trace_of(solution), events=events))
-    assert found[slots[number].phase]["seconds"] == seconds
+    assert found[slots[number].phase].seconds == seconds
 
 
 DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_bytes": -1, "steady_bytes": True}]
@@ -127,7 +127,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
     feedback.remember(problem, solution.plan, more, Store(folder))
     measured = feedback.measured_in(problem, solution.plan, more)
-    by = {phase.name: measured[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
+    by = {phase.name: measured[phase.name].sizes["first_bytes"] - phase.first_bytes for phase in problem.phases}
     loads = [action for slot in solution.plan.slots for action in slot.actions if isinstance(action, Load)]
     held = sum(
         len(blocks)

@@ -18,7 +18,7 @@ from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build, draft
-from graphrun.profile.quantized import layer_bytes
+from graphrun.profile.quantized import layer_tensors
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
@@ -147,7 +147,7 @@ def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None
     layer = encoder.module.encoder.block[0].layer[0].SelfAttention.q
     layout = lay_out(nn.ModuleList([layer]), [])[""]
     precision = encoder.precision
-    wanted = linear.numel() if precision == "fp8" else layer_bytes(*linear.shape, precision)
+    wanted = linear.numel() if precision == "fp8" else sum(layer_tensors(*linear.shape, precision))
     assert sum(entry.nbytes for entry in layout.entries) == wanted
 
 
