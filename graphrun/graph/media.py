@@ -219,8 +219,8 @@ def _film(path: Path) -> list[Any]:
     import av
 
     with _reading(path, "video", av.FFmpegError), av.open(str(path)) as container:
-        found: Iterable[Any] = container.decode(video=0) if container.streams.video else ()
-        frames = [frame.to_image() for frame in found]
+        decoded: Iterable[Any] = container.decode(video=0) if container.streams.video else ()
+        frames = [frame.to_image() for frame in decoded]
     if not frames:
         raise InputError(f"{path}: holds no pictures")
     return frames

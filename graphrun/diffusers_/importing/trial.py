@@ -17,8 +17,8 @@ import torch
 from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, as_probe_errors, digest_of
+from graphrun.diffusers_.importing.found import Found
 from graphrun.diffusers_.importing.signature import InputSpec, call_parameters, media_kind
-from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
@@ -35,13 +35,13 @@ HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the sta
 
 @dataclass(slots=True)
 class TrialPipeline:
-    """A pipeline spec with components on meta and real parts, and the prober that all its fingerprint runs share.
+    """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
 
     ``media``: parameters that got media in the last successful `find_arguments`. ``whole_runs``: entries by digest of the
     arguments.
     """
 
-    spec: PipelineSpec
+    found: Found
     graph: Graph
     meta_modules: dict[str, Any]
     parts: dict[str, Any]
@@ -55,13 +55,13 @@ class TrialPipeline:
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the pipeline's call."""
         if not self._parameters:
-            self._parameters.update(call_parameters(self.pipeline, self.spec.workflow))
+            self._parameters.update(call_parameters(self.pipeline, self.found.workflow))
         return self._parameters
 
     @property
     def modular(self) -> bool:
         """Whether the pipeline is modular, that is, made of blocks."""
-        return is_modular_class(self.spec.kind)
+        return is_modular_class(self.found.kind)
 
     @property
     def pipeline(self) -> Any:
@@ -93,7 +93,7 @@ class TrialPipeline:
     @contextmanager
     def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
         """Turns errors of the call with the arguments ``given`` into a ProbeError that names the entry before it."""
-        with as_probe_errors(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
+        with as_probe_errors(f"{self.found.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
             yield
 
     def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
@@ -109,17 +109,16 @@ class TrialPipeline:
         return found
 
     def _advice(self) -> str:
-        components = [member.name for member in self.spec.members if member.is_component]
-        there = {"self", *(member.name for member in self.spec.members), *self.spec.settings}
+        there = {"self", *self.found.components, *self.found.parts, *self.found.settings}
         if self.modular:
             absent = self.pipeline.null_component_names
         else:
-            constructor = inspect.signature(self.spec.kind.__init__).parameters
+            constructor = inspect.signature(self.found.kind.__init__).parameters
             absent = [
                 name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
             ]
         without = f"; without {', '.join(absent)}" if absent else ""
-        return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
+        return f"It was called with {', '.join(self.found.components)}{without}. {HAND_WRITTEN}"
 
 
 def few_steps(strength: float | None) -> int:
@@ -127,24 +126,22 @@ def few_steps(strength: float | None) -> int:
     return math.ceil(STEPS / (strength or 1))
 
 
-def build_trial(spec: PipelineSpec) -> TrialPipeline:
-    """``spec`` with its components built on meta. Raises GraphError naming the component or part that cannot be built."""
-    graph = spec.graph()
-    meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
-    members = {member.name: member for member in spec.members}
-    parts = {name: _part(members[name], part, graph) for name, part in graph.parts.items()}
-    return TrialPipeline(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
+def build_trial(found: Found, *, dtype: str = "") -> TrialPipeline:
+    """``found`` with its components built on meta. Raises GraphError naming the component or part that cannot be built.
+
+    ``dtype``: of all components, in place of their own: whether splitting changes something does not depend on dtypes.
+    """
+    graph = found.graph()
+    components = (replace(component, dtype=dtype or component.dtype) for component in graph.components.values())
+    meta_modules = {component.name: meta_module(component, graph.trust) for component in components}
+    parts = {name: _part(part, graph, found.live.get(name)) for name, part in graph.parts.items()}
+    return TrialPipeline(found, graph, meta_modules, parts, FingerprintRun(meta_modules, found.kind.__call__))
 
 
-def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
-    if member.stand_in:
+def _part(part: Part, graph: Graph, live: Any) -> Any:
+    if part.file is not None:
         return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where)
-    return build_part(part, graph) if member.live is None or hasattr(member.live, "set_timesteps") else member.live
-
-
-def in_one_dtype(spec: PipelineSpec) -> PipelineSpec:
-    """``spec`` with every component in fp32: whether splitting changes something does not depend on dtypes."""
-    return replace(spec, members=tuple(replace(t, dtype="float32") if t.is_component else t for t in spec.members))
+    return build_part(part, graph) if live is None or hasattr(live, "set_timesteps") else live
 
 
 def find_arguments(
@@ -172,13 +169,13 @@ def find_arguments(
     ]
     if tensors:
         raise ProbeError(
-            f"{trial.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"{trial.found.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
     optional = [name for name in candidates if name not in needed]
     failed: ProbeError | None = None
     furthest = -1
-    lists = (value for value in trial.spec.settings.values() if isinstance(value, list))
+    lists = (value for value in trial.found.settings.values() if isinstance(value, list))
     several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
     for count in sorted({1, several}):
         for chosen in _media_choices(needed, optional):
