@@ -56,9 +56,8 @@ def call_inputs(
     kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in ("seed", "steps")}
     if "negative_prompt" in plain:
         kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
-    inputs: dict[str, Mapping[str, Any]] = {name: input_spec.entry for name, input_spec in plain.items() if name in kept}
+    inputs: dict[str, Mapping[str, Any]] = {name: kept[name].entry for name in plain if name in kept}
     inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
-    inputs = {name: kept[name].entry if name in kept else entry for name, entry in inputs.items()}
     passed: dict[str, Any] = {}
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name
@@ -83,13 +82,13 @@ def tried(
     outputs: Sequence[str],
     trials: Iterable[tuple[Mapping[str, Any], Collection[str]]],
     how: tuple[str, str],
-) -> tuple[list[Stage], dict[str, tuple[EntryRecord, ...]], dict[str, tuple[EntryRecord, ...]]]:
-    """``stages`` where they enter the same components with the same values as the whole call does, in each of ``trials``:
-    (inputs of the call, names of inputs that are left out where it differs). Returns the stages, without what is left out, and the
-    entries of each: those in the first trial, and those in any.
+    home: Callable[[str], str],
+) -> Layout:
+    """``stages``, if they enter the same components with the same values as the whole call does, in each of ``trials``: (inputs of
+    the call, names of inputs that are left out where it differs).
 
-    ``how``: how the call was split, and what differs, in words. Raises NotSplit where a trial differs and there is nothing to leave
-    out.
+    ``how``: how the call was split, and what differs, in words; ``home`` is as in `laid_out`. Raises NotSplit where a trial differs
+    and there is nothing to leave out.
     """
     referred = {name: Reference("stage", stages[-1].name, name) for name in outputs}
     first, entered = dict[str, tuple[EntryRecord, ...]](), dict[str, tuple[EntryRecord, ...]]()
@@ -114,7 +113,7 @@ def tried(
             continue
         first = first or found
         entered = {stage: (*entered.get(stage, ()), *entries) for stage, entries in found.items()}
-    return stages, first, entered
+    return laid_out(trial, call, stages, outputs, first, entered, home)
 
 
 def laid_out(

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from graphrun.diffusers_.importing.fingerprint import EntryRecord, digest_of
-from graphrun.diffusers_.importing.layout import CallInputs, Layout, NotSplit, laid_out, outputs_in, tried
+from graphrun.diffusers_.importing.layout import CallInputs, Layout, NotSplit, outputs_in, tried
 from graphrun.diffusers_.importing.trial import TrialPipeline, few_steps
 from graphrun.graph.graph import PLANNING_TEXT, Reference, Stage
 from graphrun.ops.block import GENERATOR
@@ -113,15 +113,13 @@ def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> Layout:
         raise NotSplit("its blocks pass each other values that a graph cannot hold, or only one block enters components")
     made = {name: observed.get(name) for number in groups[-1] for name in observed.ran[number].writes}
     stages = _stages(observed.ran, groups, call, outputs_in(made))
-    outputs = stages[-1].outputs
-    stages, first, entered = tried(trial, call, stages, outputs, _trials(call), ("split at its blocks,", "values"))
 
     def home(name: str) -> str:
         """The first stage with a block that expects the component ``name``, else the last stage."""
         named = (s.name for s in stages for b in s.arguments["blocks"] if name in blocks.sub_blocks[b].component_names)
         return next(named, stages[-1].name)
 
-    return laid_out(trial, call, stages, outputs, first, entered, home)
+    return tried(trial, call, stages, stages[-1].outputs, _trials(call), ("split at its blocks,", "values"), home)
 
 
 def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _TracedState:

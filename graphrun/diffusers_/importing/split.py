@@ -125,10 +125,10 @@ def _split(trial: TrialPipeline, plain: Mapping[str, InputSpec], literals: Itera
         scale = {"true_cfg_scale": 2.0} if "true_cfg_scale" in plain else {}
         trials += [({"negative_prompt": "blurry", **scale, **few}, ("negative_prompt", "true_cfg_scale"))]
     values = [(base | changes, blamed) for changes, blamed in trials]
-    stages, first, entered = tried(trial, call, _three(kind, plain), ("image",), values, ("cut in three", "numbers"))
-    if not all(first.values()):
+    layout = tried(trial, call, _three(kind, plain), ("image",), values, ("cut in three", "numbers"), lambda _: "denoise")
+    if not all(layout.entered.values()):
         raise NotSplit("cut in three a stage would enter nothing")
-    return laid_out(trial, call, stages, ("image",), first, entered, lambda _: "denoise")
+    return layout
 
 
 def _three(kind: type[Any], inputs: Collection[str]) -> list[Stage]:

@@ -10,16 +10,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, as_probe_errors, digest_of
+from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, digest_of
 from graphrun.diffusers_.importing.found import Found
 from graphrun.diffusers_.importing.signature import InputSpec, call_parameters, media_kind
 from graphrun.diffusers_.importing.standin import stand_in
+from graphrun.errors import InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.modules.build import build_part, meta_module
@@ -33,7 +35,7 @@ STEPS = 2  # denoising steps of a trial
 HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
 
 
-@dataclass(slots=True)
+@dataclass
 class TrialPipeline:
     """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
 
@@ -49,14 +51,11 @@ class TrialPipeline:
     media: tuple[str, ...] = ()
     output: Any = None  # what the last whole call returned
     whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
-    _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the pipeline's call."""
-        if not self._parameters:
-            self._parameters.update(call_parameters(self.pipeline, self.found.workflow))
-        return self._parameters
+        return call_parameters(self.pipeline, self.found.workflow)
 
     @property
     def modular(self) -> bool:
@@ -92,9 +91,23 @@ class TrialPipeline:
 
     @contextmanager
     def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
-        """Turns errors of the call with the arguments ``given`` into a ProbeError that names the entry before it."""
-        with as_probe_errors(f"{self.found.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
-            yield
+        """Turns whatever the call with the arguments ``given`` raises into a ProbeError that names the entry before it, and
+        silences what diffusers logs. InputError passes."""
+        try:
+            with quietly():
+                yield
+        except ProbeError as error:
+            raise ProbeError(f"{error}. {self._advice()}") from error
+        except InputError:
+            raise
+        except Exception as error:
+            entries = self.fingerprint.entries
+            after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
+            text = " ".join(str(error).split())[:400]
+            raise ProbeError(
+                f"the dry run of {self.found.pipeline}({', '.join(given)}) failed {after}, in the pipeline's own code: "
+                f"{type(error).__name__}: {text}. {self._advice()}"
+            ) from error
 
     def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
         """The component entries of each stage of ``graph`` for the inputs ``values``. Raises whatever the ops raise."""
@@ -153,20 +166,22 @@ def find_arguments(
     error of the try that entered most components, the first of these.
     """
     parameters = trial.parameters
-    arguments = {input_spec.parameter: input_spec.default for input_spec in plain.values() if input_spec.parameter != "generator"}
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
+    left_out = ("generator", "num_inference_steps", "negative_prompt")
+    inputs = (each for each in plain.values() if each.default is not None and each.parameter not in left_out)
+    arguments = {each.parameter: each.default for each in inputs}
     if "prompt" in parameters:
         arguments["prompt"] = PLANNING_TEXT
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
-    needed = [name for name in candidates if _is_required(name, parameters, trial.modular)]
-    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
-    tensors = [
-        n
-        for n, p in parameters.items()
-        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
+    names = list(parameters)  # in a signature, the pipeline's main input comes before the prompt
+    first = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
+    needed = [name for name in candidates if name in (*required, *first)]
+    tensors = [name for name in required if name not in {*arguments, *candidates, "self"}]
     if tensors:
         raise ProbeError(
             f"{trial.found.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
@@ -200,10 +215,3 @@ def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[l
         yield [*needed, name]
     for count in range(2, len(optional) + 1):
         yield [*needed, *optional[:count]]
-
-
-def _is_required(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
-    """Whether the parameter has no default, or comes before the prompt in a signature, which marks the pipeline's main input."""
-    names = list(parameters)
-    before = not modular and "prompt" in names and names.index(name) < names.index("prompt")
-    return before or parameters[name].default is inspect.Parameter.empty
