@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Asked:
     configs: Mapping[str, str]
     dtypes: Mapping[str, str]
     without: Collection[str] = ()
-    sets: Mapping[str, Any] | None = None
+    sets: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
     whole: bool = False
     trust: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def import_source(source: str, asked: Asked) -> Imported:
 
     Raises InputError where it is none of these, ProbeError where the dry run of the pipeline's call fails.
     """
-    return stage(with_dtypes(find(source, asked), asked.dtypes), asked.sets or {}, whole=asked.whole)
+    return stage(with_dtypes(find(source, asked), asked.dtypes), asked.sets, whole=asked.whole)
 
 
 def find(source: str, asked: Asked) -> Found:
@@ -114,7 +114,7 @@ def find(source: str, asked: Asked) -> Found:
     if looks_local:
         return of_folder(path, asked.without, source, asked.trust)
     if named:
-        return of_class(source, asked.configs, asked.without, str((asked.sets or {}).get(WORKFLOW, "")), asked.trust)
+        return of_class(source, asked.configs, asked.without, str(asked.sets.get(WORKFLOW, "")), asked.trust)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         return of_hub(source, asked.revision, asked.without, asked.trust)
     raise InputError(f"{source} is not a folder, a hub id (owner/name) or a class (diffusers.FluxPipeline)")

@@ -143,9 +143,11 @@ def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _Traced
 
 def _part_digests(pipeline: Any) -> dict[str, str]:
     """Digests of the state of the pipeline's parts (a scheduler's timesteps), by part name."""
-    parts = {name: part for name, part in pipeline.components.items() if hasattr(part, "from_config")}
-    parts = {name: part for name, part in parts.items() if not isinstance(part, torch.nn.Module)}
-    return {name: digest_of({k: v for k, v in vars(part).items() if k != "_internal_dict"}) for name, part in parts.items()}
+    return {
+        name: digest_of({key: value for key, value in vars(part).items() if key != "_internal_dict"})
+        for name, part in pipeline.components.items()
+        if hasattr(part, "from_config") and not isinstance(part, torch.nn.Module)
+    }
 
 
 def _group_blocks(observed: _TracedState, pipeline: Any) -> list[list[int]]:
