@@ -441,8 +441,10 @@ class _Reader:
         return Stage(name, spec.op, tuple(spec.uses), arguments, self.document.where(at), tuple(spec.options), outputs)
 
     def _argument(self, value: Any, at: Location) -> Any:
-        """``value`` with `Reference` objects in place of texts such as ``$prompt``; a text that names nothing stays, in place of the
-        list that it is in."""
+        """``value`` with `Reference` objects in place of texts such as ``$prompt``.
+
+        A text that names nothing stays, in place of the list that it is in.
+        """
         if isinstance(value, list):
             found = [self._argument(item, (*at, index)) for index, item in enumerate(value)]
             return next((item for item in found if isinstance(item, str) and item.startswith("$")), found)
