@@ -34,7 +34,7 @@ Trust = Annotated[
     Names,
     typer.Option(
         "--trust-package",
-        help="A package of which the graph file may name any class, which runs its code. Repeatable.",
+        help="A package of which the graph, or what is imported, may name any class, which runs its code. Repeatable.",
         metavar="NAME",
         show_default=False,
     ),

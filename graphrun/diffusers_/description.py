@@ -59,7 +59,8 @@ class LivePipeline:
         """The components of ``graph`` by name, with their weights."""
         from graphrun.diffusers_.importing.from_live import of_pipeline
 
-        return {name: member.live for name, member in of_pipeline(self.pipe).components.items()}
+        found = of_pipeline(self.pipe)
+        return {name: found.live[name] for name in found.components}
 
     def to_yaml(self, path: Path, *, inputs: Mapping[str, Any] | None = None, whole: bool = False, force: bool = False) -> Graph:
         """Writes the graph file ``path``, with configurations and tokenizers beside it, and returns the graph loaded from there.

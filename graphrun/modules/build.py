@@ -151,7 +151,7 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
 
     Raises GraphError at the component's line for an invalid class or config.
     """
-    kind = _module_class(component, trust)
+    kind = resolve_class(component.class_path, trust, component.where, "component")
     with on_meta():
         module = add_ip_adapters(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -201,7 +201,8 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
-    kind, own = _module_class(component, graph.trust), getattr(torch, component.dtype)
+    kind = resolve_class(component.class_path, graph.trust, component.where, "component")
+    own = getattr(torch, component.dtype)
     with empty_parameters():
         module = add_ip_adapters(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
@@ -276,13 +277,6 @@ def _tokenizer(part: Part, file: Path) -> Any:
     _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.where)
     with _graph_errors(f"parts.{part.name}", str(file), part.where):
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
-
-
-def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
-    kind = resolve_class(component.class_path, trust, component.where, "component")
-    if not issubclass(kind, nn.Module):
-        raise refusal(component, f"{component.class_path} is not a torch module")
-    return kind
 
 
 def _construct(kind: type[Any], component: Component) -> Any:

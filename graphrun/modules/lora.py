@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.graph.graph import Component, Lora
+from graphrun.graph.graph import Adapter, Component
 from graphrun.modules.classes import refusal
 
 _SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
@@ -54,7 +54,7 @@ def deltas_of(component: Component, module: nn.Module) -> dict[str, list[Delta]]
     return found
 
 
-def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
+def _deltas(component: Component, lora: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
     """The deltas of one LoRA by weight name; ``shapes`` are those of the component's parameters."""
     sizes, alphas, metadata = _contents(component, lora)
     prefix = f"{component.name}."
@@ -82,7 +82,7 @@ def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ..
     return found
 
 
-def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
+def _contents(component: Component, lora: Adapter) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
     """Shapes by key, alphas by key, and the settings of this component's adapter in the metadata."""
     from safetensors import SafetensorError, safe_open
 

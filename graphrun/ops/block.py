@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphrun.graph.graph import Reference
-from graphrun.graph.media import is_media
+from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.call import graph_errors, output_field, refuse
 from graphrun.ops.diffusion import StageContext, without_pictures
@@ -76,7 +76,7 @@ def _output(context: StageContext, state: Any, name: str) -> Any:
     """The output ``name`` of the final ``state``. Raises GraphError where the blocks did not compute it."""
     if name == GENERATOR:
         return state.values[GENERATOR].get_state()
-    if is_media(name):
+    if name in MEDIA_KINDS:
         return output_field(context, state.values, name)
     if name not in state.values:
         refuse(context, f"its blocks do not compute {name}{did_you_mean(name, sorted(state.values))}")

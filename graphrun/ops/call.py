@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from graphrun.errors import GraphError, GraphrunError, InputError
-from graphrun.graph.media import is_media, size_of
+from graphrun.graph.media import size_of
+from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.diffusion import StageContext, without_pictures
 
@@ -105,7 +106,7 @@ def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
     others.
     """
     if "latents" in wanted:
-        if others := [name for name in wanted if is_media(name)]:
+        if others := [name for name in wanted if name in MEDIA_KINDS]:
             refuse(context, f"a call returns either latents or {others[0]}: read only one of them")
         return "latent"
     return "pil" if "image" in wanted or "video" in wanted else None

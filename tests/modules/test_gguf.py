@@ -247,10 +247,10 @@ def test_the_error_for_a_missing_file_says_what_to_do(flux: Graph, tmp_path: Pat
 
 
 def test_a_lora_is_not_fused_into_gguf_weights(graph: Graph) -> None:
-    from graphrun.graph.graph import Lora
+    from graphrun.graph.graph import Adapter
 
     with pytest.raises(GraphError, match="a LoRA cannot be fused into weights in gguf"):
-        draft(replace(graph.component("transformer"), loras=(Lora("a.safetensors"),)), graph, "gguf")
+        draft(replace(graph.component("transformer"), loras=(Adapter("a.safetensors"),)), graph, "gguf")
 
 
 def test_flux_at_full_size_needs_the_header_only(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from whole_pipelines import GRAPHS, pixels, plain_image
 
-from graphrun.graph.graph import Graph, Lora
+from graphrun.graph.graph import Adapter, Graph
 from graphrun.graph.loading import load
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan, Restore, Slot, Spill, Stream
@@ -251,7 +251,7 @@ def lora(flux: Case, tmp_path: Path) -> Graph:
     generator = torch.Generator().manual_seed(1)
     down, up = torch.randn(4, weight.shape[1], generator=generator), torch.randn(weight.shape[0], 4, generator=generator)
     save_file({f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}, tmp_path / "lora.safetensors")
-    styled = replace(flux.graph.components["transformer"], loras=(Lora(str(tmp_path / "lora.safetensors"), 0.7),))
+    styled = replace(flux.graph.components["transformer"], loras=(Adapter(str(tmp_path / "lora.safetensors"), 0.7),))
     return replace(flux.graph, components={**flux.graph.components, "transformer": styled})
 
 

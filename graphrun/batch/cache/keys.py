@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph, IpAdapter, Lora, Part, Reference, Stage
-from graphrun.graph.media import fingerprint, is_media, told
-from graphrun.graph.ops import OPERATIONS
+from graphrun.graph.graph import Adapter, Component, Graph, Part, Reference, Stage
+from graphrun.graph.media import fingerprint, told
+from graphrun.graph.ops import MEDIA_KINDS, OPERATIONS
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
@@ -149,7 +149,7 @@ class Keys:
             self._contents[component.name] = [content, *(self._added(kind, each, component) for kind, each in added)]
         return self._contents[component.name]
 
-    def _added(self, kind: str, added: Lora | IpAdapter, component: Component) -> list[Any]:
+    def _added(self, kind: str, added: Adapter, component: Component) -> list[Any]:
         if not (file := Path(added.file)).is_file():
             raise GraphError(f"components.{component.name}.{kind}: no such file: {file}", component.where)
         return [kind, blob(file) or self._digest_of(file), added.scale]
@@ -171,7 +171,7 @@ class Keys:
 def cacheable(stage: Stage) -> bool:
     """Whether outputs of ``stage`` may be cached: images, videos and audio are not, since runs save them as files."""
     operation = OPERATIONS[stage.op]
-    return not any(is_media(operation.output(name) or "") for name in stage.outputs)
+    return not any(operation.output(name) in MEDIA_KINDS for name in stage.outputs)
 
 
 def code_digest() -> str:
