@@ -1,0 +1,23 @@
+"""Elements of SVG drawings as text."""
+
+from __future__ import annotations
+
+from html import escape
+
+
+def element(tag: str, content: str | None = None, /, **attributes: str | float) -> str:
+    """The element ``tag`` around ``content``, which is SVG itself; text in it goes through `html.escape` first.
+
+    ``attributes``: ``class_`` is written as class, ``stroke_width`` as stroke-width; a float gets one decimal.
+    """
+    shown = "".join(
+        f' {name.removesuffix("_").replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else escape(str(value))}"'
+        for name, value in attributes.items()
+    )
+    return f"<{tag}{shown}/>" if content is None else f"<{tag}{shown}>{content}</{tag}>"
+
+
+def block(left: float, right: float, y: float, height: float, kind: str, told: str) -> str:
+    """A rectangle of the class ``kind``, at least 0.6 wide, with the text ``told`` where the pointer is on it."""
+    told = element("title", escape(told))
+    return element("rect", told, class_=kind, x=left, y=y, width=max(0.6, right - left), height=height)
