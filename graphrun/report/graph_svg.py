@@ -16,14 +16,15 @@ layers comes from barycentre sweeps (Sugiyama, Tagawa and Toda, 1981); the one w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import combinations, pairwise
+from typing import Any
 
 import networkx
 
 from graphrun.report.graph_text import lines
-from graphrun.report.svg import element
+from graphrun.report.svg import element, picture
 
 LINE, PADDING, GAP, BETWEEN, MARGIN = 17, 9.0, 18, 46, 20  # GAP: between boxes of a layer; BETWEEN: between layers
 CHARACTER, SMALLEST = 7.3, 76.0  # width of a character at 12 px, rather too wide than too narrow; width of the smallest box
@@ -55,31 +56,27 @@ _KEY = {"stage": "stage", "value": "value", "component": "component, its weights
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """A node, or a bend of an edge (no text, no size), with the coordinates of its centre."""
+    """A node, or a bend of an edge (no text, no size), with the coordinates of its centre.
 
-    node: str
-    kind: str
-    lines: list[str] = field(default_factory=list)
+    ``side``: on the right, beside the data flow: a component or a bend of its edge. ``top``, ``bottom``: those of its layer.
+    """
+
+    side: bool
+    node: str = ""
+    lines: Sequence[str] = ()
+    width: float = 0.0
+    height: float = 0.0
     x: float = 0.0
     y: float = 0.0
-    top: float = 0.0  # of its layer
+    top: float = 0.0
     bottom: float = 0.0
 
-    @property
-    def side(self) -> bool:
-        """Whether it is on the right, beside the data flow: a component or a bend of its edge."""
-        return self.kind == "component"
 
-    @property
-    def width(self) -> float:
-        if not self.lines:
-            return 0.0
-        name, *others = (CHARACTER * len(line) for line in self.lines)
-        return max(SMALLEST, 1.1 * name, *others) + 2 * PADDING + (PADDING if self.kind == "value" else 0)
-
-    @property
-    def height(self) -> float:
-        return LINE * len(self.lines) + 2 * PADDING - 4 if self.lines else 0.0
+def _box(node: str, of: dict[str, Any]) -> _Box:
+    name, *others = lines(of)
+    text = max(SMALLEST, 1.1 * (CHARACTER * len(name)), *(CHARACTER * len(line) for line in others))
+    width = text + 2 * PADDING + (PADDING if of["kind"] == "value" else 0)
+    return _Box(of["kind"] == "component", node, [name, *others], width, LINE * (1 + len(others)) + 2 * PADDING - 4)
 
 
 Layers = list[list[_Box]]
@@ -104,24 +101,20 @@ def graph_svg(graph: networkx.DiGraph, note: str = "") -> str:
             box.x, box.y, box.top, box.bottom = box.x - left, top + height / 2, top, top + height
         top += height + BETWEEN
     right = max(box.x + box.width / 2 for box in boxes)
-    width, height = max(right, CHARACTER * len(note), 480.0) + MARGIN, top + MARGIN
-    name, size = escape(graph.graph["name"]), {"width": f"{width:.0f}", "height": f"{height:.0f}"}
-    named = {box.node: box for box in boxes}
+    size = {"width": f"{max(right, CHARACTER * len(note), 480.0) + MARGIN:.0f}", "height": f"{top + MARGIN:.0f}"}
+    name, named = escape(graph.graph["name"]), {box.node: box for box in boxes}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-        ' role="img" aria-labelledby="title desc">',
         f'<title id="title">{name}</title><desc id="desc">{escape(_described(graph))}</desc><style>{_STYLE}</style>',
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="arrow" d="M0 0L8 4L0 8z"/></marker></defs>',
         element("rect", class_="paper", **size),
         element("text", name, class_="name title", x=MARGIN, y=MARGIN + 10),
         element("text", escape(note), class_="note", x=MARGIN, y=MARGIN + 10 + LINE),
-        *(_edge(path, joined, f"{tail} {graph.edges[tail, head]['relation']} {head}") for (tail, head), path in paths.items()),
+        *(_edge(path, joined, tail, graph.edges[tail, head]["relation"], head) for (tail, head), path in paths.items()),
         *(_drawn(named[node], of) for node, of in graph.nodes(data=True)),
         *_key(top),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return picture(parts, f"0 0 {size['width']} {size['height']}", **size, role="img", aria_labelledby="title desc")
 
 
 def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], list[_Box]]]:
@@ -130,7 +123,7 @@ def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], lis
     for node in graph:
         if not graph.pred[node] and graph.succ[node]:  # one layer above its first reader
             number[node] = min(number[head] for head in graph.succ[node]) - 1
-    boxes = {node: _Box(node, of["kind"], lines(of)) for node, of in graph.nodes(data=True)}
+    boxes = {node: _box(node, of) for node, of in graph.nodes(data=True)}
     layers: Layers = [[] for _ in range(max(number.values(), default=0) + 1)]
     for node, box in boxes.items():
         layers[number[node]].append(box)
@@ -138,7 +131,7 @@ def _layered(graph: networkx.DiGraph) -> tuple[Layers, dict[tuple[str, str], lis
     for tail, head, relation in graph.edges(data="relation"):
         paths[tail, head] = path = [boxes[tail]]
         for layer in layers[number[tail] + 1 : number[head]]:
-            path.append(_Box("", "component" if relation == "uses" else "value"))
+            path.append(_Box(side=relation == "uses"))
             layer.append(path[-1])
         path.append(boxes[head])
     return layers, paths
@@ -152,22 +145,15 @@ def _sweeps(layers: Layers, joined: networkx.DiGraph) -> Iterator[tuple[Layers, 
 
 def _order(layers: Layers, joined: networkx.DiGraph) -> None:
     """Sorts each layer so that few edges cross: data flow first, then components."""
-    place: dict[_Box, int] = {}
-
-    def sort(layers: Layers, neighbours: Joined) -> tuple[int, Layers]:
-        """The number of crossings, and the layers, once each box is near the mean place of its neighbours."""
-        for layer in layers:
-            keys = {box: _mean([place[other] for other in neighbours.get(box, ())], place.get(box, 0)) for box in layer}
-            layer.sort(key=lambda box: (box.side, keys[box]))
-            place.update((box, number) for number, box in enumerate(layer))
+    place, found = dict[_Box, int](), []
+    for swept, neighbours in ((layers, {}), *_sweeps(layers, joined)):
+        for layer in swept:
+            means = {box: _mean([place[other] for other in neighbours.get(box, ())], place.get(box, 0)) for box in layer}
+            layer.sort(key=lambda box, means=means: (box.side, means[box]))  # type: ignore[misc]
+            place |= {box: number for number, box in enumerate(layer)}
         ends = ([(place[box], place[other]) for box in layer for other in joined.succ[box]] for layer in layers)
         crossings = sum((a - c) * (b - d) < 0 for own in ends for (a, b), (c, d) in combinations(own, 2))
-        return crossings, [sorted(layer, key=place.__getitem__) for layer in layers]
-
-    found = [sort(layers, {})]
-    for swept, neighbours in _sweeps(layers, joined):
-        crossings, order = sort(swept, neighbours)
-        found.append((crossings, order if swept is layers else order[::-1]))
+        found.append((crossings, [list(layer) for layer in layers]))
     layers[:] = min(found, key=lambda each: each[0])[1]
 
 
@@ -200,9 +186,9 @@ def _pushed(boxes: Sequence[_Box], wanted: Sequence[float]) -> list[float]:
     return found
 
 
-def _edge(path: Sequence[_Box], joined: networkx.DiGraph, told: str) -> str:
+def _edge(path: Sequence[_Box], joined: networkx.DiGraph, tail: str, relation: str, head: str) -> str:
     """The edge along ``path``: vertical within a layer, curved between layers."""
-    drawing, relation = "", told.split()[1]
+    drawing = ""
     for upper, lower in pairwise(path):
         x, to_x = _port(upper, lower, joined.succ[upper]), _port(lower, upper, joined.pred[lower])
         middle = (upper.bottom + lower.top) / 2
@@ -211,7 +197,8 @@ def _edge(path: Sequence[_Box], joined: networkx.DiGraph, told: str) -> str:
     if (end := lower.y - lower.height / 2) > lower.top:
         drawing += f"V{end:.1f}"
     arrow = {} if relation == "uses" else {"marker_end": "url(#arrow)"}
-    return element("path", element("title", escape(told)), class_=f"edge {relation}", d=drawing, **arrow)
+    told = element("title", escape(f"{tail} {relation} {head}"))
+    return element("path", told, class_=f"edge {relation}", d=drawing, **arrow)
 
 
 def _port(box: _Box, other: _Box, joined: Mapping[_Box, object]) -> float:
@@ -233,21 +220,11 @@ def _key(top: float) -> Iterator[str]:
         left += 20 + CHARACTER * len(meaning) + GAP
 
 
-def _drawn(box: _Box, of: Mapping[str, object]) -> str:
+def _drawn(box: _Box, of: Mapping[str, Any]) -> str:
     top, nbytes = box.y - box.height / 2, {"data_bytes": str(of["bytes"])} if "bytes" in of else {}
     told = ", ".join(f"{name} {value}" for name, value in of.items() if name not in ("kind", "name", "also_read_by", "only"))
-    parts = [
-        element("title", escape(told)),
-        element(
-            "rect",
-            class_=f"box {box.kind}",
-            x=box.x - box.width / 2,
-            y=top,
-            width=box.width,
-            height=box.height,
-            rx=_ROUND[box.kind],
-        ),
-    ]
+    place = {"x": box.x - box.width / 2, "y": top, "width": box.width, "height": box.height}
+    parts = [element("title", escape(told)), element("rect", class_=f"box {of['kind']}", **place, rx=_ROUND[of["kind"]])]
     for number, line in enumerate(box.lines):
         name = {} if number else {"class_": "name"}
         parts.append(element("text", escape(line), **name, x=box.x, y=top + PADDING + 9 + number * LINE))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,58 +34,41 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
 FPS = 16.0  # default frame rate: that of Wan's videos
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """The output files of a run: a path for each output in ``named``, and no other output; without any, ``base`` for all.
-
-    A path without suffix is a folder.
-    """
-
-    base: Path
-    named: Mapping[str, Path] = field(default_factory=dict)
-
-    @property
-    def first(self) -> Path:
-        """The first path, which names the set."""
-        return next(iter(self.named.values()), self.base)
-
-    def numbered(self, number: int) -> OutputFile:
-        """The output files of request ``number`` of a list: ``a-0007.png``."""
-
-        def of(path: Path) -> Path:
-            return path.with_stem(f"{path.stem}-{number:04d}")
-
-        return replace(self, base=of(self.base), named={name: of(path) for name, path in self.named.items()})
+# The output files of a run: a path for each output that is written, or one for all under the name "". Without suffix: a folder.
+Files = Mapping[str, Path]
 
 
-def output_file_of(asked: Sequence[str], kinds: Mapping[str, str], default: Path) -> OutputFile:
+def numbered(files: Files, number: int) -> Files:
+    """The output files of request ``number`` of a list: ``a-0007.png``."""
+    return {name: path.with_stem(f"{path.stem}-{number:04d}") for name, path in files.items()}
+
+
+def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path) -> Files:
     """The output files for outputs of ``kinds`` (name -> kind).
 
     ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix. Raises InputError for an unknown
     name or suffix, a suffix that does not fit the kind, and a path that cannot be written.
     """
-    named: dict[str, Path] = {}
-    bare: list[Path] = []
+    files: dict[str, Path] = {}
     for text in asked:
         name, equals, path = text.partition("=")
-        if not equals or (name not in kinds and "/" in name):
-            bare.append(_known(Path(text)))
-            continue
-        if name not in kinds:
+        bare = not equals or (name not in kinds and "/" in name)
+        if not bare and name not in kinds:
             raise InputError(f"-o {text}: no such output {name!r}; outputs are {', '.join(sorted(kinds))}")
-        if not path:
+        if not bare and not path:
             raise InputError(f"-o {text}: names no file")
-        named[name] = _suited(name, kinds[name], Path(path))
-    if len(bare) > 1 or (bare and named):
-        raise InputError(f"-o {bare[-1]}: say for which output, such as -o {next(iter(kinds))}={bare[-1]}")
-    if len(set(named.values())) < len(named):
+        if files and (bare or "" in files):
+            last = text if bare else files[""]
+            raise InputError(f"-o {last}: say for which output, such as -o {next(iter(kinds))}={last}")
+        files["" if bare else name] = _known(Path(text)) if bare else _suited(name, kinds[name], Path(path))
+    if len(set(files.values())) < len(files):
         raise InputError("-o: two outputs have the same file")
-    if not asked and {"image", "video"} <= set(kinds.values()):
-        named = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
+    if not files and {"image", "video"} <= set(kinds.values()):
+        files = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
     first = next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
-    target = OutputFile(bare[0] if bare else default.with_name(default.name + first), named)
-    require_writable(*(named.values() if named else [target.base]))
-    return target
+    files = files or {"": default.with_name(default.name + first)}
+    require_writable(*files.values())
+    return files
 
 
 def _suffixes(kind: str) -> tuple[str, ...]:
@@ -113,17 +95,15 @@ def _suited(name: str, kind: str, path: Path) -> Path:
     return path
 
 
-def save_outputs(outputs: Mapping[str, Any], where: OutputFile | Path, fps: float = FPS) -> list[Path]:
+def save_outputs(outputs: Mapping[str, Any], where: Files | Path, fps: float = FPS) -> list[Path]:
     """Writes ``outputs`` and returns the paths, in order. Raises InputError where a file cannot be written.
 
     Several images are numbered with leading zeros. Where one path is for all outputs, those that do not fit its suffix are written
     beside it with another one: audio, and all tensors (embeddings, latents) in one file under names such as
     ``embeds.prompt_embeds``.
     """
-    target = where if isinstance(where, OutputFile) else OutputFile(where)
-    if target.named:
-        return [path for name, to in target.named.items() for path in _saved({name: outputs[name]}, to, fps)]
-    return _saved(outputs, target.base, fps)
+    files = {"": where} if isinstance(where, Path) else where
+    return [path for name, to in files.items() for path in _saved({name: outputs[name]} if name else outputs, to, fps)]
 
 
 def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
@@ -132,9 +112,9 @@ def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
     if pictures and not path.suffix:
         written = _folder(path, pictures)
     else:
-        written = [_picture(to, picture, fps) for to, picture in _numbered(path, pictures)]
+        written = [_picture(to, picture, fps) for to, picture in _each(path, pictures)]
     sounding = path if path.suffix.lower() in SOUNDS else path.with_suffix(SOUNDS[0])
-    written += [_sound(to, sound) for to, sound in _numbered(sounding, sounds)]
+    written += [_sound(to, sound) for to, sound in _each(sounding, sounds)]
     if tensors := {name: tensor.clone().contiguous() for each, name, tensor in found if each == "tensor"}:
         from safetensors.torch import save as packed
 
@@ -143,7 +123,7 @@ def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
     return written
 
 
-def _numbered(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
+def _each(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
     """Each of ``things`` with its path: ``a.png`` for one, ``a-00.png`` and so on for several."""
     digits = len(str(len(things) - 1))
     for number, thing in enumerate(things):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Evict, Load, Plan, Slot, Stream, action_text
-from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.report.summary import broken_caps, directives
+from graphrun.report.summary import broken_caps, directives, figures
 from graphrun.report.table import Units, table
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_seconds, show_size
@@ -106,6 +106,7 @@ def _phases(problem: Problem, reports: Sequence[SlotReport]) -> str:
     )
 
 
+TERMS = ("resident_bytes", "ring_bytes", "activation_bytes", "values_bytes")  # of a SlotReport: they sum to its peak
 PHASE_HEAD = ("phase", "calls", "resident", "ring", "activation", "values", "peak", "headroom", "streamed")
 
 
@@ -116,8 +117,7 @@ def phase_cells(problem: Problem, phase: PhaseNumbers, reports: Sequence[SlotRep
     """
     slots = [slot for slot in reports if slot.phase == phase.name]
     top = max(slots, key=lambda slot: slot.peak_bytes)
-    sizes = (top.resident_bytes, top.ring_bytes, top.activation_bytes, top.values_bytes, top.peak_bytes)
-    streamed = sum(slot.streamed_bytes for slot in slots)
+    sizes, streamed = figures(top, *TERMS, "peak_bytes").values(), sum(slot.streamed_bytes for slot in slots)
     return slots, [phase.name, calls_of(phase), *sizes, problem.effective_bytes - top.peak_bytes, streamed]
 
 
@@ -138,43 +138,39 @@ def streams_of(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
 
 def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -> str:
     """The placement of each component in each phase of ``slots``, and its variant. ``before``: the slots that ran before them."""
-    held = _held_by_slot(problem, [*before, *slots])[len(before) :]
-    header = ["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]
-    rows, notes = [header], []
+    rows, notes = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]], []
     for component in problem.components:
         variant, streams, row = component.variants[0], streams_of(slots, component.name), [component.name]
+        held = list(zip(slots, _held(component, [*before, *slots])[len(before) :], strict=True))
         for phase in problem.phases:
             uses = any(use.component == component.name for use in phase.uses)
-            blocks = max(now[component.name] for now, slot in zip(held, slots, strict=True) if slot.phase == phase.name)
+            blocks = max(count for slot, count in held if slot.phase == phase.name)
             if uses and variant.device == "cpu":
                 row.append("cpu")
             elif phase.name in streams:
                 row.append("▒▒▒▒")
-                total = sum(len(k.blocks) for k in component.groups)
-                notes.append(
-                    f" ▒ {component.name} streamed in {phase.name}: {blocks} of {total} {component.granularity} stay resident"
-                )
+                stay = f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity} stay resident"
+                notes.append(f" ▒ {component.name} streamed in {phase.name}: {stay}")
             else:
                 row.append(("████" if uses else "░░░░") if blocks else "·")
         rows.append(
             [*row, f"{variant.precision}, {variant.backing_store if variant.device == 'device' else 'computed on the CPU'}"]
         )
     legend = " █ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
-    return "\n".join((table(rows, left=range(len(header))), legend, *notes))
+    return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
 
 
-def _held_by_slot(problem: Problem, slots: Iterable[Slot]) -> list[dict[str, int]]:
-    """The number of resident blocks of each component in each slot, without those in the ring."""
-    whole = {c.name: tuple((k.name, range(len(k.blocks))) for k in c.groups) for c in problem.components}
-    now: dict[str, set[tuple[str, int]]] = {name: set() for name in whole}
-    found = []
+def _held(component: ComponentNumbers, slots: Iterable[Slot]) -> list[int]:
+    """The number of resident blocks of ``component`` in each slot, without those in the ring."""
+    held, found = set[tuple[str, int]](), []
     for slot in slots:
         for action in slot.actions:
-            if isinstance(action, Load | Evict):
-                groups = whole[action.component] if action.blocks is None else action.blocks
-                blocks, held = {(name, index) for name, indices in groups for index in indices}, now[action.component]
-                now[action.component] = held | blocks if isinstance(action, Load) else held - blocks
-        found.append({name: len(blocks) for name, blocks in now.items()})
+            if isinstance(action, Load | Evict) and action.component == component.name:
+                every = ((k.name, range(len(k.blocks))) for k in component.groups)
+                groups = every if action.blocks is None else action.blocks
+                blocks = {(name, index) for name, indices in groups for index in indices}
+                held = held | blocks if isinstance(action, Load) else held - blocks
+        found.append(len(held))
     return found
 
 
@@ -210,8 +206,7 @@ def explain_screen(solution: Solution) -> str:
             f"slot {title}   at {clock:.3f} s  takes {show_seconds(report.seconds)}"
             f" (compute {show_seconds(report.compute_seconds)}, waits {show_seconds(report.stall_seconds)})"
         )
-        sizes = (report.resident_bytes, report.ring_bytes, report.activation_bytes, report.values_bytes)
-        holds = f"{show_size(report.peak_bytes)} = {terms(*sizes)}" if report.peak_bytes else "0 B"
+        holds = f"{show_size(report.peak_bytes)} = {terms(*figures(report, *TERMS).values())}" if report.peak_bytes else "0 B"
         lines.append(f"  holds {holds} of {show_size(problem.effective_bytes)}")
         lines += [f"  {action_text(action)}" for action in slot.actions]
         clock += report.seconds

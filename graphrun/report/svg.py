@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 
@@ -21,3 +22,9 @@ def block(left: float, right: float, y: float, height: float, kind: str, told: s
     """A rectangle of the class ``kind``, at least 0.6 wide, with the text ``told`` where the pointer is on it."""
     told = element("title", escape(told))
     return element("rect", told, class_=kind, x=left, y=y, width=max(0.6, right - left), height=height)
+
+
+def picture(elements: Sequence[str], view_box: str, **attributes: str | float) -> str:
+    """The text of an SVG file: ``elements``, one on each line."""
+    whole = "\n".join(["", *elements, ""])
+    return element("svg", whole, xmlns="http://www.w3.org/2000/svg", viewBox=view_box, **attributes) + "\n"

@@ -17,7 +17,7 @@ from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.report.screen import listed, proof, streams_of, subject, terms
 from graphrun.report.summary import directives, figures
-from graphrun.report.svg import element
+from graphrun.report.svg import element, picture
 from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
 from graphrun.solve.frontier import Point
@@ -285,7 +285,6 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
         return element("text", escape(shown), x=float(x), y=float(y), text_anchor=anchor, fill=color)
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         element("rect", width=WIDTH, height=HEIGHT, fill="white"),
         text(MARGIN, 30, f"{problem.graph} on {problem.hardware.name}: predicted time against VRAM budget"),
         element("path", d=f"M{MARGIN} {MARGIN}V{HEIGHT - MARGIN}H{WIDTH - MARGIN}", fill="none", stroke="black"),
@@ -311,4 +310,4 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
             lines += [element("circle", cx=across, cy=up, r=3, fill=color) for across, up in spots]
             if name:
                 lines.append(text(spots[-1][0] + 6, spots[-1][1] - 6, f"{name}={value}", color=color))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return picture(lines, f"0 0 {WIDTH} {HEIGHT}", font_family="sans-serif", font_size=12)

@@ -26,9 +26,9 @@ def pack(value: Any) -> bytes:
     """
     from safetensors.torch import save
 
-    tensors: list[torch.Tensor] = []
+    tensors: dict[int, tuple[int, torch.Tensor]] = {}
     shape = _described(value, tensors)
-    named = {str(number): tensor.detach().cpu().contiguous().clone() for number, tensor in enumerate(tensors)}
+    named = {str(number): tensor.detach().cpu().contiguous().clone() for number, tensor in tensors.values()}
     return bytes(save(named, metadata={"graphrun": str(VERSION), "value": json.dumps(shape)}))
 
 
@@ -47,13 +47,11 @@ def unpack(data: bytes) -> Any:
         raise InputError(f"is not a saved value: {type(error).__name__} {error}") from error
 
 
-def _described(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    """``value`` as JSON: each tensor is added to ``tensors``, and replaced by its index there."""
+def _described(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list[Any]:
+    """``value`` as JSON: each tensor is added to ``tensors`` (by its `id`, with its number), and replaced by its number."""
 
     def index(tensor: torch.Tensor) -> int:
-        known = [number for number, each in enumerate(tensors) if each is tensor]
-        tensors.extend([] if known else [tensor])
-        return known[0] if known else len(tensors) - 1
+        return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
 
     kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
     match value:
