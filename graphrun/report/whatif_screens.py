@@ -7,7 +7,7 @@ frontier      predicted time against budget (text, JSON, SVG), and the largest v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -272,6 +272,7 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
 
     ``marked_bytes``: a budget to mark, such as that of the plan on the same page.
     """
+    bottom = HEIGHT - MARGIN
     most_bytes = max((point.budget_bytes for _, of in swept for point in of), default=1)
     most_seconds = 1.05 * max((point.seconds for _, of in swept for point in of if point.fits), default=1.0)
 
@@ -279,35 +280,33 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
         return MARGIN + (WIDTH - 2 * MARGIN) * nbytes / most_bytes
 
     def y(seconds: float) -> float:
-        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * seconds / most_seconds
+        return bottom - (bottom - MARGIN) * seconds / most_seconds
 
     def text(x: float, y: float, shown: str, anchor: str = "start", color: str = "black") -> str:
         return element("text", escape(shown), x=float(x), y=float(y), text_anchor=anchor, fill=color)
 
-    lines = [
-        element("rect", width=WIDTH, height=HEIGHT, fill="white"),
-        text(MARGIN, 30, f"{problem.graph} on {problem.hardware.name}: predicted time against VRAM budget"),
-        element("path", d=f"M{MARGIN} {MARGIN}V{HEIGHT - MARGIN}H{WIDTH - MARGIN}", fill="none", stroke="black"),
-    ]
-    units = Units(most_bytes)
-    if marked_bytes is not None:
-        at = x(marked_bytes)
-        path = f"M{at:.1f} {MARGIN}V{HEIGHT - MARGIN}"
-        lines.append(element("path", class_="budget", d=path, stroke="#c0392b", stroke_dasharray="6 4"))
-        lines.append(text(at + 6, HEIGHT - MARGIN - 8, "this budget", color="#c0392b"))
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        across, up = x(share * most_bytes), y(share * most_seconds)
-        lines += [
-            element("path", d=f"M{MARGIN} {up:.1f}H{WIDTH - MARGIN}", stroke="#ddd"),
-            text(across, HEIGHT - MARGIN + 18, f"{share * most_bytes / units.size_bytes:.3g} {units.size}", "middle"),
-            text(MARGIN - 6, up + 4, show_seconds(share * most_seconds), "end"),
-        ]
-    for number, (value, of) in enumerate(swept):
-        color = f"hsl({210 + 360 * number // len(swept)},70%,40%)"
-        if spots := [(x(point.budget_bytes), y(point.seconds)) for point in of if point.fits]:
-            line = " ".join(f"{across:.1f},{up:.1f}" for across, up in spots)
-            lines.append(element("polyline", points=line, fill="none", stroke=color, stroke_width=2))
-            lines += [element("circle", cx=across, cy=up, r=3, fill=color) for across, up in spots]
-            if name:
-                lines.append(text(spots[-1][0] + 6, spots[-1][1] - 6, f"{name}={value}", color=color))
-    return picture(lines, f"0 0 {WIDTH} {HEIGHT}", font_family="sans-serif", font_size=12)
+    def elements() -> Iterator[str]:
+        units = Units(most_bytes)
+        yield element("rect", width=WIDTH, height=HEIGHT, fill="white")
+        yield text(MARGIN, 30, f"{problem.graph} on {problem.hardware.name}: predicted time against VRAM budget")
+        yield element("path", d=f"M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}", fill="none", stroke="black")
+        if marked_bytes is not None:
+            path = f"M{x(marked_bytes):.1f} {MARGIN}V{bottom}"
+            yield element("path", class_="budget", d=path, stroke="#c0392b", stroke_dasharray="6 4")
+            yield text(x(marked_bytes) + 6, bottom - 8, "this budget", color="#c0392b")
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            nbytes, seconds = share * most_bytes, share * most_seconds
+            yield element("path", d=f"M{MARGIN} {y(seconds):.1f}H{WIDTH - MARGIN}", stroke="#ddd")
+            yield text(x(nbytes), bottom + 18, f"{nbytes / units.size_bytes:.3g} {units.size}", "middle")
+            yield text(MARGIN - 6, y(seconds) + 4, show_seconds(seconds), "end")
+        for number, (value, of) in enumerate(swept):
+            color = f"hsl({210 + 360 * number // len(swept)},70%,40%)"
+            if spots := [(x(point.budget_bytes), y(point.seconds)) for point in of if point.fits]:
+                line = " ".join(f"{across:.1f},{up:.1f}" for across, up in spots)
+                yield element("polyline", points=line, fill="none", stroke=color, stroke_width=2)
+                for across, up in spots:
+                    yield element("circle", cx=across, cy=up, r=3, fill=color)
+                if name:
+                    yield text(spots[-1][0] + 6, spots[-1][1] - 6, f"{name}={value}", color=color)
+
+    return picture([*elements()], f"0 0 {WIDTH} {HEIGHT}", font_family="sans-serif", font_size=12)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,27 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path: Path) -> None:
     assert index.file_digest(file) == "remembered"
     file.write_bytes(b"four")
     assert index.file_digest(file) not in ("remembered", first)
+
+
+PUTS = """
+import itertools, pathlib, sys
+from graphrun.batch.cache.index import Index
+for number in itertools.count():
+    Index(pathlib.Path(sys.argv[1])).put(str(number % 9), bytes(1 << 18) + str(number).encode())
+"""
+
+
+def test_a_process_that_is_killed_leaves_entries_complete_or_absent(tmp_path: Path) -> None:
+    index = Index(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", PUTS, str(tmp_path)]) as child:
+        while len(index.entries()) < 5:
+            assert child.poll() is None
+        child.kill()
+    assert len(index.entries()) >= 5
+    assert index.verify() == []
+    assert index.remove() >= 5
+    index.put("a", b"one")
+    assert index.get("a") == b"one"
 
 
 def test_two_processes_lose_and_tear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

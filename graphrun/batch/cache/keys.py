@@ -58,7 +58,7 @@ class Keys:
 
     def __init__(self, graph: Graph, inputs: Mapping[str, Any], device: str, digest_of: Callable[[Path], str]) -> None:
         self.graph, self.inputs, self.device, self._digest_of = graph, inputs, device, digest_of
-        self._contents: dict[str, Any] = {}
+        self._content = functools.cache(self._read)  # of a component
 
     def key(self, stage: str, choices: Choices | None = None) -> str | None:
         """64 hexadecimal digits; None where something that ``stage`` depends on has no digest, such as a missing source.
@@ -102,8 +102,8 @@ class Keys:
                     return ["output", self._key(self.graph.stage(value.name), choices), value.output]
             return ["literal", value]
 
-        def component(of: Component) -> list[Any]:
-            return [self._component(of), *choices.variants.get(of.name, (of.precision[0], "device"))]
+        def component(name: str) -> list[Any]:
+            return [self._content(name), *choices.variants.get(name, (self.graph.components[name].precision[0], "device"))]
 
         return _digest(
             [
@@ -111,7 +111,7 @@ class Keys:
                 [stage.op, *(stage.outputs if OPERATIONS[stage.op].open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
                 choices.options.get(stage.name, ""),
-                {name: component(self.graph.components[name]) for name in stage.uses},
+                {name: component(name) for name in stage.uses},
             ]
         )
 
@@ -130,16 +130,15 @@ class Keys:
             ]
         )
 
-    def _component(self, component: Component) -> Any:
-        if component.name not in self._contents:
-            content: Any = ["random", component.name, component.seed]
-            if component.source is not None:
-                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
-            if component.gguf:
-                content = [content, *self._folder(component.gguf, (), component.where)]
-            added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
-            self._contents[component.name] = [content, *(self._added(kind, each, component) for kind, each in added)]
-        return self._contents[component.name]
+    def _read(self, name: str) -> list[Any]:
+        component = self.graph.components[name]
+        content: Any = ["random", name, component.seed]
+        if component.source is not None:
+            content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+        if component.gguf:
+            content = [content, *self._folder(component.gguf, (), component.where)]
+        added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
+        return [content, *(self._added(kind, each, component) for kind, each in added)]
 
     def _added(self, kind: str, added: Lora | IpAdapter, component: Component) -> list[Any]:
         if not (file := Path(added.file)).is_file():
@@ -215,5 +214,5 @@ def dependencies(graph: Graph, device: str) -> dict[str, str]:
         config = declared.pop("config")
         found |= each(prefix, declared) | each(f"{prefix}.config", config)
         if component.name in used:
-            found[f"{prefix}: weights"] = _digest(keys._component(component))[:12]
+            found[f"{prefix}: weights"] = _digest(keys._content(component.name))[:12]
     return found | each("parts", graph.parts, lambda part: _digest(keys._part(part))[:12])
