@@ -7,7 +7,7 @@ from typing import Any
 from graphrun.report.table import Units, table
 from graphrun.units import gib, show_seconds, show_size
 
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "nf4": "nf4"}
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def estimate_screen(estimate: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def _components(components: list[dict[str, Any]]) -> str:
         if source := row["source"]:
             dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in source["dtypes"].items())
             missing = f"; {source['missing']} of its tensors are missing by name" if source["missing"] else ""
-            read_as = f"read as {SHORT[source['read_as']]}{missing}"
+            read_as = f"read as {SHORT.get(source['read_as'], source['read_as'])}{missing}"
             sources.append(f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as}  {source['folder']}")
     what = "*: allowed by the graph; 16 and 32 bit from the configuration, int8 and nf4 by formula"
     return "\n".join([table(rows, left=(0,)), f" weights and host in {units.size}; {what}", *sources])

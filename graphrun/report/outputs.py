@@ -52,21 +52,23 @@ def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path) 
     files: dict[str, Path] = {}
     for text in asked:
         name, equals, path = text.partition("=")
-        bare = not equals or (name not in kinds and "/" in name)
-        if not bare and name not in kinds:
+        if not equals or (name not in kinds and "/" in name):
+            name, path = "", text
+        elif name not in kinds:
             raise InputError(f"-o {text}: no such output {name!r}; outputs are {', '.join(sorted(kinds))}")
-        if not bare and not path:
+        elif not path:
             raise InputError(f"-o {text}: names no file")
-        if files and (bare or "" in files):
-            last = text if bare else files[""]
-            raise InputError(f"-o {last}: say for which output, such as -o {next(iter(kinds))}={last}")
-        files["" if bare else name] = _known(Path(text)) if bare else _suited(name, kinds[name], Path(path))
+        if files and (not name or "" in files):
+            bare = files[""] if name else path
+            raise InputError(f"-o {bare}: say for which output, such as -o {next(iter(kinds))}={bare}")
+        files[name] = _suited(name, kinds[name], Path(path)) if name else _known(Path(path))
     if len(set(files.values())) < len(files):
         raise InputError("-o: two outputs have the same file")
     if not files and {"image", "video"} <= set(kinds.values()):
         files = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
-    first = next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
-    files = files or {"": default.with_name(default.name + first)}
+    elif not files:
+        first = next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
+        files = {"": default.with_name(default.name + first)}
     require_writable(*files.values())
     return files
 

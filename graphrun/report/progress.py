@@ -22,33 +22,15 @@ Say = Callable[[str], None]
 Clock = Callable[[], float]
 
 
-class Pace:
-    """Predicted work compared with a clock. ``total_seconds`` and ``done_seconds`` are predicted seconds of work."""
-
-    def __init__(self, total_seconds: float, clock: Clock = time.perf_counter) -> None:
-        self.total_seconds, self.done_seconds = total_seconds, 0.0
-        self._clock, self._start = clock, clock()
-
-    def begin(self) -> None:
-        """Starts the clock: what happened before (building modules) is not part of the prediction."""
-        self._start = self._clock()
-
-    @property
-    def left_seconds(self) -> float:
-        """Remaining seconds at the pace so far; the predicted ones where nothing is done yet."""
-        remaining = max(0.0, self.total_seconds - self.done_seconds)
-        return remaining * (self._clock() - self._start) / self.done_seconds if self.done_seconds > 0 else remaining
-
-    def text(self) -> str:
-        """``about 40 s left``."""
-        return f"about {show_seconds(self.left_seconds)} left"
-
-
 class Shown:
-    """Predicted work, as a bar on a terminal and as lines elsewhere. A context manager. ``say`` gets the lines; None: nothing."""
+    """Predicted work beside a clock, as a bar on a terminal and as lines elsewhere. A context manager.
 
-    def __init__(self, total_seconds: float, say: Say | None, clock: Clock) -> None:
-        self.say, self.pace, console = say, Pace(total_seconds, clock), Console(stderr=True)
+    ``total_seconds`` and ``done_seconds`` are predicted seconds of work. ``say`` gets the lines; None: nothing is shown.
+    """
+
+    def __init__(self, total_seconds: float, say: Say | None, clock: Clock = time.perf_counter) -> None:
+        self.say, self._clock, console = say, clock, Console(stderr=True)
+        self.begin(total_seconds)
         hidden = say is None or not console.is_terminal
         self._bar = Bar(TextColumn("{task.description}"), BarColumn(), console=console, transient=True, disable=hidden)
         self._task = self._bar.add_task("loading", total=1.0)
@@ -60,10 +42,22 @@ class Shown:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def begin(self, total_seconds: float) -> None:
+        """Starts the clock: what happened before (building modules) is not part of the prediction."""
+        self.total_seconds, self.done_seconds, self._start = total_seconds, 0.0, self._clock()
+
+    @property
+    def left(self) -> str:
+        """Remaining seconds at the pace so far, or the predicted ones where nothing is done yet: ``about 40 s left``."""
+        seconds = max(0.0, self.total_seconds - self.done_seconds)
+        if self.done_seconds > 0:
+            seconds = seconds * (self._clock() - self._start) / self.done_seconds
+        return f"about {show_seconds(seconds)} left"
+
     def _reach(self, done_seconds: float, text: str) -> None:
-        self.pace.done_seconds = done_seconds
-        share = done_seconds / max(self.pace.total_seconds, 1e-12)
-        self._bar.update(self._task, completed=share, description=f"{text}, {self.pace.text()}")
+        self.done_seconds = done_seconds
+        share = done_seconds / max(self.total_seconds, 1e-12)
+        self._bar.update(self._task, completed=share, description=f"{text}, {self.left}")
 
     def _line(self, text: str, *, always: bool = False) -> None:
         if self.say is not None and (always or self._bar.disable):
@@ -85,11 +79,11 @@ class Progress(Shown):
     def __call__(self, slot: int, call: int, calls: int) -> None:
         slot = min(slot, len(self.slots) - 1)  # a replan of the remainder may have more slots
         if self.slot < 0:
-            self.pace.begin()
+            self.begin(self.total_seconds)
         name = self.slots[slot]
         self._reach(seconds_before(self.seconds, slot, call, calls), f"{name} {call}/{calls}" if calls > 1 else name)
         if slot != self.slot:
-            self._line(f"  slot {slot + 1}/{len(self.slots)} {name}, {self.pace.text()}")
+            self._line(f"  slot {slot + 1}/{len(self.slots)} {name}, {self.left}")
         self.slot = slot
 
 
@@ -101,30 +95,31 @@ class BatchProgress(Shown):
 
     def __init__(self, requests: int, say: Say | None, clock: Clock = time.perf_counter) -> None:
         super().__init__(0.0, say, clock)
-        self.requests, self.finished, self._clock = requests, 0, clock
+        self.requests, self.finished = requests, 0
         self._runs = self._begun = 0
-        self._start = 0.0
+        self._segment_start = 0.0
 
     def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
         """A schedule begins."""
-        self.pace, seconds = Pace(schedule.seconds, self._clock), show_seconds(schedule.seconds)
-        self._line(f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted {seconds}")
+        self.begin(schedule.seconds)
+        predicted = show_seconds(schedule.seconds)
+        self._line(f"  {schedule.requests} of {self.requests} requests, {schedule.name}: predicted {predicted}")
 
     def segment(self, segment: Any, runs: int) -> None:
         """A session of ``runs`` runs begins."""
-        self._runs, self._begun, self._start = runs, 0, self._clock()
-        if not self.pace.done_seconds:
-            self.pace.begin()
+        self._runs, self._begun, self._segment_start = runs, 0, self._clock()
+        if not self.done_seconds:
+            self.begin(self.total_seconds)
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         """A run begins. Returns its progress callback."""
-        rate = f", {show_seconds((self._clock() - self._start) / self._begun)} each" if self._begun else ""
+        rate = f", {show_seconds((self._clock() - self._segment_start) / self._begun)} each" if self._begun else ""
         simulation = segment.simulation
         slots = simulation.again if self._begun and simulation.again else simulation.slots
         self._begun += 1
-        before, seconds = self.pace.done_seconds, [slot.seconds for slot in slots]
+        before, seconds = self.done_seconds, [slot.seconds for slot in slots]
         run = f"{' '.join(segment.stages)} {self._begun}/{self._runs}"
-        self._line(f"  {run}{rate}, {self.pace.text()}")
+        self._line(f"  {run}{rate}, {self.left}")
 
         def called(slot: int, call: int, calls: int) -> None:
             slot = min(slot, len(slots) - 1)  # a replan of the remainder may have more slots
