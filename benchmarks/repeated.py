@@ -331,13 +331,11 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
         index = Index(root / "cache")
         damaged = index.verify()
         entries = index.entries()
-        files = len(list((root / "cache").glob("*.safetensors")))
         return {
             "seconds": seconds,
             "failed": sum(bool(code) for code in codes),
             "counts": counts,
             "entries": len(entries),
-            "files": files,
             "damaged": len(damaged),
             "lost": sum(each["puts"] for each in counts) - len(Index(root / "roomy").entries()),
         }

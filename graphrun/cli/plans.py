@@ -137,7 +137,7 @@ def report(
     out: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
-    from graphrun.report.page import Measured, report_page
+    from graphrun.report.page import measured_in, report_page
     from graphrun.solve.frontier import budgets_around
     from graphrun.solve.frontier import frontier as solve_all
 
@@ -147,7 +147,7 @@ def report(
     planfile.refuse_violations(trace, problem, plan)
     planfile.require_writable(out)
     try:
-        measured = Measured.of(data) if traced else None
+        measured = measured_in(data) if traced else None
     except (KeyError, TypeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with native_stdout_to_stderr():

@@ -35,7 +35,7 @@ from graphrun.cli.common import (
 from graphrun.cli.options import Asked, Outputs, Reuse, shared
 from graphrun.errors import InputError
 from graphrun.report import plan_files as planfile
-from graphrun.report.outputs import FPS, VIDEOS, OutputFile, output_file_of, save_outputs
+from graphrun.report.outputs import FPS, VIDEOS, Files, numbered, output_files, save_outputs
 from graphrun.units import show_seconds, show_size
 
 if TYPE_CHECKING:
@@ -188,20 +188,20 @@ def stopping(say: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def output_file_for(source: Path, asked: Asked, output: Sequence[str] | None) -> OutputFile:
+def output_file_for(source: Path, asked: Asked, output: Sequence[str] | None) -> Files:
     """The output files of the graph, or of the saved plan, at ``source``. Raises InputError where they cannot be written."""
     if source.suffix == ".json":
         problem, _, saved_plan = planfile.read(source)
         source, asked = planfile.graph_path(source, saved_plan), replace(asked, until=problem.until or None)
     graph = load(source, asked)
-    return output_file_of(output or (), graph.kinds(), Path("out") / graph.name)
+    return output_files(output or (), graph.kinds(), Path("out") / graph.name)
 
 
-def saved(outputs: Mapping[str, Any], target: OutputFile, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
+def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
     """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline."""
     from graphrun.ops.pipeline import frames_per_second
 
-    video = any(path.suffix.lower() in VIDEOS for path in (target.base, *target.named.values()))
+    video = any(path.suffix.lower() in VIDEOS for path in target.values())
     return save_outputs(outputs, target, (frames_per_second(graph, inputs) if video else None) or FPS)
 
 
@@ -222,7 +222,7 @@ def run_batch(options: BatchOptions, asked: Asked) -> None:
     cache = cache_folder(asked.no_cache)
     hardware = hardware_for(asked.hardware, asked.device, True, cache)
     target = output_file_for(options.source, asked, options.output)
-    many = options.inputs is not None
+    many, first = options.inputs is not None, next(iter(target.values()))
     requests = read_requests(options.inputs) if options.inputs is not None else [OneRequest(1, {}, where="the inputs")]
     say = None if options.as_json else functools.partial(typer.echo, err=True)
     with BatchProgress(len(requests), say) as progress, stopping(say) as stop:
@@ -230,7 +230,7 @@ def run_batch(options: BatchOptions, asked: Asked) -> None:
         files: dict[int, list[str]] = {}
 
         def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-            written = saved(outputs, target.numbered(request.number) if many else target, graph, request.inputs)
+            written = saved(outputs, numbered(target, request.number) if many else target, graph, request.inputs)
             files[request.number] = [str(each) for each in written]
             return written
 
@@ -243,7 +243,7 @@ def run_batch(options: BatchOptions, asked: Asked) -> None:
             random_weights=options.random_weights,
             cache=cache,
             reuse=what,
-            resume=target.first.parent / f".{target.first.stem}.resume" if options.resume else None,
+            resume=first.parent / f".{first.stem}.resume" if options.resume else None,
             strict=options.strict or not many,
             sink=sink,
             watcher=watcher,

@@ -5,10 +5,11 @@ Files are written to a temporary name and renamed, so that they are complete or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,13 @@ def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
     """Raises PlanError listing every rule that ``plan`` breaks, with slot, action and bytes."""
     violations = check(problem, plan)
+    lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
+    for violation in violations:
+        names = [f"{slot.phase} {slot.part}".strip() for slot in plan.slots]
+        where = f" in slot {violation.slot} ({names[violation.slot]})" if 0 <= violation.slot < len(names) else ""
+        action = f", action {violation.action}" if violation.action >= 0 else ""
+        lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
     if violations:
-        lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
-        for violation in violations:
-            where = ""
-            if 0 <= violation.slot < len(plan.slots):
-                slot = plan.slots[violation.slot]
-                where = f" in slot {violation.slot} ({f'{slot.phase} {slot.part}'.strip()})"
-            action = f", action {violation.action}" if violation.action >= 0 else ""
-            lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
         raise PlanError("\n".join(lines))
 
 
@@ -122,18 +121,23 @@ def write_text(path: Path, text: str) -> None:
 def require_writable(*paths: Path | None) -> None:
     """Raises InputError unless a file can be written at each of ``paths``. Called before a run, not after it."""
     for path in paths:
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+        if path is not None:
+            with writing(path):
                 tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def write_with(path: Path, write: Callable[[Path], Any]) -> None:
-    """``write(temporary)`` writes the file, which is then renamed to ``path``. Raises InputError."""
+def write_with(path: Path, write: Callable[[Path], Any]) -> Path:
+    """``write(temporary)`` writes the file, which is then renamed to ``path``. Returns ``path``. Raises InputError."""
+    with writing(path):
+        write_whole(path, write)
+    return path
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context in which ``path`` is written: its folder exists, and an OSError becomes an InputError about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, write)
+        yield
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import graphrun
-from graphrun.batch.cache.index import Index
+from graphrun.batch.cache.index import DATABASE, Index
 from graphrun.batch.cache.keys import Choices, Keys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.errors import GraphError
@@ -113,8 +114,8 @@ def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
     notes: list[str] = []
     reuse = Reuse(Index(tmp_path / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
     reuse.keep("encode", {"embeds": {}})
-    for file in (tmp_path / "cache").glob("*.safetensors"):
-        file.write_bytes(b"")
+    with sqlite3.connect(tmp_path / "cache" / DATABASE) as rows:
+        rows.execute("UPDATE contents SET data = x''")
     assert reuse.find() == {}
     assert notes == []
     (tmp_path / "file").touch()
