@@ -32,7 +32,7 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import Session, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
-from graphrun.runtime.slots import Progress
+from graphrun.runtime.run import Progress
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Event, SlotTrace, Trace

@@ -28,7 +28,7 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
         expected = calls_to({n: copy.deepcopy(m).cuda() for n, m in modules.items()}, CALLS, device.torch_device)["x"]
     torch._C._cuda_clearCublasWorkspaces()
     host = Host(modules, of, device)
-    assert all(residency.arena.is_pinned("cuda") for residency in host.residencies.values())
+    assert all(residency.backing_store.memory.is_pinned("cuda") for residency in host.residencies.values())
     for _ in range(5):
         trace = follow(of, plan, host, device, lambda: calls_to(host.modules, CALLS, device.torch_device))
         assert torch.equal(trace.outputs["x"], expected)

@@ -104,6 +104,9 @@ class Device(Protocol):
     def reached(self, marks: Sequence[Mark]) -> bool:
         """Whether a read with ``marks`` (empty: still under way) ends before the current end of the copy stream."""
 
+    def queues_behind(self, marks: Sequence[Mark]) -> bool:
+        """Whether a copy of what a read with ``marks`` (empty: still under way) reads can be queued without the host's waiting."""
+
     def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
         """Names the ``slot`` that begins, or the ``block`` that is copied next, in the messages of a checker."""
 
@@ -148,3 +151,8 @@ class Device(Protocol):
 
     def explain(self, error: BaseException) -> GraphrunError | None:
         """The GraphrunError for ``error``, or None if it does not concern this device's memory or copies."""
+
+
+def tiers(device: Device) -> dict[str, int]:
+    """Bytes in use by memory tier (see `graphrun.trace.Tier`)."""
+    return {"device": device.allocated_bytes, **{name: device.arenas.nbytes(name) for name in ("arenas", "pinned")}}

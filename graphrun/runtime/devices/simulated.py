@@ -93,6 +93,10 @@ class SimulatedDevice:
         """Whether the read ends before the current end of the copy timeline."""
         return bool(marks) and marks[-1] <= self.machine.record("copy")
 
+    def queues_behind(self, marks: Sequence[float]) -> bool:
+        """Whether the read has happened. The copy timeline waits for its end, the host does not."""
+        return bool(marks)
+
     def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
         """Tells the ordering checker, where there is one."""
         if self.machine.ordering is not None:
