@@ -48,6 +48,7 @@ class CudaDevice:
         _request_expandable_segments()
         self._index = index
         self._workspace_bytes = workspace_bytes
+        self._workspace_seen_bytes = 0  # allocated by a matrix product since the last `release_cached`
         self.arenas = Arenas()
         self._copy = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream(index)
@@ -208,8 +209,16 @@ class CudaDevice:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak reserved bytes since `reset_peak`, minus the workspace."""
-        return max(0, torch.cuda.max_memory_reserved(self._index) - self._workspace_bytes)
+        """Peak reserved bytes since `reset_peak`, minus cuBLAS's workspace where a matrix product has allocated it.
+
+        PyTorch does not tell whether it has. So it is freed to see what it took; the next product gets it from the cache. Once
+        seen, it is part of the reserved bytes until `release_cached`.
+        """
+        if not self._workspace_seen_bytes:
+            held_bytes = self.allocated_bytes
+            torch._C._cuda_clearCublasWorkspaces()
+            self._workspace_seen_bytes = held_bytes - self.allocated_bytes
+        return torch.cuda.max_memory_reserved(self._index) - self._workspace_seen_bytes
 
     def reset_peak(self) -> None:
         """Restarts the peak at the bytes reserved now."""
@@ -219,6 +228,7 @@ class CudaDevice:
         """Unmaps cached pages, and frees cuBLAS's workspaces, which are allocated again at the next matrix product."""
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+        self._workspace_seen_bytes = 0
 
     def holders(self) -> tuple[str, ...]:
         """Sizes of the allocator's live blocks, largest first."""
