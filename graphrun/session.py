@@ -31,7 +31,7 @@ from graphrun.graph.settings import settings_of
 from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.runtime.devices.device import Device, tiers
+from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import Session as Runs
 from graphrun.runtime.executor import refuse_unfit, stages_for
@@ -93,7 +93,7 @@ class Session:
         problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)
         self.solution: Solution = self._plan_for(self.graph.for_planning(self._inputs), (), problem).solution
         self.device = device or open_device(self.solution.problem)
-        self._before = tiers(self.device)
+        self._before = self.device.tiers()
         self._host: Host | None = None
         self._runs: Runs | None = None
         self._current: PlannedGraph | None = None
@@ -141,7 +141,7 @@ class Session:
         self._worker.shutdown(wait=True, cancel_futures=True)
         with _device_lock(self.device.name):
             self._release()
-        return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in tiers(self.device).items())
+        return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in self.device.tiers().items())
 
     def _run(self, progress: Callable[[int, int, int], None] | None) -> Trace:
         with self._state:

@@ -92,7 +92,7 @@ class BackingStore:
         """Queues the copy of block ``path`` into ``target`` on the device. The host waits for the block's read."""
         source, device = self._source(path), self._device
         start = device.mark("copy")
-        device.copy_in(target, source, pageable=not self._pinned)
+        device.copy(target, source, pageable=not self._pinned)
         return start, device.mark("copy")
 
     def _source(self, path: str) -> torch.Tensor:

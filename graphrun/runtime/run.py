@@ -25,7 +25,7 @@ from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
 from graphrun.ops import Stages
 from graphrun.runtime.cursor import SlotCursor
-from graphrun.runtime.devices.device import Device, tiers
+from graphrun.runtime.devices.device import Device
 from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import leftovers
@@ -289,7 +289,7 @@ class Run:
         """Bytes in use by memory tier. On the device without loaded blocks, which a session keeps, and without ``output_bytes``,
         which the caller received."""
         loaded_bytes = sum(residency.loaded_bytes for residency in self._host.residencies.values())
-        found = tiers(self._device)
+        found = self._device.tiers()
         return {**found, "device": found["device"] - loaded_bytes - output_bytes}
 
 

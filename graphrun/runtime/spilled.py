@@ -40,7 +40,7 @@ class Values:
                 return tensor
             copied = torch.empty_like(tensor, device="cpu")
             device.arenas.count("arenas", copied)
-            device.copy_out(copied, tensor)
+            device.copy(copied, tensor)
             self._originals.append(tensor)
             return copied
 
@@ -53,7 +53,7 @@ class Values:
         def back(tensor: torch.Tensor) -> torch.Tensor:
             copied = torch.empty_like(tensor, device=device.torch_device)
             device.wait("copy", device.mark("compute"))
-            device.copy_in(copied, tensor, pageable=True)
+            device.copy(copied, tensor, pageable=True)
             self._originals.append(tensor)
             return copied
 
