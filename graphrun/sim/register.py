@@ -18,6 +18,7 @@ import torch
 from graphrun.errors import GraphrunError
 from graphrun.sim.active import active, active_machine
 from graphrun.sim.clock import Stream as Timeline
+from graphrun.sim.dispatch import dispatch
 from graphrun.sim.special import LEAVES, SPECIAL
 from graphrun.sim.tensor import SimTensor
 
@@ -129,6 +130,7 @@ def register() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")
+    SimTensor.__torch_dispatch__ = staticmethod(dispatch)
     _setup(NAME, backend_module=DeviceModule(library))
 
 
@@ -137,6 +139,6 @@ def _kernel(name: str) -> Any:
     func = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return SimTensor.__torch_dispatch__(func, (), args, kwargs)
+        return dispatch(func, (), args, kwargs)
 
     return kernel
