@@ -17,6 +17,7 @@ import torch
 
 from graphrun.errors import GraphrunError
 from graphrun.sim.active import active, active_machine
+from graphrun.sim.clock import Clock
 from graphrun.sim.clock import Stream as Timeline
 from graphrun.sim.dispatch import dispatch
 from graphrun.sim.special import LEAVES, SPECIAL
@@ -103,7 +104,8 @@ class DeviceModule:
 
     def stream(self, stream: SimStream) -> AbstractContextManager[None]:
         """A context that issues work to ``stream``."""
-        return active_machine().clock.on(stream.timeline, synchronous=True)
+        clock: Clock = active_machine().clock
+        return clock.on(stream.timeline, synchronous=True)
 
     def empty_cache(self) -> None:
         """Does nothing: freed memory is available at once."""

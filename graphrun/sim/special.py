@@ -36,7 +36,7 @@ def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     size = args[0]
     elements = prod(size) if len(args) == 1 else _extent(size, args[1])
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    machine.ledger.admit((rounded(elements * dtype.itemsize),))
+    machine.admit((rounded(elements * dtype.itemsize),))
     return wrap(func(*args, **{**kwargs, "device": "cpu"}), machine)
 
 
@@ -61,7 +61,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if kind != "meta":
             waits = machine.copy_out(nbytes, non_blocking)
     elif not from_sim:
-        machine.ledger.admit((rounded(nbytes),))
+        machine.admit((rounded(nbytes),))
         waits = machine.copy_in(nbytes, non_blocking)
     copied = func(raw, **options)
     made = wrap(copied, machine) if to_sim else copied
@@ -130,7 +130,7 @@ def _resize_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raw = tensor.raw
     size_bytes = rounded((raw.storage_offset() + prod(size)) * raw.dtype.itemsize)
     if size_bytes > tensor.allocation.nbytes:
-        tensor.allocation.machine.ledger.admit((size_bytes,))
+        tensor.allocation.machine.admit((size_bytes,))
     func(raw, *args[1:], **kwargs)
     sync_storage(tensor)
     return tensor

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from graphrun.sim.active import ActiveMachine
-from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, release, rounded
+from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # the original property, also if torch.Tensor.data was replaced
@@ -76,7 +75,7 @@ class SimTensor(torch.Tensor):
         return format(self.item(), spec) if spec and self.dim() == 0 else str(self)
 
 
-def wrap(raw: torch.Tensor, machine: ActiveMachine) -> Any:
+def wrap(raw: torch.Tensor, machine: Any) -> Any:
     """The simulated tensor of ``raw``. Counts its storage on ``machine``, unless it is counted already.
 
     Raises SimulatedOutOfMemory, without counting, if it does not fit.
@@ -85,7 +84,7 @@ def wrap(raw: torch.Tensor, machine: ActiveMachine) -> Any:
     allocation = getattr(storage, "graphrun_allocation", None)
     if allocation is None:
         size = rounded(storage.nbytes())
-        machine.ledger.admit((size,))
+        machine.admit((size,))
         allocation = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
     tensor = _shell(raw, machine)
     tensor.raw = raw
@@ -93,7 +92,7 @@ def wrap(raw: torch.Tensor, machine: ActiveMachine) -> Any:
     return tensor
 
 
-def wrap_all(raws: Sequence[Any], machine: ActiveMachine) -> list[Any]:
+def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
     """``wrap`` of each tensor in ``raws``; other items are returned unchanged. All are refused if they do not fit together."""
     fresh: dict[int, int] = {}
     for raw in raws:
@@ -102,7 +101,7 @@ def wrap_all(raws: Sequence[Any], machine: ActiveMachine) -> list[Any]:
             if getattr(storage, "graphrun_allocation", None) is None:
                 fresh[storage._cdata] = rounded(storage.nbytes())
     if len(fresh) > 1:
-        machine.ledger.admit(tuple(fresh.values()))
+        machine.admit(tuple(fresh.values()))
     return [wrap(raw, machine) if isinstance(raw, torch.Tensor) else raw for raw in raws]
 
 
@@ -117,20 +116,19 @@ def sync_storage(tensor: Any) -> None:
     allocation = getattr(storage, "graphrun_allocation", None)
     size = rounded(storage.nbytes())
     machine = tensor.allocation.machine
-    ledger = machine.ledger
     if allocation is None:
-        ledger.admit((size,))
+        machine.admit((size,))
         allocation = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
     elif size != allocation.nbytes:
         try:
-            ledger.admit((size,))
+            machine.admit((size,))
         except SimulatedOutOfMemory:
             storage.resize_(allocation.nbytes)
             raw.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             raise
         before = allocation.key, allocation.nbytes
         allocation.key, allocation.nbytes = _enter(machine, size, raw), size
-        release(machine, *before)
+        machine.release(*before)
     tensor.allocation = allocation
     if raw.shape != tensor.shape or raw.stride() != tensor.stride() or raw.storage_offset() != tensor.storage_offset():
         _data.__set__(tensor, _shell(raw, machine))
@@ -142,13 +140,13 @@ def replace(tensor: Any, other: Any) -> None:
     tensor.raw, tensor.allocation = other.raw, other.allocation
 
 
-def _enter(machine: ActiveMachine, size: int, raw: torch.Tensor) -> int:
-    key = machine.ledger.enter(size, raw.shape, raw.dtype)
+def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
+    key: int = machine.enter(size, raw.shape, raw.dtype)
     if machine.ordering is not None and size:
         machine.ordering.allocated(key, size, machine.clock.current)
     return key
 
 
-def _shell(raw: torch.Tensor, machine: ActiveMachine) -> Any:
+def _shell(raw: torch.Tensor, machine: Any) -> Any:
     # positional arguments, because parsing keywords takes a fifth of the time of a call
     return _make_wrapper(SimTensor, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.device)
