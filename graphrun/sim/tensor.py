@@ -80,16 +80,21 @@ def wrap(raw: torch.Tensor, machine: Any) -> Any:
 
     Raises SimulatedOutOfMemory, without counting, if it does not fit.
     """
+    allocation = _allocation(raw, machine)
+    tensor = _shell(raw, machine)
+    tensor.raw, tensor.allocation = raw, allocation
+    return tensor
+
+
+def _allocation(raw: torch.Tensor, machine: Any) -> Allocation:
+    """The allocation of the storage of ``raw``, which is counted on ``machine`` unless it is counted already."""
     storage: Any = raw.untyped_storage()
-    allocation = getattr(storage, "graphrun_allocation", None)
-    if allocation is None:
+    found: Allocation | None = getattr(storage, "graphrun_allocation", None)
+    if found is None:
         size = rounded(storage.nbytes())
         machine.admit((size,))
-        allocation = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
-    tensor = _shell(raw, machine)
-    tensor.raw = raw
-    tensor.allocation = allocation
-    return tensor
+        found = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
+    return found
 
 
 def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
@@ -111,15 +116,9 @@ def sync_storage(tensor: Any) -> None:
     A grown storage is counted as a new one while the old one still exists, as on a device. If that does not fit, the raw tensor is
     restored and SimulatedOutOfMemory is raised.
     """
-    raw = tensor.raw
-    storage: Any = raw.untyped_storage()
-    allocation = getattr(storage, "graphrun_allocation", None)
-    size = rounded(storage.nbytes())
-    machine = tensor.allocation.machine
-    if allocation is None:
-        machine.admit((size,))
-        allocation = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
-    elif size != allocation.nbytes:
+    raw, machine = tensor.raw, tensor.allocation.machine
+    allocation, storage = _allocation(raw, machine), raw.untyped_storage()
+    if (size := rounded(storage.nbytes())) != allocation.nbytes:
         try:
             machine.admit((size,))
         except SimulatedOutOfMemory:
