@@ -114,9 +114,7 @@ class Host:
         ``used``: the components that the run uses; None: all.
         """
         for name, residency in self.residencies.items():
-            if used is not None and name not in used:
-                continue
-            if residency.backing_store.memory is None and not self._variants[name].read_seconds:
+            if (used is None or name in used) and residency.backing_store.memory is None and not self._variants[name].read_seconds:
                 residency.prepare_reads()
                 residency.backing_store.finish_reads()
 
