@@ -93,7 +93,7 @@ class Session:
         problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)
         self.solution: Solution = self._plan_for(self.graph.for_planning(self._inputs), (), problem).solution
         self.device = device or open_device(self.solution.problem)
-        self._before = _tiers(self.device)
+        self._before = self.device.tiers()
         self._host: Host | None = None
         self._runs: Runs | None = None
         self._current: PlannedGraph | None = None
@@ -141,7 +141,7 @@ class Session:
         self._worker.shutdown(wait=True, cancel_futures=True)
         with _device_lock(self.device.name):
             self._release()
-        return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in _tiers(self.device).items())
+        return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in self.device.tiers().items())
 
     def _run(self, progress: Callable[[int, int, int], None] | None) -> Trace:
         with self._state:
@@ -239,7 +239,3 @@ class Session:
 def _device_lock(device: str) -> threading.Lock:
     """The lock of ``device``, shared by all sessions of the process: one run at a time."""
     return threading.Lock()
-
-
-def _tiers(device: Device) -> dict[str, int]:
-    return {"device": device.allocated_bytes, **{name: device.arenas.nbytes(name) for name in ("arenas", "pinned")}}

@@ -30,7 +30,7 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import error_to_raise, leftovers
-from graphrun.runtime.slots import HandedOut, Progress, Replan, Run, Work
+from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.check import check
@@ -90,11 +90,12 @@ class Session:
         handed_out: HandedOut | None = None,
     ) -> None:
         _refuse_plan(problem, plan)
-        self._replan, self._handed_out = replan, handed_out
-        self._problem, self._plan, self._simulation = apply_choices(problem, plan), plan, simulate(problem, plan)
-        self._slowdowns = slowdowns(problem, plan)
+        self._simulation = simulate(problem, plan)
+        names = dict(plan.variants)
+        chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
+        slowdowns = {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+        self._setting = Setting(apply_choices(problem, plan), plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)
-        self._host, self._device = host, device
         self._begun = False
         self._baseline_bytes = device.allocated_bytes
 
@@ -107,47 +108,43 @@ class Session:
     @on_host()
     def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
         """One run. Raises PlanError when the plan is for one run and this is not the first."""
-        if self._begun and not self._plan.again:
+        problem, plan, host, device = self._setting.problem, self._setting.plan, self._setting.host, self._setting.device
+        if self._begun and not plan.again:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
         if not self._begun:
-            self._baseline_bytes = self._device.allocated_bytes
-            self._host.match_layout(self._problem)
-            self._host.prepare(_used(self._problem))
-        slots = self._plan.again if self._begun else self._plan.slots
-        slots_planned = self._simulation.again if self._begun else self._simulation.slots
-        peaks = [slot.peak_bytes for slot in slots_planned]
-        plan = replace(self._plan, slots=slots)
-        run = Run(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
-        run.replan, run.handed_out = self._replan, self._handed_out
+            self._baseline_bytes = device.allocated_bytes
+            host.match_layout(problem)
+            host.prepare({use.component for phase in problem.phases for use in phase.uses})
+        reports = self._simulation.again if self._begun else self._simulation.slots
+        now = replace(plan, slots=plan.again) if self._begun else plan
+        run = Run(self._setting, now, [report.peak_bytes for report in reports], progress)
         self._begun = True
         try:
-            trace = run.execute(work, keep=bool(self._plan.again))
+            return run.execute(work, keep=bool(plan.again))
         except BaseException as error:  # KeyboardInterrupt too must leave the device empty
             if isinstance(work, Stages):
                 work.leave()
             self.close()
-            failure = error_to_raise(error, self._device, run.where)
+            failure = error_to_raise(error, device, run.where)
             gc.collect()
             with contextlib.suppress(RuntimeError):
-                self._device.release_cached()
-            if (left_bytes := self._device.allocated_bytes - self._baseline_bytes) > 0:
-                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
+                device.release_cached()
+            if (left_bytes := device.allocated_bytes - self._baseline_bytes) > 0:
+                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, host.modules)}")
             if isinstance(failure, OutOfMemory):
                 run.annotate(failure)
                 failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
             if failure is error:
                 raise
             raise failure from None
-        return replace(trace, plan_digest=self._plan.digest, sources=self._host.sources)
 
     def close(self) -> None:
         """Evicts all weights from the device and drops the backing stores that the plan has read."""
-        for residency in self._host.residencies.values():
-            residency.release()
-        self._host.finish()
+        self._setting.host.evict()
+        self._setting.host.finish()
         self._begun = False
         with contextlib.suppress(RuntimeError):
-            self._device.release_cached()
+            self._setting.device.release_cached()
 
 
 def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
@@ -176,20 +173,9 @@ def _refuse_plan(problem: Problem, plan: Plan) -> None:
         raise PlanError("\n".join(["the plan may not be run:", *lines]))
 
 
-def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
-    """By name of each component that computes on the CPU: how many times longer it takes there than on the device."""
-    names = dict(plan.variants)
-    chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
-    return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
-
-
 def _refuse_drop(plan: Plan, host: Host) -> None:
     for name in (action.component for slot in plan.slots for action in slot.actions if isinstance(action, Drop)):
         if name in host.residencies and host.residencies[name].caller_owned:
             raise PlanError(
                 f"the plan drops the backing store of {name}, which was passed in and stays the caller's: leave it out of modules="
             )
-
-
-def _used(problem: Problem) -> set[str]:
-    return {use.component for phase in problem.phases for use in phase.uses}

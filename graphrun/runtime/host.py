@@ -114,11 +114,14 @@ class Host:
         ``used``: the components that the run uses; None: all.
         """
         for name, residency in self.residencies.items():
-            if used is not None and name not in used:
-                continue
-            if not residency.backed and not self._variants[name].read_seconds:
+            if (used is None or name in used) and residency.backing_store.memory is None and not self._variants[name].read_seconds:
                 residency.prepare_reads()
                 residency.backing_store.finish_reads()
+
+    def evict(self) -> None:
+        """Evicts all weights from the device. Call after a barrier."""
+        for residency in self.residencies.values():
+            residency.release()
 
     def finish(self) -> None:
         """Drops the backing stores that the plan has read, so that the next run starts as this one did. Call after a barrier."""
@@ -152,7 +155,8 @@ class Host:
             on_disk = isinstance(before.backing_store, Disk)
             if on_disk:
                 before.drop()
-            writer = None if before.caller_owned or (before.backed and not on_disk) else self._writers[numbers.name]
+            in_ram = before.backing_store.memory is not None and not on_disk
+            writer = None if before.caller_owned or in_ram else self._writers[numbers.name]
             self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
         self._layout = layout
 

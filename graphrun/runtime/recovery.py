@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
+from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import apply_choices, reorder, stages_of
 from graphrun.model.plan import Plan
@@ -32,7 +33,7 @@ from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import Session, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
-from graphrun.runtime.slots import Progress
+from graphrun.runtime.run import Progress
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Event, SlotTrace, Trace
@@ -199,14 +200,13 @@ def _increase(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]
 
 def _increased(phase: PhaseNumbers, increase: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
     part, more = increase.get(phase.name, ("", 0))
-    glue_bytes = phase.glue_bytes + more if phase.glue_bytes else 0
-    if part == "load":
-        return replace(phase, live_in_bytes=phase.live_in_bytes + more, basis="measured")
-    if part == "first":
-        return replace(phase, first_bytes=phase.first_bytes + more, glue_bytes=glue_bytes, basis="measured")
-    if part == "steady":
-        return replace(phase, steady_bytes=phase.steady_bytes + more, glue_bytes=glue_bytes, basis="measured")
-    return phase
+    fields = {"load": ["live_in_bytes"], "first": ["first_bytes", "glue_bytes"], "steady": ["steady_bytes", "glue_bytes"]}
+    if part not in fields:
+        return phase
+    more_bytes: dict[str, Any] = {
+        name: held + more for name in fields[part] if (held := getattr(phase, name)) or name != "glue_bytes"
+    }
+    return replace(phase, basis="measured", **more_bytes)
 
 
 def _note(error: OutOfMemory, problem: Problem, stages: Stages, *, begun: bool) -> str:
@@ -236,14 +236,10 @@ def _no_plan_fits(error: OutOfMemory, reason: Exception, stages: Stages, keep: P
 
 def _saved(named: Mapping[str, torch.Tensor], keep: Path | None) -> Path:
     """Writes ``named`` to a file in ``keep`` and returns its path. The file is complete or absent."""
-    folder = keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    file, partial = folder / "values.safetensors", folder / ".values.safetensors.part"
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, partial)
-        return partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    file = (keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))) / "values.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, lambda part: save_file({name: tensor.contiguous() for name, tensor in named.items()}, part))
+    return file
 
 
 def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
@@ -265,17 +261,15 @@ def _joined(traces: Sequence[Trace], notes: Sequence[str]) -> Trace:
         return replace(traces[0], notes=tuple(notes))
     slots: list[SlotTrace] = []
     events: list[Event] = []
-    offset = 0.0
     for trace in traces:
-        events += [
-            replace(
-                event,
-                slot=event.slot + len(slots),
-                start_seconds=event.start_seconds + offset,
-                end_seconds=event.end_seconds + offset,
-            )
-            for event in trace.events
-        ]
-        slots += [replace(s, start_seconds=s.start_seconds + offset, end_seconds=s.end_seconds + offset) for s in trace.slots]
-        offset = slots[-1].end_seconds if slots else offset
+        offset, first = slots[-1].end_seconds if slots else 0.0, len(slots)
+        events += [replace(_later(event, offset), slot=event.slot + first) for event in trace.events]
+        slots += [_later(slot, offset) for slot in trace.slots]
     return replace(traces[-1], slots=tuple(slots), events=tuple(events), notes=tuple(notes))
+
+
+Timed = TypeVar("Timed", Event, SlotTrace)
+
+
+def _later(timed: Timed, seconds: float) -> Timed:
+    return replace(timed, start_seconds=timed.start_seconds + seconds, end_seconds=timed.end_seconds + seconds)

@@ -11,7 +11,7 @@ Pure: knows sizes, no tensors, operators or time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -48,62 +48,86 @@ class Allocation:
 
     def __del__(self) -> None:
         if self.nbytes:
-            release(self.machine, self.key, self.nbytes)
-
-
-def release(machine: Any, key: int, nbytes: int) -> None:
-    """Storage ``key`` of ``machine`` is gone."""
-    machine.ledger.release(key, nbytes)
-    if machine.ordering is not None:
-        machine.ordering.freed(key, nbytes)
+            self.machine.release(self.key, self.nbytes)
 
 
 class Ledger:
     """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``."""
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.allocated_bytes = 0
-        self.peak_bytes = 0
-        self.allocations = 0
-        self.fail_in: int | None = None
-        self.listener: Listener | None = None
-        self.live: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
+    allocated_bytes = 0
+    """Bytes of all live storages."""
+    peak_bytes = 0
+    """Peak allocated bytes since the start or the last ``reset_peak``."""
+    allocations = 0
+    """Number of storages allocated so far."""
+    listener: Listener | None = None
+    """Called for each allocation and free, in order; None for no listener."""
+
+    def __init__(self, capacity_bytes: int | None = None, fail_allocation: int | None = None) -> None:
+        self.capacity_bytes, self.fail_allocation = capacity_bytes, fail_allocation
+        self._storages: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Physical memory in bytes, None for no limit. May be set at any time, also below the allocated bytes."""
+        return self._capacity_bytes
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, nbytes: int | None) -> None:
+        self._capacity_bytes = positive("capacity_bytes", nbytes)
+
+    @property
+    def fail_allocation(self) -> int | None:
+        """n: the n-th allocation from now fails, once. None: none fails."""
+        return self._fail_in
+
+    @fail_allocation.setter
+    def fail_allocation(self, count: int | None) -> None:
+        self._fail_in = positive("fail_allocation", count)
+
+    def reset_peak(self) -> None:
+        """Restarts the peak at the bytes allocated now."""
+        self.peak_bytes = self.allocated_bytes
+
+    def live(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+        """(nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
+
+        Shape and dtype are those of the tensor that allocated the storage.
+        """
+        return sorted(self._storages.values(), key=lambda entry: -entry[0])
 
     def admit(self, sizes: Sequence[int]) -> None:
         """Raises SimulatedOutOfMemory unless storages of ``sizes`` (rounded) can all be allocated now. Changes no counter."""
         wanted = sum(sizes)
-        if self.fail_in is not None:
-            counted = sum(1 for size in sizes if size)
-            if counted >= self.fail_in:
-                self.fail_in = None
-                raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
-        if self.capacity_bytes is not None and wanted and self.allocated_bytes + wanted > self.capacity_bytes:
-            free = self.capacity_bytes - self.allocated_bytes
+        if self._fail_in is not None and sum(map(bool, sizes)) >= self._fail_in:
+            self._fail_in = None
+            raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
+        capacity_bytes = self._capacity_bytes
+        if capacity_bytes is not None and wanted and self.allocated_bytes + wanted > capacity_bytes:
+            free = capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(
                 f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). sim:0 has a capacity of "
-                f"{show_size(self.capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
-                f"and {show_size(self.allocated_bytes)} in {len(self.live)} storages is allocated"
+                f"{show_size(capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
+                f"and {show_size(self.allocated_bytes)} in {len(self._storages)} storages is allocated"
             )
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns its key; 0 for 0 bytes."""
         if not size:
             return 0
-        if self.fail_in is not None:
-            self.fail_in -= 1
+        if self._fail_in is not None:
+            self._fail_in -= 1
         self.allocations = key = self.allocations + 1
-        self.live[key] = (size, shape, dtype)
+        self._storages[key] = (size, shape, dtype)
         self.allocated_bytes += size
-        if self.allocated_bytes > self.peak_bytes:
-            self.peak_bytes = self.allocated_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if self.listener is not None:
             self.listener.allocated(key, size)
         return key
 
     def release(self, key: int, size: int) -> None:
         """Stops counting storage ``key`` of ``size`` bytes."""
-        if self.live.pop(key, None) is None:
+        if self._storages.pop(key, None) is None:
             return
         self.allocated_bytes -= size
         if self.listener is not None:
@@ -115,7 +139,11 @@ def rounded(nbytes: int) -> int:
     return round_up(nbytes, BLOCK_BYTES)
 
 
-def positive(name: str, value: float) -> None:
-    """Raises InputError unless ``value`` is above zero; ``name`` is used in the message."""
-    if not value > 0:
+Number = TypeVar("Number", float, int | None)
+
+
+def positive(name: str, value: Number) -> Number:
+    """``value``, None too. Raises InputError unless it is above zero; ``name`` is used in the message."""
+    if value is not None and not value > 0:
         raise InputError(f"simulated machine: {name} is {value}; give a number above 0")
+    return value

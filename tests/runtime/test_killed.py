@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -58,33 +59,27 @@ def case() -> OnDisk:
     return OnDisk()
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The number of a child that does ``work`` and exits: 0, or 1 after an error."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
+def exit_code(work: Callable[[], None], seconds: float | None = None) -> int | None:
+    """The exit code of a child that does ``work``; it is killed after ``seconds``."""
+    child = get_context("fork").Process(target=work)
+    child.start()
+    child.join(seconds)
+    child.kill()
+    child.join()
+    return child.exitcode
 
 
 def kill_at(case: OnDisk, folder: Path, moments: int) -> None:
     root, picture = folder / "tmp", folder / "picture.png"
     root.mkdir()
     started = time.perf_counter()
-    assert os.waitpid(forked(lambda: case.run(root, picture)), 0)[1] == 0
+    assert exit_code(lambda: case.run(root, picture)) == 0
     whole_run = time.perf_counter() - started
     expected = picture.read_bytes()
     assert not list(root.iterdir())
     left = killed = 0
     for moment in random.Random(4).sample(range(1000), moments):
-        child = forked(lambda: case.run(root, picture))
-        time.sleep(whole_run * moment / 1000)
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        killed += exit_code(lambda: case.run(root, picture), whole_run * moment / 1000) == -signal.SIGKILL
         left += bool(list(root.glob(f"{PREFIX}*")))
         assert picture.read_bytes() == expected, "whole, or not there"
         assert len(list(root.glob(f"{PREFIX}*"))) <= 1, "each run removes what the one before left"
@@ -130,8 +125,7 @@ def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(c
             assert "make room, or plan with less disk" in text
             os._exit(7)
 
-    status = os.waitpid(forked(work), 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 7
+    assert exit_code(work) == 7
     written = [path.name for path in tmp_path.glob("**/*.safetensors")]
     assert written == ["text_encoder.safetensors"], "what did not fit whole is not there"
     assert len(remove_stale(tmp_path)) == 1
