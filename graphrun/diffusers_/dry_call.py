@@ -112,7 +112,7 @@ class MetaPipeline:
         """``recording`` with the component profiles, taken from all traces so far."""
         if self._profiles[0] != self.prober.traces:
             self._profiles = self.prober.traces, self.prober.profiles()
-        return Probed(recording, self._profiles[1], self.meta_modules)
+        return Probed(recording, self._profiles[1])
 
 
 class LiveProber(Prober):

@@ -163,6 +163,8 @@ class Graph:
     precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
     where: str = field(default="", compare=False)
+    # Meta modules that nothing uses now, for the next run (`graphrun.modules.build`); a graph and its parts share them.
+    spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def component(self, name: str) -> Component:
         """The component called ``name``. Raises KeyError."""

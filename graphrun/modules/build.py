@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -148,16 +148,40 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
+@contextmanager
+def meta_modules(graph: Graph) -> Iterator[dict[str, nn.Module]]:
+    """The `meta_module` of every component of ``graph``, to read sizes from and never to call.
+
+    A module that a dry run, or an earlier context, left behind is used again. Nothing else uses it until the context ends.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, component in graph.components.items():
+        made_of, module = graph.spare.pop(name, (None, None))
+        found[name] = module if made_of == _made_of(component) else meta_module(component, graph.trust)
+    yield found
+    leave_behind(graph, found)
+
+
+def leave_behind(graph: Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Keeps the meta modules ``modules`` for the next `meta_modules` of ``graph``."""
+    graph.spare.update({name: (_made_of(graph.components[name]), module) for name, module in modules.items()})
+
+
+def _made_of(component: Component) -> tuple[Any, ...]:
+    """All that the `meta_module` of ``component`` depends on."""
+    return component.class_path, _config_of(component), component.dtype, component.ip_adapters
+
+
 @on_host()
-def held_meta_module(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
-    """The `meta_module` of ``component`` with its layers replaced for ``precision``, and the content of its local files (None
-    without any).
+def held_meta_module(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content]:
+    """The `meta_module` of ``component``, whose files are local, with its layers replaced for ``precision``; and their content.
 
     Its tensors have exactly the shapes and dtypes of those that `draft` returns. Raises GraphError for files that are broken or
     belong to another model.
     """
     module, place = meta_module(component, trust), local_weights(component, precision)
-    content = content_of(component, module, place, precision) if place is not None else None
+    assert place is not None
+    content = content_of(component, module, place, precision)
     replace_layers(module, precision, getattr(torch, component.dtype), content)
     return module, content
 
@@ -288,12 +312,7 @@ def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
 def _construct(kind: type[Any], component: Component) -> Any:
     """The module as `from_pretrained` constructs it before it reads weights, with tensors in the component's dtype."""
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
-    config = copy.deepcopy(component.config)
-    if not component.has_config:
-        found = config_file(component.source)
-        if found is None:
-            found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
-        config = read_json(found)
+    config = _config_of(component)
     if not _SAVED_KEYS & config.keys():
         _check_keys(config, _parameters_of(kind), label, component.where)
     with _graph_errors(label, component.class_path, component.where, component.source), default_dtype(dtype):
@@ -302,6 +321,16 @@ def _construct(kind: type[Any], component: Component) -> Any:
         if getattr(kind, "config_class", None) is not None:  # transformers
             return kind(kind.config_class(**{**config, "dtype": component.dtype}))
         return kind(**config)
+
+
+def _config_of(component: Component) -> dict[str, Any]:
+    """A copy of the configuration of ``component``, its own or that of its source."""
+    if component.has_config:
+        return copy.deepcopy(component.config)
+    found = config_file(component.source)
+    if found is None:
+        found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
+    return read_json(found)
 
 
 def _load_single_file(component: Component, graph: Graph) -> nn.Module:

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
 from graphrun.graph.graph import Component, Graph
-from graphrun.modules.build import build_part, held_meta_module, meta_module, on_host
+from graphrun.modules.build import build_part, held_meta_module, leave_behind, meta_module, on_host
 from graphrun.modules.contents import as_stored
 from graphrun.modules.interceptor import CallInterceptor, Casts
 from graphrun.modules.memos import forget
 from graphrun.modules.precisions import QUANTIZED
-from graphrun.modules.stored import holding
+from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import computing_on, tensors_in, walk
 from graphrun.ops import run_stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
@@ -65,7 +65,9 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
 
         observed = {"after_stage": after_stage, "parts": parts, "meta_modules": meta_modules, "options": options, "planning": True}
         run_stages(graph, meta_modules, sim.device, inputs, **observed)
-    return Probed(prober.recording, prober.profiles(graph), meta_modules)
+    probed = Probed(prober.recording, prober.profiles(graph))
+    leave_behind(graph, meta_modules)
+    return probed
 
 
 class Prober:
@@ -193,13 +195,13 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
     as_stored_precisions: tuple[str, ...] = ()
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
-        if precision in ("fp8", "gguf"):
+        if precision in ("fp8", "gguf") and local_weights(component, precision) is not None:
             held, content = held_meta_module(component, graph.trust, precision)
-            if content is not None and precision in as_stored(content, layers):
+            if precision in as_stored(content, layers):
                 as_stored_precisions = (*as_stored_precisions, precision)
                 for (groups, by_layer), found in zip(splits, sizes, strict=True):
                     found[precision] = laid_out_bytes(held, groups, by_layer=by_layer)
-            if content is not None and precision == "gguf":
+            if precision == "gguf":
                 named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
                 kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
         elif precision not in (component.dtype, *QUANTIZED):

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import nn
+
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.allocator import Counting, Native
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem
-from graphrun.modules.build import meta_module
+from graphrun.modules.build import meta_modules
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
 from graphrun.profile.feedback import informed, keep_shapes, measurements
@@ -40,7 +42,8 @@ def survey(
         keep_shapes(graph, probed, problem, store)
         measured, with_measurements = measurements(problem, store), informed(problem, store)
         phases = [_measured(row, with_measurements, n, measured.get(row["phase"])) for n, row in enumerate(phases)]
-    components = [_component(graph, name, probed, problem) for name in probed.profiles]
+    with meta_modules(graph) as modules:
+        components = [_component(graph, name, modules[name], probed, problem) for name in probed.profiles]
     weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)
     outside = hardware.context_bytes + hardware.workspace_bytes
     return {
@@ -66,9 +69,8 @@ def survey(
     }
 
 
-def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dict[str, Any]:
+def _component(graph: Graph, name: str, module: nn.Module, probed: Probed, problem: Problem) -> dict[str, Any]:
     component = graph.components[name]
-    module = probed.meta_modules[name] if name in probed.meta_modules else meta_module(component, graph.trust)
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     allowed = {component.dtype, *component.precision}
     files = holding(component, module)
