@@ -30,6 +30,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
@@ -37,7 +38,6 @@ from graphrun.runtime.executor import Session as Runs
 from graphrun.runtime.executor import refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.trace import Tier, Trace
-from graphrun.verify.simulate import Simulation, simulate
 
 RUNS = 100  # expected by default: enough that the first run, which loads, weighs little
 LOOKAHEAD = 32  # the most waiting runs that are examined before a change of plan
@@ -200,7 +200,7 @@ class Session:
             solution = api.plan(problem, cache=self._budgets["cache"])
             graph = self.graph.with_precomputed(problem.precomputed)
             refuse_unfit(solution.problem, solution.plan, graph)
-            self._planned[key] = PlannedGraph(graph, solution, simulate(solution.problem, solution.plan))
+            self._planned[key] = PlannedGraph(graph, solution, solution.simulation)
         return self._planned[key]
 
     def _reuse(self, values: Mapping[str, Any]) -> Reuse | None:

@@ -37,7 +37,7 @@ from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
 from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Product, Recording, Span
 from graphrun.solve.granularity import split_into_layers
-from graphrun.verify.check import check
+from graphrun.verify.solution import checked_solution
 
 # Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes it.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
@@ -133,14 +133,14 @@ def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
         return None
     try:
         plan, of = parse(found["plan"]), split_into_layers(problem, found["layers"])
-        return Solution(of, plan, *found["proof"]) if plan.problem == of.digest and not check(of, plan) else None
+        return checked_solution(of, plan, *found["proof"])
     except UNREADABLE:
         return None
 
 
 def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
     if store is not None:
-        proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
+        proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
         layers = [component.name for component in solution.problem.components if component.granularity == "layers"]
         store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "layers": layers, "proof": proof})
 

@@ -35,7 +35,6 @@ from graphrun.runtime.executor import Session, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
 from graphrun.trace import Trace
-from graphrun.verify.simulate import simulate
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 """Receives the outputs of a finished request, and returns the files it wrote."""
@@ -209,7 +208,7 @@ class _Runner:
                 self._restart(request, stage.name, error)
                 continue
             solution = self.context.solve(problem)
-            segment = Segment((stage.name,), own, solution, simulate(solution.problem, solution.plan))
+            segment = Segment((stage.name,), own, solution, solution.simulation)
             try:
                 self._session(segment, [[request]], (OutOfMemory, TransferFailed))
             except BrokenPlan as error:  # the saved state does not fit the loop

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from graphrun.graph.graph import Graph
 from graphrun.model.precomputed import without
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import Infeasible
-from graphrun.verify.simulate import Simulation, simulate
 
 Solve = Callable[[Problem], Solution]
 
@@ -107,7 +107,7 @@ def _segment(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int,
         solution = solve(part)
     except Infeasible as error:
         return error
-    return Segment(stages, own, solution, simulate(solution.problem, solution.plan))
+    return Segment(stages, own, solution, solution.simulation)
 
 
 def _schedule(problem: Problem, segments: tuple[Segment, ...], runs: list[int], requests: int) -> Schedule:

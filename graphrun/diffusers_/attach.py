@@ -45,6 +45,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
+from graphrun.verify.simulate import simulate
 
 
 class CallKey(NamedTuple):
@@ -363,7 +364,8 @@ class Attachment:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return solve(problem)
-        return Solution(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, 0.0, 0.0, 0.0)
+        plan = Plan(problem.digest, (Slot("", "end", 0, ()),))
+        return Solution(problem, plan, simulate(problem, plan), True, 0.0, 0.0, 0.0)
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:

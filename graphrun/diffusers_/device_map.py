@@ -24,6 +24,7 @@ from graphrun.modules.build import meta_module
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import mapped
 from graphrun.solve.program import program_of
+from graphrun.verify.simulate import simulate
 
 Placement = int | str
 Maps = Mapping[str, Mapping[str, Placement]]
@@ -71,9 +72,7 @@ def plan_for(problem: Problem, maps: Maps) -> Solution:
     program = program_of(problem, [(0,)] * len(problem.components))
     choice = mapped(program, kept)
     plan = plan_of(program, choice, problem)
-    seconds = program.seconds(choice)
-    again = sum(program.slot_seconds(choice)[program.run_length :])
-    return Solution(problem, plan, False, 0.0, seconds, 1.0, again)
+    return Solution(problem, plan, simulate(problem, plan), False, 0.0, program.seconds(choice), 1.0)
 
 
 def _placement_of(component: str, path: str, placements: Mapping[str, Placement]) -> Placement:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Slot, Stream
 from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
 from graphrun.report.screen import regime
 from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import SlotReport, simulate
+from graphrun.verify.simulate import simulate
 
 HEAD = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
 Pair = tuple[SlotReport, SlotTrace]

@@ -14,6 +14,7 @@ from typing import Any
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Slot
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.report.chart import Level, timeline_svg
 from graphrun.report.screen import plan_screen, proof
@@ -22,7 +23,7 @@ from graphrun.report.whatif_screens import frontier_svg
 from graphrun.solve.frontier import Point
 from graphrun.trace import Event
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import Simulation, simulate
+from graphrun.verify.simulate import simulate
 
 Row = Sequence[str]
 

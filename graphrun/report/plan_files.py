@@ -102,11 +102,11 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
     """The saved solution. Its proof is taken from the file unchecked; its time and bytes come from `simulate`."""
-    simulated = simulate(problem, plan)
+    simulation = simulate(problem, plan)
     bound = float(saved.get("bound_seconds") or 0.0)
-    objective = float(saved.get("objective_seconds") or simulated.total_seconds)
+    objective = float(saved.get("objective_seconds") or simulation.total_seconds)
     gap = max(0.0, objective - bound) / max(objective, 1e-12)
-    return Solution(problem, plan, bool(saved.get("proven_optimal")), bound, objective, gap, simulated.again_seconds)
+    return Solution(problem, plan, simulation, bool(saved.get("proven_optimal")), bound, objective, gap)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from graphrun.model.plan import Plan
+from graphrun.model.simulation import Simulation
 from graphrun.units import show_seconds
-from graphrun.verify.simulate import Simulation
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Load, Plan, Slot, Stream, action_text
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import Trace
 from graphrun.units import gib, show_seconds, show_size
-from graphrun.verify.simulate import Simulation, SlotReport, simulate
+from graphrun.verify.simulate import simulate
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from graphrun.model.choices import apply_choices
+from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.trace import SlotTrace, Trace
-from graphrun.verify.simulate import Simulation, SlotReport, simulate
+from graphrun.verify.simulate import simulate
 
 
 def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def stages(solution: Solution, simulation: Simulation, trace: Trace | None = Non
     """One row per stage; ``measured`` in it where there is a trace."""
     stage_of = {phase.name: phase.stage for phase in apply_choices(solution.problem, solution.plan).phases}
     rows = []
-    for report in simulation.stages(solution.problem):
+    for report in simulation.stages():
         row: dict[str, Any] = {
             "name": report.stage,
             "peak_bytes": report.peak_bytes,

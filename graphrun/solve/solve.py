@@ -15,6 +15,7 @@ from graphrun.errors import BrokenPlan
 from graphrun.model.choices import reorder
 from graphrun.model.plan import Drop, Plan, Read
 from graphrun.model.problem import ComponentNumbers, Problem
+from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
@@ -26,15 +27,14 @@ from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
 from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
 from graphrun.verify.check import check
-from graphrun.verify.simulate import Simulation, simulate
+from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import checked_solution
 
 ROUNDS = 3  # large programs: one
 DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
 TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
 MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
 PROVEN_GAP = 1e-5
-
-_Candidate = tuple[Simulation, Choice, Plan]
 
 
 def solve(problem: Problem) -> Solution:
@@ -54,20 +54,12 @@ def solved(problem: Problem) -> Solution | None:
     found = until_it_fits(problem, _solve_as_split, least_memory_of)
     if found is None:
         return None
-    if (name := _worth_splitting(found.solution)) is not None:
-        finer = split_into_layers(found.solution.problem, {name})
+    if (name := _worth_splitting(found)) is not None:
+        finer = split_into_layers(found.problem, {name})
         other = _solve_as_split(finer, baselines=False) if problem.runs == 1 else _repeated_run(finer)
-        if other is not None and other.seconds * TOLERANCE <= found.seconds:
-            return other.solution
-    return found.solution
-
-
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    """A solution, and the seconds of its plan in the simulator."""
-
-    solution: Solution
-    seconds: float
+        if other is not None and other.simulation.total_seconds * TOLERANCE <= found.simulation.total_seconds:
+            return other
+    return found
 
 
 def _worth_splitting(found: Solution) -> str | None:
@@ -95,27 +87,22 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
     return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
-def _repeated_run(problem: Problem) -> _Simulated | None:
+def _repeated_run(problem: Problem) -> Solution | None:
     """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
     solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
-    single = _solve_as_split(replace(problem, runs=1))
-    if single is None:
+    once = _solve_as_split(replace(problem, runs=1))
+    if once is None:
         return None
-    once = single.solution
     first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
     again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Read))) for s in first)
     plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
-    if check(problem, plan):
-        return None
-    further, objective = problem.runs - 1, problem.runs * once.objective_seconds
-    simulation = simulate(problem, plan)
-    least_further = further * simulation.compute_seconds  # as if every copy of the further runs overlapped compute
+    objective = problem.runs * once.objective_seconds
+    least_further = (problem.runs - 1) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
     bound = min(once.bound_seconds + least_further, objective)
-    solution = Solution(problem, plan, False, bound, objective, 1 - bound / objective, once.objective_seconds)
-    return _Simulated(solution, simulation.total_seconds)
+    return checked_solution(problem, plan, False, bound, objective, 1 - bound / objective)
 
 
-def _solve_as_split(problem: Problem, *, baselines: bool = True) -> _Simulated | None:
+def _solve_as_split(problem: Problem, *, baselines: bool = True) -> Solution | None:
     """The best plan at the granularity of ``problem``; None: nothing fits. ``baselines``: `BASELINES` are tried too."""
     if surely_infeasible(problem):
         return None
@@ -123,15 +110,11 @@ def _solve_as_split(problem: Problem, *, baselines: bool = True) -> _Simulated |
     first = choose([program_of(of.problem, undominated_variants(of.problem)) for of in found])
     if first is None:
         return None
-    chosen = found[first.number]
-    program, (simulation, choice, plan) = _refined(problem, chosen, first, baselines)
-    if broken := check(problem, plan):
-        raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
-    objective, least = program.seconds(choice), first.program.seconds(first.choice)
+    program, best = _refined(problem, found[first.number], first, baselines)
+    objective, least = program.seconds(best.choice), first.program.seconds(first.choice)
     gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
-    again = sum(program.slot_seconds(choice)[program.run_length :])
     proven = every and first.proven and gap <= PROVEN_GAP
-    return _Simulated(Solution(problem, plan, proven, min(first.bound, objective), objective, gap, again), simulation.total_seconds)
+    return Solution(problem, best.plan, best.simulation, proven, min(first.bound, objective), objective, gap)
 
 
 def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bool) -> tuple[Program, _Candidate]:
@@ -144,33 +127,46 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
 
     def candidate_of(choice: Choice) -> _Candidate:
         plan = plan_of(program, choice, problem, chosen.options, chosen.order)
-        return simulate(problem, plan), choice, plan
+        return _Candidate(choice, plan, simulate(problem, plan))
 
     factors = (1.0,) * len(program.intervals)
     best = last = candidate_of(choice)
     for _ in range(1 if first.large else ROUNDS):
-        simulation, choice, _ = last
-        if simulation.total_seconds <= TOLERANCE * program.seconds(choice, factors):
+        if last.simulation.total_seconds <= TOLERANCE * program.seconds(last.choice, factors):
             break
-        predicted = program.slot_seconds(choice, factors)
-        slots = (*simulation.slots[: program.run_length], *simulation.again)
+        predicted = program.slot_seconds(last.choice, factors)
+        slots = (*last.simulation.slots[: program.run_length], *last.simulation.again)
         delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
         answer = choose(program, factors, goals=REFINE_GOALS)
         if answer is None:
             break
         last = candidate_of(answer.choice)
-        best = min(best, last, key=_rank)
-    for others in (_deeper_rings(program, best[1]), _baseline_choices(program) if baselines else ()):
+        best = min(best, last, key=_Candidate.rank)
+    if broken := check(problem, best.plan):
+        raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
+    for others in (_deeper_rings(program, best.choice), _baseline_choices(program) if baselines else ()):
         for choice in others:
-            if best[0].total_seconds <= TOLERANCE * program.seconds(best[1]):
+            if best.simulation.total_seconds <= TOLERANCE * program.seconds(best.choice):
                 break
-            if program.seconds(choice, full_overlap=True) >= best[0].total_seconds:
+            if program.seconds(choice, full_overlap=True) >= best.simulation.total_seconds:
                 continue
             other = candidate_of(choice)
-            if not check(problem, other[2]):
-                best = min(best, other, key=_rank)
+            if other.rank() < best.rank() and not check(problem, other.plan):
+                best = other
     return program, best
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Integers of the program, their plan, and what it takes."""
+
+    choice: Choice
+    plan: Plan
+    simulation: Simulation
+
+    def rank(self) -> tuple[float, int, int]:
+        return self.simulation.total_seconds, self.simulation.total_moved_bytes, self.simulation.peak_bytes
 
 
 def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
@@ -187,8 +183,3 @@ def _baseline_choices(program: Program) -> Iterator[Choice]:
     """Baselines that fit. The program does not model the order of events within a slot, so one of them may simulate faster."""
     for baseline in BASELINES:
         yield from fitting(program, baseline, most=MOST_SINGLE_K)
-
-
-def _rank(tried: _Candidate) -> tuple[float, int, int]:
-    simulation = tried[0]
-    return simulation.total_seconds, simulation.total_moved_bytes, simulation.peak_bytes

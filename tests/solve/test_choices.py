@@ -168,7 +168,6 @@ def test_a_session_with_enough_memory_copies_nothing_in_further_runs() -> None:
     solution = solve(roomy)
     found = simulate(roomy, solution.plan)
     assert found.again_moved_bytes == 0, "everything fits"
-    assert solution.again_seconds == pytest.approx(found.again_seconds)
     assert solution.objective_seconds == pytest.approx(found.seconds + 9 * found.again_seconds, rel=1e-3)
 
 
