@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrun.cli.run import stopping
+from graphrun.cli.running import stopping
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")

@@ -23,7 +23,6 @@ from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, 
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint
 from graphrun.graph.settings import settings_of
-from graphrun.model.choices import apply_choices
 from graphrun.model.precomputed import shortened
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
@@ -207,8 +206,7 @@ class _Runner:
             except InputError as error:
                 self._restart(request, stage.name, error)
                 continue
-            solution = self.context.solve(problem)
-            segment = Segment((stage.name,), own, solution, solution.simulation)
+            segment = Segment((stage.name,), own, self.context.solve(problem))
             try:
                 self._session(segment, [[request]], (OutOfMemory, TransferFailed))
             except BrokenPlan as error:  # the saved state does not fit the loop
@@ -229,19 +227,19 @@ class _Runner:
 
         An error of a type in ``failures`` is recorded for all of the list; others are raised.
         """
-        problem, plan = segment.solution.problem, segment.solution.plan
-        refuse_unfit(problem, plan, segment.graph)
+        solution = segment.solution
+        refuse_unfit(solution, segment.graph)
         self.context.watcher.segment(segment, len(todo))
-        host = Host.of_graph(segment.graph, apply_choices(problem, plan), self.device, self.context.modules)
-        with Session(problem, plan, host, self.device) as session:
+        host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
+        with Session(solution, host, self.device) as session:
             for first, *others in todo:
-                if problem.runs == 1:  # a plan for one run: the next starts with an empty device
+                if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
                     session.close()
-                arguments = self._arguments(segment.graph, first, segment.solution)
-                stages = stages_for(plan, segment.graph, first.inputs, self.device, host, **arguments)
+                arguments = self._arguments(segment.graph, first, solution)
+                stages = stages_for(solution.plan, segment.graph, first.inputs, self.device, host, **arguments)
                 progress, tell = self.context.watcher.run(segment, first), self.context.watcher.planned_again
                 try:
-                    trace = run_to_the_end(problem, plan, stages, host, self.device, progress, tell=tell, session=session)
+                    trace = run_to_the_end(solution, stages, host, self.device, progress, tell=tell, session=session)
                 except failures as error:  # the device is empty again
                     self._fail((first, *others), error)
                     continue
@@ -251,7 +249,7 @@ class _Runner:
     def _arguments(self, graph: Graph, request: Request, solution: Solution) -> dict[str, Any]:
         """Further arguments of `stages_for`: precomputed values, the journal, and the callback after each stage."""
         precomputed = {str(reference)[1:]: self.values.get(request.number, str(reference)[1:]) for reference in graph.precomputed}
-        choices, journal = choices_of(solution.problem, solution.plan), self._journal(request)
+        choices, journal = choices_of(solution), self._journal(request)
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             if request.number in self.reuse:
@@ -318,7 +316,7 @@ class _Runner:
             return
         entries: dict[str, str] = {}
         for segment in schedule.segments:
-            choices = choices_of(segment.solution.problem, segment.solution.plan)
+            choices = choices_of(segment.solution)
             entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
             entries |= {f"option of {name}": option for name, option in choices.options.items()}
         settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)

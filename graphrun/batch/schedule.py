@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from graphrun.graph.graph import Graph
 from graphrun.model.precomputed import without
 from graphrun.model.problem import Problem
-from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import Infeasible
 
@@ -33,17 +32,18 @@ class Segment:
     stages: tuple[str, ...]
     graph: Graph
     solution: Solution
-    simulation: Simulation
 
     def seconds(self, runs: int) -> float:
         """Predicted seconds of a session of ``runs`` runs; 0 for no runs."""
-        further = self.simulation.again_seconds if self.simulation.again else self.simulation.seconds
-        return self.simulation.seconds + (runs - 1) * further if runs else 0.0
+        simulation = self.solution.simulation
+        further = simulation.again_seconds if simulation.again else simulation.seconds
+        return simulation.seconds + (runs - 1) * further if runs else 0.0
 
     def moved_bytes(self, runs: int) -> int:
         """Bytes of weights copied to the device in a session of ``runs`` runs."""
-        further = self.simulation.again_moved_bytes if self.simulation.again else self.simulation.moved_bytes
-        return self.simulation.moved_bytes + (runs - 1) * further if runs else 0
+        simulation = self.solution.simulation
+        further = simulation.again_moved_bytes if simulation.again else simulation.moved_bytes
+        return simulation.moved_bytes + (runs - 1) * further if runs else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,15 @@ def segment_of(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: in
 def _segment(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, solve: Solve) -> Segment | Infeasible:
     own, part = segment_of(graph, problem, stages, runs)
     try:
-        solution = solve(part)
+        return Segment(stages, own, solve(part))
     except Infeasible as error:
         return error
-    return Segment(stages, own, solution, solution.simulation)
 
 
 def _schedule(problem: Problem, segments: tuple[Segment, ...], runs: list[int], requests: int) -> Schedule:
     crossing = [_crossing_bytes(problem, segments[: number + 1], segments[number + 1 :]) for number in range(len(segments) - 1)]
     waiting = max(crossing, default=0)
-    room = max(0, problem.ram_bytes - max(segment.simulation.host_peak_bytes for segment in segments))
+    room = max(0, problem.ram_bytes - max(segment.solution.simulation.host_peak_bytes for segment in segments))
     group = requests
     if waiting and problem.disk_bytes is not None:
         stored = max(

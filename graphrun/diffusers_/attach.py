@@ -45,7 +45,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
-from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 class CallKey(NamedTuple):
@@ -274,7 +274,7 @@ class Attachment:
 
         solution = planned.solution
         self._host.lay_out(solution.problem, self._dtype_variants())
-        trace = follow(solution.problem, solution.plan, self._host, device, work, replan=replan, handed_out=handed_out)
+        trace = follow(solution, self._host, device, work, replan=replan, handed_out=handed_out)
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
@@ -364,8 +364,7 @@ class Attachment:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return solve(problem)
-        plan = Plan(problem.digest, (Slot("", "end", 0, ()),))
-        return Solution(problem, plan, simulate(problem, plan), True, 0.0, 0.0, 0.0)
+        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:
@@ -389,11 +388,8 @@ class _Replan:
         """Whether the current plan has an entry with this signature."""
         return self._signature(component, entry, args, kwargs) in self._entry_signatures
 
-    def plan_from(
-        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
-    ) -> tuple[Problem, Plan]:
-        """(problem, plan) for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the
-        device."""
+    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
+        """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
         meta_pipeline = self._attachment._meta_pipeline
         assert meta_pipeline is not None
         dtype_variants = self._attachment._host.dtype_variants
@@ -410,7 +406,7 @@ class _Replan:
         self._attachment._host.lay_out(solution.problem, dtype_variants.known)
         self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
         self.entries.append(f"{component}.{entry}")
-        return solution.problem, solution.plan
+        return solution
 
     def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meta_pipeline = self._attachment._meta_pipeline

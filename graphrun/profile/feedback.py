@@ -31,13 +31,12 @@ from typing import Any
 
 from graphrun.files import Store, digest_of
 from graphrun.graph.graph import Component, Graph
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Load, Plan, Stream
+from graphrun.model.plan import Load, Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.model.solution import Solution
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recording import Call, Probed
 from graphrun.trace import Trace
-from graphrun.verify.simulate import simulate
 
 # For each phase: the key of its activation ("activation"), and for each component the key of its seconds ("seconds").
 Keys = Mapping[str, Mapping[str, Any]]
@@ -118,10 +117,10 @@ PARTS = ("first_bytes", "steady_bytes")
 PLAUSIBLE = 100.0
 
 
-def remember(problem: Problem, plan: Plan, trace: Trace, store: Store) -> None:
-    """Store what ``trace``, a run of ``plan``, measured, merged with the results of earlier runs."""
-    keys, earlier = known_shapes(problem, store), measurements(problem, store)
-    for name, new in measured_in(problem, plan, trace).items():
+def remember(solution: Solution, trace: Trace, store: Store) -> None:
+    """Store what ``trace``, a run by ``solution``, measured, merged with the results of earlier runs."""
+    keys, earlier = known_shapes(solution.problem, store), measurements(solution.problem, store)
+    for name, new in measured_in(solution, trace).items():
         before = earlier.get(name, {})
         merged = _merge(before, new)
         sizes = {part: merged[part] for part in PARTS if part in merged}
@@ -177,22 +176,22 @@ def _is_size(n: Any) -> bool:
     return type(n) is int and n >= 0
 
 
-def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[str, Any]]:
+def measured_in(solution: Solution, trace: Trace) -> dict[str, dict[str, Any]]:
     """For each phase that ran as it was traced, what ``trace`` measured.
 
     ``first_bytes`` and ``steady_bytes``: bytes of activation in the first call and in later ones. ``seconds``: by component
     the seconds of one call, by ``component/group`` those of one block.
     """
-    found: dict[str, dict[str, Any]] = {}
-    comparable = _as_traced(problem, plan)
-    for planned, slot in trace.beside(simulate(problem, plan).slots):
+    problem, found = solution.problem, dict[str, dict[str, Any]]()
+    comparable = _as_traced(solution)
+    for planned, slot in trace.beside(solution.simulation.slots):
         if slot.part in ("first", "steady") and slot.phase in comparable:
             activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
             found.setdefault(slot.phase, {"seconds": {}})[f"{slot.part}_bytes"] = activation
     durations: dict[tuple[str, str], list[float]] = {}
     groups = {(c.name, path): group.name for c in problem.components for group in c.groups for path in group.blocks}
     for event in trace.events:
-        slot_plan = plan.slots[event.slot]
+        slot_plan = solution.plan.slots[event.slot]
         copied = {action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))}
         name = event.component
         if event.kind == "block":
@@ -208,11 +207,11 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, dict[st
     return found
 
 
-def _as_traced(problem: Problem, plan: Plan) -> set[str]:
+def _as_traced(solution: Solution) -> set[str]:
     """Names of the phases that ran as traced: without a stage option, on the device, each component in the precision of the
     trace."""
-    other = dict(plan.options)
-    chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
+    problem, other = solution.problem, dict(solution.plan.options)
+    chosen = {component.name: component.variants[0] for component in solution.chosen.components}
     changed = {
         component.name
         for component in problem.components

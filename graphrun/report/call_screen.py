@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Slot, Stream
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.simulation import SlotReport
@@ -12,7 +11,6 @@ from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 HEAD = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
 Pair = tuple[SlotReport, SlotTrace]
@@ -20,7 +18,7 @@ Pair = tuple[SlotReport, SlotTrace]
 
 def call_screen(solution: Solution, trace: Trace) -> str:
     """Planned and measured numbers of the last call: a row per phase, the whole call, and whether it stayed within the plan."""
-    problem, simulation = apply_choices(solution.problem, solution.plan), simulate(solution.problem, solution.plan)
+    problem, simulation = solution.chosen, solution.simulation
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)
     pairs = trace.beside(simulation.slots)

@@ -11,7 +11,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Slot
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
@@ -23,7 +22,6 @@ from graphrun.report.whatif_screens import frontier_svg
 from graphrun.solve.frontier import Point
 from graphrun.trace import Event
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 Row = Sequence[str]
 
@@ -56,8 +54,7 @@ class Measured:
 
 def report_page(solution: Solution, measured: Measured | None, points: Sequence[Point]) -> str:
     """The HTML page: figures, planned and measured timelines, phases, planned against measured, the frontier, the plan's text."""
-    problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
-    applied = apply_choices(problem, solution.plan)
+    problem, simulation, applied = solution.problem, solution.simulation, solution.chosen
     colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
     levels = planned_levels(solution.plan.slots, simulation)
     sections = [_figures(solution, simulation, measured), _legend(colours)]

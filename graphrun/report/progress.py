@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -114,7 +114,7 @@ class BatchProgress:
         self._runs = self._begun = 0
         self._start = 0.0
 
-    def __enter__(self) -> BatchProgress:
+    def __enter__(self) -> Self:
         self.bar.__enter__()
         return self
 
@@ -137,7 +137,7 @@ class BatchProgress:
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         """A run begins. Returns its progress callback."""
         self._begun += 1
-        simulation = segment.simulation
+        simulation = segment.solution.simulation
         slots = simulation.again if self._begun > 1 and simulation.again else simulation.slots
         seconds, names, before = [slot.seconds for slot in slots], [slot.phase for slot in slots], self.pace.done_seconds
         stages, number = " ".join(segment.stages), self._begun

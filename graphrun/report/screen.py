@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Load, Plan, Slot, Stream, action_text
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation, SlotReport
@@ -14,13 +13,11 @@ from graphrun.report.summary import broken_caps
 from graphrun.report.table import scale_of, seconds_of, size, table
 from graphrun.trace import Trace
 from graphrun.units import gib, show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
     """What ``graphrun plan`` shows: totals, a row per phase, a timeline, and why components are streamed."""
-    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
-    simulation = simulate(solution.problem, plan)
+    problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
     if plan.again:
         parts += [f"every further run: {show_seconds(simulation.again_seconds)}", _phases(problem, simulation.again)]
@@ -190,7 +187,7 @@ def _held_by_slot(problem: Problem, slots: Sequence[Slot]) -> list[dict[str, int
 
 
 def _why(solution: Solution) -> str:
-    problem = apply_choices(solution.problem, solution.plan)
+    problem = solution.chosen
     lines = []
     for component in problem.components:
         phases = {
@@ -219,8 +216,7 @@ def _why(solution: Solution) -> str:
 
 def explain_screen(solution: Solution) -> str:
     """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then each number's basis."""
-    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
-    simulation = simulate(solution.problem, plan)
+    problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     lines = [_head(solution, simulation, None), ""]
     clock, reports = 0.0, (*simulation.slots, *simulation.again)
     for number, (slot, report) in enumerate(zip((*plan.slots, *plan.again), reports, strict=True)):
@@ -254,18 +250,19 @@ def _terms(report: SlotReport) -> str:
     )
 
 
-def check_screen(problem: Problem, plan: Plan, simulation: Simulation) -> str:
+def check_screen(solution: Solution) -> str:
     """The line for a plan that breaks no rule."""
-    actions = sum(len(slot.actions) for slot in plan.slots)
+    slots, simulation = solution.plan.slots, solution.simulation
+    actions = sum(len(slot.actions) for slot in slots)
     return (
-        f"ok: {len(plan.slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
-        f" of {show_size(problem.effective_bytes)}, predicted {show_seconds(simulation.seconds)}"
+        f"ok: {len(slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
+        f" of {show_size(solution.problem.effective_bytes)}, predicted {show_seconds(simulation.seconds)}"
     )
 
 
 def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) -> str:
     """The last screen of ``graphrun run``: planned and measured numbers of every slot, bytes left on the device, files written."""
-    simulation = simulate(solution.problem, solution.plan)
+    simulation = solution.simulation
     unit, scale = scale_of(simulation.peak_bytes)
     clock, second = seconds_of(simulation.seconds)
     rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{clock} planned", "measured"]]

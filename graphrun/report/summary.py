@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.trace import SlotTrace, Trace
-from graphrun.verify.simulate import simulate
 
 
 def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
     """What ``--json`` prints. With a ``trace`` it has measured figures too (``measured``): in all, per stage and per slot."""
-    problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
+    problem, simulation = solution.problem, solution.simulation
     summary: dict[str, Any] = {
         "feasible": True,
         "proven_optimal": solution.proven_optimal,
@@ -46,7 +44,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "until": problem.until,
         "precomputed": list(problem.precomputed),
         "settings": dict(problem.settings),
-        "stages": stages(solution, simulation, trace),
+        "stages": stages(simulation, trace),
         "actions": str(solution.plan).splitlines(),
     }
     if trace is not None:
@@ -75,9 +73,9 @@ def _beside(planned: SlotReport, measured: SlotTrace) -> dict[str, Any]:
     }
 
 
-def stages(solution: Solution, simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
+def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
     """One row per stage; ``measured`` in it where there is a trace."""
-    stage_of = {phase.name: phase.stage for phase in apply_choices(solution.problem, solution.plan).phases}
+    stage_of = {phase.name: phase.stage for phase in simulation.problem.phases}
     rows = []
     for report in simulation.stages():
         row: dict[str, Any] = {
@@ -109,9 +107,8 @@ def broken_caps(solution: Solution, trace: Trace) -> list[str]:
     if trace.notes:
         limit = solution.problem.effective_bytes
         return [f"{slot.phase} {slot.part}: {slot.peak_bytes} > {limit}" for slot in trace.slots if slot.peak_bytes > limit]
-    simulation = simulate(solution.problem, solution.plan)
     return [
         f"{measured.phase} {measured.part}: {measured.peak_bytes} > {planned.peak_bytes}"
-        for planned, measured in trace.beside(simulation.slots)
+        for planned, measured in trace.beside(solution.simulation.slots)
         if measured.peak_bytes > planned.peak_bytes
     ]

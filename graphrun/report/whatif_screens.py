@@ -12,7 +12,6 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.plan import Stream
 from graphrun.model.problem import Problem
@@ -129,7 +128,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
     """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
     problem, planned = solution.problem, found[0]
-    weights = apply_choices(problem, solution.plan).component(component).weight_bytes()
+    weights = solution.chosen.component(component).weight_bytes()
     unit, scale = scale_of(max(planned.peak_bytes, weights))
     rows = [[f"{component}", "predicted", "vs plan", f"moved {unit}", "peak", ""]]
     notes = []
@@ -218,7 +217,7 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
     return {
         "graph": problem.graph,
         "component": component,
-        "weight_bytes": apply_choices(problem, solution.plan).component(component).weight_bytes(),
+        "weight_bytes": solution.chosen.component(component).weight_bytes(),
         "effective_bytes": problem.effective_bytes,
         "alternatives": rows,
     }

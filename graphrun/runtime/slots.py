@@ -36,10 +36,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphrun.errors import BrokenPlan, OutOfMemory
-from graphrun.model.choices import apply_choices
 from graphrun.model.least_memory import room_bytes
 from graphrun.model.plan import Drop, Evict, Load, Plan, Read, Restore, Slot, Spill, Stream, slot_text
 from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.model.solution import Solution
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
@@ -75,10 +75,8 @@ class Replan(Protocol):
     def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the current plan has this call."""
 
-    def plan_from(
-        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
-    ) -> tuple[Problem, Plan]:
-        """A plan that starts with this call, and its problem. At that time the device holds no weights, and ``live_bytes`` of other
+    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
+        """A plan that starts with this call. At that time the device holds no weights, and ``live_bytes`` of other
         tensors."""
 
 
@@ -230,8 +228,8 @@ class Run:
         for residency in self._host.residencies.values():
             residency.release()
         self._device.release_cached()
-        problem, self._plan = self.replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
-        self._problem = apply_choices(problem, self._plan)
+        solution = self.replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
+        self._problem, self._plan = solution.chosen, solution.plan
         self._variants = {numbers.name: numbers.variants[0] for numbers in self._problem.components}
         self._cursor = SlotCursor(self._problem, self._plan)
         return self._cursor.enter(component)

@@ -93,14 +93,10 @@ def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any
         graph, probed, _ = dry(name)
         for key, of_component in probed.profiles.items():
             component = graph.components[key]
-            assert (
-                block_bytes(probed.meta_modules[key], of_component.groups, component.dtype, component.dtype)
-                == of_component.block_bytes
-            ), key
+            module = meta_module(component, graph.trust)
+            assert block_bytes(module, of_component.groups, component.dtype, component.dtype) == of_component.block_bytes, key
             assert of_component.precisions[component.dtype] == of_component.block_bytes
-            assert of_component.precisions["nf4"] == block_bytes(
-                probed.meta_modules[key], of_component.groups, component.dtype, "nf4"
-            )
+            assert of_component.precisions["nf4"] == block_bytes(module, of_component.groups, component.dtype, "nf4")
 
 
 def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
@@ -120,7 +116,7 @@ def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> Non
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    of_component, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
+    of_component, module = probed.profiles["transformer"], meta_module(graph.components["transformer"], graph.trust)
     whole, int8, nf4, nested, fp8 = (
         block_bytes(module, of_component.groups, "bfloat16", precision, nested=deep)
         for precision, deep in (("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True), ("fp8", False))
@@ -170,9 +166,9 @@ def real_bytes(block: nn.Module) -> int:
 
 @pytest.mark.parametrize(("precision", "nested"), [("int8", False), ("nf4", False), ("nf4", True)])
 def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precision: str, nested: bool) -> None:
-    _, probed, _ = dry("flux-tiny")
+    graph, probed, _ = dry("flux-tiny")
     groups = probed.profiles["transformer"].groups
-    expected = block_bytes(probed.meta_modules["transformer"], groups, "bfloat16", precision, nested=nested)
+    expected = block_bytes(meta_module(graph.components["transformer"], graph.trust), groups, "bfloat16", precision, nested=nested)
     module = build(flux.component("transformer"), flux)
     replaced(module, precision, nested)
     for group, nbytes in zip(groups, expected, strict=True):

@@ -22,9 +22,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph, IpAdapter, Lora, Part, Reference, Stage
 from graphrun.graph.media import fingerprint, is_media, told
 from graphrun.graph.ops import OPERATIONS
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Plan
-from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.modules.source_files import blob, find_folder
 
 # Libraries whose code computes stage outputs.
@@ -43,10 +41,10 @@ class Choices:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-def choices_of(problem: Problem, plan: Plan) -> Choices:
-    """The choices of ``plan`` that outputs depend on."""
-    chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
-    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
+def choices_of(solution: Solution) -> Choices:
+    """The choices of a plan that outputs depend on."""
+    chosen = {component.name: component.variants[0] for component in solution.chosen.components}
+    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(solution.plan.options))
 
 
 class Keys:
