@@ -88,8 +88,7 @@ def estimate(
         if until is not None:
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
         return graph.problem(inputs or {}, hardware, budget_bytes, ram_bytes, (tuple(keep), tuple(exclude), reserve_bytes))
-    graph = graph if until is None else graph.until(until)
-    graph = graph.directed(keep, exclude, reserve_bytes, pin)
+    graph = graph.until(until).directed(keep, exclude, reserve_bytes, pin)
     values = graph.for_planning(inputs or {})
 
     from graphrun.model.precomputed import without
@@ -125,7 +124,7 @@ def precomputed(
     """
     from graphrun.batch.cache.reuse import reuse_for
 
-    graph = graph if until is None else graph.until(until)
+    graph = graph.until(until)
     return reuse_for(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
 
 
@@ -203,7 +202,7 @@ def run(
     from graphrun.runtime.recovery import execute
 
     problem = solution.problem
-    graph = graph.until(problem.until) if problem.until else graph
+    graph = graph.until(problem.until)
     graph = graph.without_sources() if random_weights else graph
     values, remaining = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)
     refuse_unfit(solution, remaining)
@@ -295,7 +294,7 @@ def run_many(
     from graphrun.profile.host_ram import ram_budget
 
     until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
-    graph = graph if until is None else graph.until(until)
+    graph = graph.until(until)
     graph = graph.without_sources() if random_weights else graph
     requests = resolved(requests_from(inputs), graph, common or {})
     if strict:
@@ -334,7 +333,7 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
     """
     from graphrun.graph.settings import completed
 
-    return completed(graph.until(problem.until) if problem.until else graph, problem.settings, inputs)
+    return completed(graph.until(problem.until), problem.settings, inputs)
 
 
 def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:

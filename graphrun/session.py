@@ -84,8 +84,7 @@ class Session:
         self._whole, self._inputs, self._modules = graph, dict(inputs or {}), modules
         self._budgets = {**budgets, "runs": runs, "cache": cache}
         self._cache_options = None if cache is None or modules or reuse == "none" else (cache, reuse, note)
-        until = budgets.get("until")
-        graph = graph if until is None else graph.until(until)
+        graph = graph.until(budgets.get("until"))
         self.graph = graph.without_sources() if random_weights else graph
         self._planned: dict[Any, PlannedGraph] = {}  # by settings and precomputed stages
         problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)

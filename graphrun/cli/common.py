@@ -39,7 +39,6 @@ class Planned:
 
     graph: Graph
     source: Path
-    inputs: dict[str, str]
     solution: Any = None
     solve_seconds: float | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
@@ -48,11 +47,11 @@ class Planned:
 def named(path: Path, asked: Asked) -> Planned:
     """The graph at ``path``, or the saved plan there with its graph; a plan is checked and simulated."""
     if path.suffix != ".json":
-        return Planned(load(path, asked), path, asked.inputs)
+        return Planned(load(path, asked), path)
     asked.refuse_for_plan(path)
     solution, saved = planfile.read_solution(path)
     source = planfile.graph_path(path, saved)
-    return Planned(load(source, asked), source, asked.inputs, solution, saved.get("solve_seconds"))
+    return Planned(load(source, asked), source, solution, saved.get("solve_seconds"))
 
 
 def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False) -> Planned:
@@ -61,7 +60,7 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
     ``to_run``: the plan is about to be run, so inputs and device are checked too. ``reuse``: which cached stage outputs take the
     place of their stages (``encoded``, ``all``, ``none``).
     """
-    graph, inputs, cache = made.graph, made.inputs, cache_folder(asked.no_cache)
+    graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
 
     def cached(of: Graph, values: Mapping[str, Any], hardware: Any, what: Any, allow: Any) -> dict[str, Any]:
         """The stage outputs that earlier runs cached for these inputs, by name."""
@@ -75,7 +74,7 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
             return made
         problem = made.solution.problem
         values = api.planned_inputs(problem, graph, inputs)
-        graph = graph.until(problem.until) if problem.until else graph
+        graph = graph.until(problem.until)
         encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
         what = "none" if not problem.precomputed else "encoded" if encoded else "all"
         return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow))
@@ -145,8 +144,7 @@ def load(path: Path, asked: Asked) -> Graph:
     """The graph in the file at ``path``, with the options ``--trust-package`` and ``--until``. Raises InputError for a plan."""
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
-    graph = api.load(path, trust=asked.trust_package or ())
-    return graph if asked.until is None else graph.until(asked.until)
+    return api.load(path, trust=asked.trust_package or ()).until(asked.until)
 
 
 def checked_reuse(reuse: str) -> Any:

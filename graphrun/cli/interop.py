@@ -25,8 +25,7 @@ def export(
     """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible; comments say what is lost."""
     solution, saved = planfile.read_solution(plan)
     problem, source = solution.problem, planfile.graph_path(plan, saved)
-    graph = api.load(source, trust=trust_package or ())
-    graph = graph.until(problem.until) if problem.until else graph
+    graph = api.load(source, trust=trust_package or ()).until(problem.until)
     if graph.digest != problem.graph_digest:
         raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))
     if kind == "diffusers":

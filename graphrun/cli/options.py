@@ -81,13 +81,7 @@ class Asked:
     @property
     def inputs(self) -> dict[str, str]:
         """The inputs set with ``--set name=value``. Raises InputError for another form."""
-        found = {}
-        for text in self.set_ or []:
-            name, equals, value = text.partition("=")
-            if not equals or not name:
-                raise InputError(f"--set {text!r} is not name=value")
-            found[name.strip()] = value
-        return found
+        return dict(pair("--set", text, may_be_empty=True) for text in self.set_ or [])
 
     def refuse_for_plan(self, path: Any) -> None:
         """Raises InputError where an option is set that the plan saved at ``path`` has fixed already."""
@@ -95,6 +89,14 @@ class Asked:
         if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
+
+
+def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, str]:
+    """The name and the value in ``text``, name=value, given with ``option``. Raises InputError for another form."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not (value or may_be_empty):
+        raise InputError(f"{option} {text!r} is not name=value")
+    return name.strip(), value
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Asked)}

@@ -67,7 +67,7 @@ def run(
     planfile.require_writable(plan_file, trace_file)
     made = named(graph, asked)
     until = made.solution.problem.until if made.solution is not None else ""
-    target = output_files(made.graph.until(until) if until else made.graph, output)
+    target = output_files(made.graph.until(until), output)
     made = planned(made, asked, what, to_run=True, random_weights=random_weights)
     solution = made.solution
     if not as_json:
@@ -76,7 +76,7 @@ def run(
         trace = api.run(
             solution,
             made.graph,
-            made.inputs,
+            asked.inputs,
             random_weights=random_weights,
             progress=stop.watched(progress),
             tell=told,
@@ -92,7 +92,7 @@ def run(
     if trace_file is not None:
         plan = planfile.content(trace_file, made.source, solution, summary)
         planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan))
-    written = saved(trace.outputs, target, made.graph, made.inputs)
+    written = saved(trace.outputs, target, made.graph, asked.inputs)
     show(summary, as_json, measured_screen(solution, trace, [str(path) for path in written]))
     if broken_caps(solution, trace):
         raise typer.Exit(4)

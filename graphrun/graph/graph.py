@@ -280,12 +280,15 @@ class Graph:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
         return tuple(sorted({*asked, *(precisions if "precision" in asked else ())} - {"precision"}))
 
-    def until(self, name: str) -> Graph:
+    def until(self, name: str | None) -> Graph:
         """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and all outputs of ``name``.
+        Without a name, the graph itself.
 
         Components and parts stay, since pipelines read sizes even from those that they do not call. Directives stay for components
         that are used. Raises InputError where there is no such stage.
         """
+        if not name:
+            return self
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
             raise InputError(f"until {name}: no such stage{did_you_mean(name, stages)}")
