@@ -48,10 +48,9 @@ def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all
     chosen = None
     if keys:
         all_keys = [entry.key for entry in index.entries()]
-        found = {start: [key for key in all_keys if key.startswith(start)] for start in keys}
-        if missing := [start for start, matching in found.items() if not matching]:
+        if missing := [start for start in keys if not any(key.startswith(start) for key in all_keys)]:
             raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries")
-        chosen = sorted({key for matching in found.values() for key in matching})
+        chosen = sorted(key for key in all_keys if key.startswith(tuple(keys)))
     typer.echo(f"removed {index.remove(chosen)} entries")
 
 
