@@ -30,6 +30,7 @@ Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
 # Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A device and its links to host and disk. Units: bytes, bytes per second, floating point operations per second."""

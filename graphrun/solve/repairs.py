@@ -14,6 +14,7 @@ from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.granularity import until_it_fits
 from graphrun.solve.least import has_usable_variants, least_memory_of
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import program_of
 from graphrun.solve.search import SECONDS, choose
@@ -27,7 +28,7 @@ def predicted_seconds(problem: Problem) -> float | None:
 
 def _seconds(problem: Problem) -> float | None:
     found, _ = stage_choices(problem)
-    answer = choose([program_of(of.problem, undominated_variants(of.problem)) for of in found], goals=SECONDS)
+    answer = choose([Formulation(program_of(of.problem, undominated_variants(of.problem))) for of in found], SECONDS)
     return None if answer is None else answer.program.seconds(answer.choice)
 
 

@@ -19,6 +19,7 @@ from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.least import has_usable_variants
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
@@ -33,7 +34,10 @@ def best(of: Problem, *, all_variants: bool = False) -> Answer | None:
     if not has_usable_variants(of):
         return None
     return choose(
-        [program_of(each.problem, None if all_variants else undominated_variants(each.problem)) for each in stage_choices(of)[0]]
+        [
+            Formulation(program_of(each.problem, None if all_variants else undominated_variants(each.problem)))
+            for each in stage_choices(of)[0]
+        ]
     )
 
 
