@@ -22,9 +22,9 @@ from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.dominance import simplest_variants, undominated_variants
-from graphrun.solve.granularity import smaller_as_layers, split_into_layers, until_it_fits
+from graphrun.solve.granularity import smaller_as_layers, split_into_layers
 from graphrun.solve.infeasible import refusal, surely_infeasible
-from graphrun.solve.least import least_memory_of
+from graphrun.solve.least import ever_finer
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program, program_of
@@ -54,7 +54,8 @@ def solve(problem: Problem) -> Solution:
 def solved(problem: Problem) -> Solution | None:
     """As `solve`, but None where nothing fits. The solution's problem is ``problem`` with components split into layers as
     needed."""
-    found = until_it_fits(problem, _solve_as_split, least_memory_of)
+    tried = (_solve_as_split(each) for each in ever_finer(problem))
+    found = next((solution for solution in tried if solution is not None), None)
     if found is None:
         return None
     if (worth := _worth_splitting(found)) is not None:
@@ -112,8 +113,7 @@ def _solve_as_split(problem: Problem, known: Formulation | None = None, *, basel
     if surely_infeasible(problem):
         return None
     found, every = stage_choices(problem)
-    programs = [program_of(of.problem, undominated_variants(of.problem)) for of in found]
-    first = choose([known if known and known.program == program else Formulation(program) for program in programs])
+    first = choose([known if known and known.program == each.program else Formulation(each.program) for each in found])
     if first is None:
         return None
     program, best = _refined(problem, found[first.number], first, baselines)
@@ -127,7 +127,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
     """The best plan for the chosen stage order, options and variants. Solves again, with higher copy times for the slots in
     question, while the simulator needs longer than predicted; then tries deeper rings and baselines."""
     variants, choice = simplest_variants(
-        chosen.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
+        first.program.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
     )
     program = first.program.with_variants(variants)
 
