@@ -85,13 +85,14 @@ def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -
 
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
     """Per stage and component: bytes of its weights, and the most allocated beside weights in its phases."""
-    probed = dry_run(name, images)
+    probed, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
+    modules = {key: meta_module(component, graph.trust) for key, component in graph.components.items()}
     entries = probed.recording.entries()
     spans = phase_spans(entries)
     found: dict[str, dict[str, int]] = {}
     for (begin, end), phase_memory in zip(spans, phase_memories_of(probed.recording, spans, hardware(card), Counting), strict=True):
         for component in {call.component for _, call in entries[begin:end]}:
-            row = found.setdefault(component, {"weights": weight_bytes(probed.meta_modules[component]), "activation": 0})
+            row = found.setdefault(component, {"weights": weight_bytes(modules[component]), "activation": 0})
             row["activation"] = max(
                 row["activation"], phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes
             )

@@ -169,12 +169,13 @@ class Bench:
     def follow(self, problem: Any, plan: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
         """A run by ``plan``: trace, fingerprints, wall seconds."""
         from graphrun.runtime.executor import follow
+        from graphrun.verify.solution import solution_of
 
         found: dict[str, Any] = {}
         self.lab.slots.clear()
         start = time.perf_counter()
         work = lambda: self.stages(self.host.modules, self.device.torch_device, found)  # noqa: E731
-        trace = follow(problem, plan, self.host, self.device, work, progress)
+        trace = follow(solution_of(problem, plan), self.host, self.device, work, progress)
         return trace, found, time.perf_counter() - start
 
     def _compared(self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float) -> dict[str, Any]:

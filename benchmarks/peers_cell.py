@@ -222,6 +222,7 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     from graphrun.runtime.executor import Session, stages_for
     from graphrun.runtime.host import Host
     from graphrun.verify.simulate import simulate
+    from graphrun.verify.solution import solution_of
 
     graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
     problem = _problem(of, graph, asked, books.on.name)
@@ -237,13 +238,13 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
         books.outputs.append(fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs))
 
     if asked["tool"] == SESSION:
-        with Session(problem, plan, host, device) as session:
+        with Session(solution_of(problem, plan), host, device) as session:
             for _ in range(2):
                 with books.run():
                     once(session)
     else:
         for _ in range(2):
-            with books.run(), Session(problem, plan, host, device) as session:
+            with books.run(), Session(solution_of(problem, plan), host, device) as session:
                 once(session)
     books.host["pinned"] = device.arenas.nbytes("pinned")
     return {

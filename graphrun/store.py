@@ -21,7 +21,7 @@ from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -37,7 +37,7 @@ from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
 from graphrun.profile.recording import DryRun
 from graphrun.solve.granularity import split_into_layers
-from graphrun.verify.check import check
+from graphrun.verify.solution import checked_solution
 
 # Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes it.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
@@ -46,57 +46,58 @@ LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
+_Entry = TypeVar("_Entry")
+
+
 def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     """The problem of running ``graph`` with resolved ``inputs``: read from ``store``, else made and stored.
 
     Measurements of earlier runs in ``store`` replace traced numbers.
     """
-    return informed(_problem(graph, inputs, hardware, limits, store), store)
-
-
-def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
-    chosen = option_phases_of(graph, limits.allow)
-
-    def made() -> tuple[Problem, DryRun]:
-        with_options = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
-        plain = dry_run(graph, inputs, store)
-        return problem_of(graph, plain, hardware, limits, inputs, with_options), plain
-
     traced = trace_key(graph, inputs) if store is not None else None
-    if store is None or traced is None:
-        problem, probed = made()
+    key = ""
+    if traced is not None:
+        sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
+        settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
+        key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
+    problem = _stored(store, "problem", key, TypeAdapter(Problem).validate_python)
+    if problem is None:
+        chosen = option_phases_of(graph, limits.allow)
+        with_options = [(stage, name, _dry_run(graph, inputs, store, traced, {stage: name})) for stage, name in chosen]
+        probed = _dry_run(graph, inputs, store, traced)
+        problem = problem_of(graph, probed, hardware, limits, inputs, with_options)
         if store is not None:
+            if key:
+                store.put("problem", key, problem.to_json())
             keep_shapes(graph, probed, problem, store)
-        return problem
-    sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
-    settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
-    key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
-    if (found := store.get("problem", key)) is not None:
-        try:
-            return TypeAdapter(Problem).validate_python(found)
-        except UNREADABLE:
-            pass
-    problem, probed = made()
-    store.put("problem", key, problem.to_json())
-    keep_shapes(graph, probed, problem, store)
-    return problem
+    return informed(problem, store)
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> DryRun:
-    """The dry run of ``graph`` with resolved ``inputs`` and stage ``options`` (stage -> name): read from ``store``, else made,
-    which takes seconds, and stored."""
-    key = trace_key(graph, inputs) if store is not None else None
-    if store is None or key is None:
-        return _probe(graph, inputs, options)
-    key = digest_of([key, sorted(options.items())]) if options else key
-    if (found := store.get("trace", key)) is not None:
-        try:
-            return DryRun.from_json(found)
-        except UNREADABLE:
-            pass
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> DryRun:
+    """The dry run of ``graph`` with resolved ``inputs``: read from ``store``, else made, which takes seconds, and stored."""
+    return _dry_run(graph, inputs, store, trace_key(graph, inputs) if store is not None else None)
+
+
+def _dry_run(
+    graph: Graph, inputs: Mapping[str, Any], store: Store | None, traced: str | None, options: Mapping[str, str] | None = None
+) -> DryRun:
+    """As `dry_run`, with the `trace_key` ``traced`` and the stage ``options`` (stage -> name)."""
+    key = digest_of([traced, sorted(options.items())]) if traced and options else traced or ""
+    if (found := _stored(store, "trace", key, DryRun.from_json)) is not None:
+        return found
     probed = _probe(graph, inputs, options)
-    store.put("trace", key, probed.to_json())
+    if store is not None and key:
+        store.put("trace", key, probed.to_json())
     return probed
+
+
+def _stored(store: Store | None, kind: str, key: str, read: Callable[[Any], _Entry]) -> _Entry | None:
+    """The entry of ``store`` as ``read`` makes it; None without a key, and where there is no entry or it is damaged."""
+    found = store.get(kind, key) if store is not None and key else None
+    try:
+        return read(found) if found is not None else None
+    except UNREADABLE:
+        return None
 
 
 def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
@@ -128,19 +129,15 @@ def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
-    found = store.get("plan", _plan_key(problem)) if store is not None else None
-    if found is None:
-        return None
-    try:
-        plan, of = parse(found["plan"]), split_into_layers(problem, found["layers"])
-        return Solution(of, plan, *found["proof"]) if plan.problem == of.digest and not check(of, plan) else None
-    except UNREADABLE:
-        return None
+    def read(found: Any) -> Solution | None:
+        return checked_solution(split_into_layers(problem, found["layers"]), parse(found["plan"]), *found["proof"])
+
+    return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
 
 
 def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
     if store is not None:
-        proof = [getattr(solution, field.name) for field in fields(Solution)[2:]]
+        proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
         layers = [component.name for component in solution.problem.components if component.granularity == "layers"]
         store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "layers": layers, "proof": proof})
 
@@ -218,7 +215,7 @@ def own_source() -> str:
     return total.hexdigest()[:32]
 
 
-def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with _garbage_collection_paused() as imported:
         from graphrun.modules.classes import resolve_class
         from graphrun.profile.dry_run import probe

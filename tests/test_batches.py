@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from graphrun.batch.cache.index import DATABASE
-from graphrun.cli.run import stopping
+from graphrun.cli.running import stopping
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")

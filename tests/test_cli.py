@@ -64,7 +64,7 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
 
 
 def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
-    command = ("plan", TINY, "--device", "sim", "--vram", "6543K")
+    command = ("plan", TINY, "--device", "sim", "--vram", "6543K", "--ram", "8G")
     solved, cached, again = graphrun(*command)[1], graphrun(*command)[1], graphrun(*command, "--no-cache")[1]
     assert " to solve)" in solved
     assert " to solve)" in again

@@ -23,7 +23,6 @@ from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, 
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint
 from graphrun.graph.settings import settings_of
-from graphrun.model.choices import apply_choices
 from graphrun.model.precomputed import shortened
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
@@ -35,7 +34,6 @@ from graphrun.runtime.executor import Session, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
 from graphrun.trace import Trace
-from graphrun.verify.simulate import simulate
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
 """Receives the outputs of a finished request, and returns the files it wrote."""
@@ -209,8 +207,7 @@ class _Runner:
             except InputError as error:
                 self._restart(work, stage.name, error)
                 continue
-            solution = self.context.solve(problem)
-            segment = Segment((stage.name,), own, solution, simulate(solution.problem, solution.plan))
+            segment = Segment((stage.name,), own, self.context.solve(problem))
             try:
                 self._session(segment, [[work]], (OutOfMemory, TransferFailed))
             except BrokenPlan as error:  # the saved state does not fit the loop
@@ -226,23 +223,20 @@ class _Runner:
 
         An error of a type in ``failures`` is recorded for all of the list; others are raised.
         """
-        problem, plan = segment.solution.problem, segment.solution.plan
-        refuse_unfit(problem, plan, segment.graph)
-        watcher = self.context.watcher
+        solution, watcher = segment.solution, self.context.watcher
+        refuse_unfit(solution, segment.graph)
         watcher.segment(segment, len(todo))
-        host = Host.of_graph(segment.graph, apply_choices(problem, plan), self.device, self.context.modules)
-        with Session(problem, plan, host, self.device) as session:
+        host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
+        with Session(solution, host, self.device) as session:
             for works in todo:
-                if problem.runs == 1:  # a plan for one run: the next starts with an empty device
+                if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
                     session.close()
                 request = works[0].request
-                arguments = self._arguments(segment.graph, works, segment.solution)
-                stages = stages_for(plan, segment.graph, request.inputs, self.device, host, **arguments)
-                progress = watcher.run(segment, request)
+                arguments = self._arguments(segment.graph, works, solution)
+                stages = stages_for(solution.plan, segment.graph, request.inputs, self.device, host, **arguments)
+                progress, tell = watcher.run(segment, request), watcher.planned_again
                 try:
-                    trace = run_to_the_end(
-                        problem, plan, stages, host, self.device, progress, tell=watcher.planned_again, session=session
-                    )
+                    trace = run_to_the_end(solution, stages, host, self.device, progress, tell=tell, session=session)
                 except failures as error:  # the device is empty again
                     if self.context.strict:
                         raise
@@ -256,7 +250,7 @@ class _Runner:
     def _arguments(self, graph: Graph, works: Sequence[Unfinished], solution: Solution) -> dict[str, Any]:
         """Further arguments of `stages_for`: precomputed values, the journal, and the callback after each stage."""
         first, names = works[0], [str(reference)[1:] for reference in graph.precomputed]
-        choices = choices_of(solution.problem, solution.plan)
+        choices = choices_of(solution)
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
             if first.reuse is not None:
@@ -312,7 +306,7 @@ class _Runner:
             return
         entries: dict[str, str] = {}
         for segment in schedule.segments:
-            choices = choices_of(segment.solution.problem, segment.solution.plan)
+            choices = choices_of(segment.solution)
             entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
             entries |= {f"option of {name}": option for name, option in choices.options.items()}
         settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)

@@ -20,7 +20,6 @@ from graphrun.model.precomputed import without
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import Infeasible
-from graphrun.verify.simulate import Simulation, simulate
 
 Solve = Callable[[Problem], Solution]
 
@@ -35,11 +34,10 @@ class Segment:
     stages: tuple[str, ...]
     graph: Graph
     solution: Solution
-    simulation: Simulation
 
     def total(self, runs: int) -> tuple[float, int]:
         """Predicted seconds, and bytes of weights copied to the device, of a session of ``runs`` runs; 0 for no runs."""
-        of = self.simulation
+        of = self.solution.simulation
         seconds, nbytes = (of.again_seconds, of.again_moved_bytes) if of.again else (of.seconds, of.moved_bytes)
         return (of.seconds + (runs - 1) * seconds, of.moved_bytes + (runs - 1) * nbytes) if runs else (0.0, 0)
 
@@ -82,11 +80,10 @@ def schedules(graph: Graph, problem: Problem, counts: Mapping[str, int], request
     def segment(stages: tuple[str, ...]) -> Segment | None:
         own, part = segment_of(graph, problem, stages, max(counts[name] for name in stages))
         try:
-            solution = solve(part)
+            return Segment(stages, own, solve(part))
         except Infeasible as error:
             refused.append(error)
             return None
-        return Segment(stages, own, solution, simulate(solution.problem, solution.plan))
 
     found = []
     for parts in _partitions([stage.name for stage in graph.stages if counts[stage.name]]):
@@ -109,7 +106,7 @@ def segment_of(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: in
 def _schedule(problem: Problem, segments: Sequence[Segment], counts: Mapping[str, int], requests: int) -> Schedule:
     crossing = [_crossing_bytes(problem, segments[:number], segments[number:]) for number in range(1, len(segments))]
     waiting = max(crossing, default=0)
-    room = max(0, problem.ram_bytes - max(segment.simulation.host_peak_bytes for segment in segments))
+    room = max(0, problem.ram_bytes - max(segment.solution.simulation.host_peak_bytes for segment in segments))
     group = requests
     if waiting and problem.disk_bytes is not None:
         stored = max(

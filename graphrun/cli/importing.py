@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import app, native_stdout_to_stderr
-from graphrun.cli.options import Names, Trust
+from graphrun.cli.options import Names, Trust, pair
 from graphrun.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ def import_(
         raise InputError(f"-o {out}: a graph file ends in .yaml")
     refuse_existing(out, force)
     require_writable(out)
-    configs = dict(_pair("--config", text) if "=" in text else ("", text) for text in config or [])
+    configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
-    sets = {name: _value(name, value) for name, value in (_pair("--set", text) for text in set_ or [])}
+    sets = {name: _value(name, value) for name, value in (pair("--set", text) for text in set_ or [])}
     asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole, tuple(trust_package or ()))
     with native_stdout_to_stderr():
         imported = import_source(source, asked)
@@ -83,13 +83,6 @@ def imported_screen(imported: Imported, path: Path) -> str:
         lines.append(f"  one stage: {layout.why}")
     lines.append(f"next: graphrun plan {path} --vram 8G")
     return "\n".join(lines)
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip() or not value:
-        raise InputError(f"{option} {text!r} is not name=value")
-    return name.strip(), value
 
 
 def _value(name: str, text: str) -> Any:

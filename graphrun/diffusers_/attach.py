@@ -46,6 +46,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
+from graphrun.verify.solution import solution_of
 
 
 class CallKey(NamedTuple):
@@ -276,7 +277,7 @@ class Attachment:
 
         solution = planned.solution
         self._host.lay_out(solution.problem, self._dtype_variants())
-        trace = follow(solution.problem, solution.plan, self._host, device, work, replan=replan, handed_out=handed_out)
+        trace = follow(solution, self._host, device, work, replan=replan, handed_out=handed_out)
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
@@ -364,7 +365,7 @@ class Attachment:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return solve(problem)
-        return Solution(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, 0.0, 0.0, 0.0)
+        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:
@@ -388,11 +389,8 @@ class _Replan:
         """Whether the current plan has an entry with this signature."""
         return self._signature(component, entry, args, kwargs) in self._entry_signatures
 
-    def plan_from(
-        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
-    ) -> tuple[Problem, Plan]:
-        """(problem, plan) for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the
-        device."""
+    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
+        """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
         call, returned = attachment._meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
@@ -406,7 +404,7 @@ class _Replan:
         attachment._host.lay_out(solution.problem, dtype_variants.known)
         self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
         self.entries.append(f"{component}.{entry}")
-        return solution.problem, solution.plan
+        return solution
 
     def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs)

@@ -117,7 +117,7 @@ class MetaPipeline:
             self._profiles = self.prober.traces, self.prober.profiles()
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes)
-        return problem_of(graph, DryRun(recording, self._profiles[1], self.meta_modules), hardware, limits, {})
+        return problem_of(graph, DryRun(recording, self._profiles[1]), hardware, limits, {})
 
 
 class LiveProber(Prober):

@@ -17,37 +17,36 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Component, Graph, Part, Reference
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Evict, Plan, Stream
-from graphrun.model.problem import Problem, Variant
+from graphrun.model.plan import Evict, Stream
+from graphrun.model.problem import Variant
+from graphrun.model.solution import Solution
 from graphrun.modules.classes import resolve_class
 from graphrun.modules.source_files import split_source
 from graphrun.ops.diffusion import returned_names
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 KNOWN = ("encode_prompt", "denoise", "decode")
 
 
-def diffusers_script(graph: Graph, problem: Problem, plan: Plan) -> str:
+def diffusers_script(graph: Graph, solution: Solution) -> str:
     """The text of the script. ``python script.py [device] [file]`` writes the picture.
 
-    ``graph`` is the one that ``plan`` was made for. Raises InputError for a graph whose stages are not one encode_prompt, one
+    ``graph`` is the one that ``solution`` is for. Raises InputError for a graph whose stages are not one encode_prompt, one
     denoise and one decode, or whose weights are random.
     """
-    return _Script(graph, problem, plan).text()
+    return _Script(graph, solution).text()
 
 
 class _Script:
-    def __init__(self, graph: Graph, problem: Problem, plan: Plan) -> None:
-        self.graph, self.problem, self.plan = graph, problem, plan
+    def __init__(self, graph: Graph, solution: Solution) -> None:
+        self.graph, self.problem, self.plan, self.simulation = graph, solution.problem, solution.plan, solution.simulation
         ops = [stage.op for stage in graph.stages]
-        if ops != list(KNOWN) or problem.precomputed:
+        if ops != list(KNOWN) or self.problem.precomputed:
             raise InputError(f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}")
         self.encode, self.denoise, self.decode = graph.stages
         self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
-        self.variants = {c.name: c.variants[0] for c in apply_choices(problem, plan).components}
-        self.inputs = graph.for_planning(dict(problem.settings))
+        self.variants = {c.name: c.variants[0] for c in solution.chosen.components}
+        self.inputs = graph.for_planning(dict(self.problem.settings))
         if random := [name for name in self.variants if graph.component(name).source_in(self.variants[name].precision) is None]:
             raise InputError(f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan")
 
@@ -69,11 +68,10 @@ class _Script:
         return "\n".join(lines) + "\n"
 
     def _losses(self) -> Iterator[str]:
-        simulation = simulate(self.problem, self.plan)
         yield f"{self.graph.name}: the closest plain diffusers calls to plan {self.plan.digest} of graphrun."
         yield ""
-        peak = show_size(simulation.peak_bytes)
-        yield f"The plan takes {show_seconds(simulation.seconds)} and {peak} at most, by its own simulation."
+        peak = show_size(self.simulation.peak_bytes)
+        yield f"The plan takes {show_seconds(self.simulation.seconds)} and {peak} at most, by its own simulation."
         yield "Neither number holds for this script. What the plan does and these calls do not:"
         yield "- no budget: a component that does not fit raises torch.OutOfMemoryError"
         for name, variant in self.variants.items():

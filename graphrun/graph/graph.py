@@ -155,6 +155,8 @@ class Graph:
     precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
     where: str = field(default="", compare=False)
+    # Meta modules that nothing uses now, for the next run (`graphrun.modules.build`); a graph and its parts share them.
+    spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def component(self, name: str) -> Component:
         """The component called ``name``. Raises KeyError."""
@@ -263,12 +265,15 @@ class Graph:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
         return tuple(sorted({*asked, *(precisions if "precision" in asked else ())} - {"precision"}))
 
-    def until(self, name: str) -> Graph:
+    def until(self, name: str | None) -> Graph:
         """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and all outputs of ``name``.
+        Without a name, the graph itself.
 
         Components and parts stay, since pipelines read sizes even from those that they do not call. Directives stay for components
         that are used. Raises InputError where there is no such stage.
         """
+        if not name:
+            return self
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
             raise InputError(f"until {name}: no such stage{did_you_mean(name, stages)}")

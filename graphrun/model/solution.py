@@ -1,6 +1,6 @@
 """The result of solving: a plan with its bound. Kept apart from the solver, so that loading a saved plan does not import it.
 
-``bound_seconds`` and ``objective_seconds`` refer to the integer program; a plan's own seconds and bytes come from `simulate` alone.
+``bound_seconds`` and ``objective_seconds`` refer to the integer program; a plan's own seconds and bytes are in ``simulation``.
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ from dataclasses import dataclass
 
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A plan and its quality.
+    """A plan, what it takes by `simulate`, and its quality.
 
-    ``objective_seconds``: the integer program's objective for its best solution (the screen prints `simulate`'s seconds instead).
-    ``bound_seconds``: lower bound on the objective of any plan of this program. ``gap``: relative distance of the best solution
-    from that bound. ``plan`` is the best solution, or a plan that simulates faster. In a session, objective and bound cover all
-    runs, and ``again_seconds`` is the time of one run after the first.
+    ``objective_seconds``: the integer program's objective for its best solution (the screen prints the simulation's seconds
+    instead). ``bound_seconds``: lower bound on the objective of any plan of this program. ``gap``: relative distance of the best
+    solution from that bound. ``plan`` is the best solution, or a plan that simulates faster. In a session, objective and bound
+    cover all runs.
     """
 
     problem: Problem
     plan: Plan
+    simulation: Simulation
     proven_optimal: bool
     bound_seconds: float
     objective_seconds: float
     gap: float
-    again_seconds: float = 0.0
+
+    @property
+    def chosen(self) -> Problem:
+        """``problem`` with the plan's choices applied: order, options, and one variant per component."""
+        return self.simulation.problem

@@ -159,6 +159,30 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
+@contextmanager
+def meta_modules(graph: Graph) -> Iterator[dict[str, nn.Module]]:
+    """The `meta_module` of every component of ``graph``, to read sizes from and never to call.
+
+    A module that a dry run, or an earlier context, left behind is used again. Nothing else uses it until the context ends.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, component in graph.components.items():
+        made_of, module = graph.spare.pop(name, (None, None))
+        found[name] = module if made_of == _made_of(component) else meta_module(component, graph.trust)
+    yield found
+    leave_behind(graph, found)
+
+
+def leave_behind(graph: Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Keeps the meta modules ``modules`` for the next `meta_modules` of ``graph``."""
+    graph.spare.update({name: (_made_of(graph.components[name]), module) for name, module in modules.items()})
+
+
+def _made_of(component: Component) -> tuple[Any, ...]:
+    """All that the `meta_module` of ``component`` depends on."""
+    return component.class_path, _config_of(component), component.dtype, component.ip_adapters
+
+
 @on_host()
 def held_meta_module(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content]:
     """The `meta_module` of ``component`` with its layers replaced for ``precision``, and the content of its local files (nothing
@@ -282,10 +306,7 @@ def _tokenizer(part: Part, file: Path) -> Any:
 def _construct(kind: type[Any], component: Component) -> Any:
     """The module as `from_pretrained` constructs it before it reads weights, with tensors in the component's dtype."""
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
-    config = copy.deepcopy(component.config)
-    if not component.has_config:
-        folder = (component.source or "", ("config.json",), component.where)
-        config = read_json(config_file(component.source) or find_folder(*folder) / "config.json")
+    config = _config_of(component)
     if not _SAVED_KEYS & config.keys():
         _check_keys(config, _parameters_of(kind), label, component.where)
     with _graph_errors(label, component.class_path, component.where, component.source), default_dtype(dtype):
@@ -294,6 +315,16 @@ def _construct(kind: type[Any], component: Component) -> Any:
         if getattr(kind, "config_class", None) is not None:  # transformers
             return kind(kind.config_class(**{**config, "dtype": component.dtype}))
         return kind(**config)
+
+
+def _config_of(component: Component) -> dict[str, Any]:
+    """A copy of the configuration of ``component``, its own or that of its source."""
+    if component.has_config:
+        return copy.deepcopy(component.config)
+    found = config_file(component.source)
+    if found is None:
+        found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
+    return read_json(found)
 
 
 def _load_folder(kind: type[Any], component: Component, folder: Path, wanted: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphrun import sim
 from graphrun.graph.graph import Component, Graph
 from graphrun.model.allocator import ROUND_BYTES
-from graphrun.modules.build import build_part, held_meta_module, meta_module, on_host
+from graphrun.modules.build import build_part, held_meta_module, leave_behind, meta_module, on_host
 from graphrun.modules.contents import as_stored
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import forget
 from graphrun.modules.precisions import QUANTIZED
-from graphrun.modules.stored import holding
+from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import computing_on, tensors_in, walk
 from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
@@ -68,7 +68,9 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
         stages = Stages(graph, meta_modules, sim.device, inputs, parts, meta_modules, options=options or {}, planning=True)
         stages.after_stage = after_stage
         stages.run()
-    return DryRun(prober.recording, prober.profiles(graph), meta_modules)
+    probed = DryRun(prober.recording, prober.profiles(graph))
+    leave_behind(graph, meta_modules)
+    return probed
 
 
 class Prober:
@@ -179,7 +181,7 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
     stored: list[str] = []
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
-        if precision in ("fp8", "gguf"):
+        if precision in ("fp8", "gguf") and local_weights(component, precision) is not None:
             held, content = held_meta_module(component, graph.trust, precision)
             if precision == "gguf":
                 rows = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}

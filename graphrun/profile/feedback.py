@@ -34,13 +34,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphrun.files import Store, digest_of
 from graphrun.graph.graph import Component, Graph
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Load, Plan, Stream
+from graphrun.model.plan import Load, Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.model.solution import Solution
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recording import Call, DryRun
 from graphrun.trace import Trace
-from graphrun.verify.simulate import simulate
 
 TOLERANCE = 0.02
 PARTS = ("first_bytes", "steady_bytes")
@@ -109,10 +108,10 @@ def _graph_key(problem: Problem) -> str:
     return digest_of([_environment(problem), problem.graph_digest, problem.settings])
 
 
-def remember(problem: Problem, plan: Plan, trace: Trace, store: Store) -> None:
-    """Store what ``trace``, a run of ``plan``, measured, merged with the results of earlier runs."""
-    keys, earlier = _known_keys(problem, store), measurements(problem, store)
-    for name, new in measured_in(problem, plan, trace).items():
+def remember(solution: Solution, trace: Trace, store: Store) -> None:
+    """Store what ``trace``, a run by ``solution``, measured, merged with the results of earlier runs."""
+    keys, earlier = _known_keys(solution.problem, store), measurements(solution.problem, store)
+    for name, new in measured_in(solution, trace).items():
         before = earlier.get(name, Measured())
         sizes = before.sizes | {part: max(nbytes, before.sizes.get(part, 0)) for part, nbytes in new.sizes.items()}
         if sizes != before.sizes:
@@ -157,18 +156,18 @@ def _items(entry: Any) -> list[tuple[str, Any]]:
     return [*entry.items()] if isinstance(entry, dict) else []
 
 
-def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, Measured]:
+def measured_in(solution: Solution, trace: Trace) -> dict[str, Measured]:
     """What ``trace`` measured, by phase, of the phases that ran as they were traced."""
-    found: dict[str, Measured] = {}
-    comparable = _as_traced(problem, plan)
-    for planned, slot in trace.beside(simulate(problem, plan).slots):
+    problem, found = solution.problem, dict[str, Measured]()
+    comparable = _as_traced(solution)
+    for planned, slot in trace.beside(solution.simulation.slots):
         if slot.part in ("first", "steady") and slot.phase in comparable:
             activation = max(0, planned.activation_bytes + slot.peak_bytes - planned.peak_bytes)
             found.setdefault(slot.phase, Measured()).sizes[f"{slot.part}_bytes"] = activation
     durations: dict[tuple[str, str], list[float]] = defaultdict(list)
     groups = {(c.name, path): group.name for c in problem.components for group in c.groups for path in group.blocks}
     for event in trace.events:
-        slot_plan = plan.slots[event.slot]
+        slot_plan = solution.plan.slots[event.slot]
         copied = {action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))}
         name = event.component
         if event.kind == "block":
@@ -184,11 +183,11 @@ def measured_in(problem: Problem, plan: Plan, trace: Trace) -> dict[str, Measure
     return found
 
 
-def _as_traced(problem: Problem, plan: Plan) -> set[str]:
+def _as_traced(solution: Solution) -> set[str]:
     """Names of the phases that ran as traced: without a stage option, on the device, each component in the precision of the
     trace."""
-    other = dict(plan.options)
-    chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
+    problem, other = solution.problem, dict(solution.plan.options)
+    chosen = {component.name: component.variants[0] for component in solution.chosen.components}
     changed = {
         component.name
         for component in problem.components

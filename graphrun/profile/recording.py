@@ -182,15 +182,10 @@ class ComponentProfile:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The result of a dry run: the recording, and the profile of every component.
-
-    ``meta_modules``: the meta modules that were traced. Empty where the dry run was read from the cache, so no number may be
-    computed from them.
-    """
+    """The result of a dry run: the recording, and the profile of every component."""
 
     recording: Recording
     profiles: Mapping[str, ComponentProfile]
-    meta_modules: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> Any:
         """The dry run as JSON-ready data, without its modules."""

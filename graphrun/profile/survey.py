@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import nn
+
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.allocator import Counting, Native
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem
-from graphrun.modules.build import meta_module
+from graphrun.modules.build import meta_modules
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
@@ -41,7 +43,8 @@ def survey(
         keep_shapes(graph, probed, problem, store)
         measured, with_measurements = measurements(problem, store), informed(problem, store)
         phases = [_measured(row, with_measurements, n, measured.get(row["phase"])) for n, row in enumerate(phases)]
-    components = [_component(graph, name, probed, problem) for name in probed.profiles]
+    with meta_modules(graph) as modules:
+        components = [_component(graph, name, modules[name], probed, problem) for name in probed.profiles]
     weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)
     outside = hardware.context_bytes + hardware.workspace_bytes
     return {
@@ -62,9 +65,8 @@ def survey(
     }
 
 
-def _component(graph: Graph, name: str, probed: DryRun, problem: Problem) -> dict[str, Any]:
+def _component(graph: Graph, name: str, module: nn.Module, probed: DryRun, problem: Problem) -> dict[str, Any]:
     component, profile = graph.components[name], probed.profiles[name]
-    module = probed.meta_modules[name] if name in probed.meta_modules else meta_module(component, graph.trust)
     sizes = weights_by_precision(module, component.dtype, allocated=True)
     files = holding(component, module)
     basis = {precision: "formula" if precision in QUANTIZED else "declared" for precision in PRECISIONS}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
 from graphrun.report.screen import beside_cells, calls_of, regime, streams_of, verdict
 from graphrun.report.table import Units, table
 from graphrun.trace import Trace
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 
 def call_screen(solution: Solution, trace: Trace) -> str:
     """Planned and measured numbers of the last call: a row per phase, the whole call, and whether it stayed within the plan."""
-    problem, simulation = apply_choices(solution.problem, solution.plan), simulate(solution.problem, solution.plan)
+    problem, simulation = solution.chosen, solution.simulation
     units, pairs = Units(simulation.peak_bytes, simulation.seconds), trace.beside(simulation.slots)
     head = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
     rows = [[*head, f"{units.time} planned", "measured"]]

@@ -11,8 +11,8 @@ from importlib.resources import files
 from itertools import accumulate, pairwise
 from typing import Any
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.report.chart import timeline_svg
 from graphrun.report.screen import PHASE_HEAD, beside_cells, phase_cells, plan_screen, proof
@@ -22,7 +22,6 @@ from graphrun.report.whatif_screens import frontier_svg
 from graphrun.solve.frontier import Point
 from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import Simulation, SlotReport, simulate
 
 
 def measured_in(data: Mapping[str, Any]) -> Trace:
@@ -35,8 +34,7 @@ def measured_in(data: Mapping[str, Any]) -> Trace:
 
 def report_page(solution: Solution, measured: Trace | None, points: Sequence[Point]) -> str:
     """The HTML page: figures, planned and measured timelines, phases, planned against measured, the frontier, the plan's text."""
-    problem, simulation = solution.problem, simulate(solution.problem, solution.plan)
-    applied = apply_choices(problem, solution.plan)
+    problem, simulation, applied = solution.problem, solution.simulation, solution.chosen
     colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
     units = Units(simulation.peak_bytes, simulation.seconds)
     sections = [_cards(solution, simulation, measured), _legend(colours)]

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.verify.check import check
-from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 VERSION = 2  # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
 
@@ -99,13 +100,19 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
         raise PlanError("\n".join(lines))
 
 
-def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
-    """The saved solution. Its proof is taken from the file unchecked; its time and bytes come from `simulate`."""
-    simulated = simulate(problem, plan)
-    bound = float(saved.get("bound_seconds") or 0.0)
-    objective = float(saved.get("objective_seconds") or simulated.total_seconds)
-    gap = max(0.0, objective - bound) / max(objective, 1e-12)
-    return Solution(problem, plan, bool(saved.get("proven_optimal")), bound, objective, gap, simulated.again_seconds)
+def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
+    """The solution in the plan file at ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
+    return solution_in(read_json(path), path)
+
+
+def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
+    """As `read_solution` for ``data``, the content of ``path``. The proof is taken from it unchecked."""
+    problem, plan, saved = plan_in(data, path)
+    refuse_violations(path, problem, plan)
+    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(saved.get("bound_seconds") or 0.0))
+    objective = float(saved.get("objective_seconds") or solution.simulation.total_seconds)
+    gap = max(0.0, objective - solution.bound_seconds) / max(objective, 1e-12)
+    return replace(solution, objective_seconds=objective, gap=gap), saved
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from graphrun.model.plan import Plan
+from graphrun.model.simulation import Simulation
 from graphrun.units import show_seconds
-from graphrun.verify.simulate import Simulation
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -114,7 +114,7 @@ class BatchProgress(Shown):
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         """A run begins. Returns its progress callback."""
         rate = f", {show_seconds((self._clock() - self._segment_start) / self._begun)} each" if self._begun else ""
-        simulation = segment.simulation
+        simulation = segment.solution.simulation
         slots = simulation.again if self._begun and simulation.again else simulation.slots
         self._begun += 1
         before, seconds = self.done_seconds, [slot.seconds for slot in slots]

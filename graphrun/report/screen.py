@@ -5,21 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Evict, Load, Plan, Slot, Stream, action_text
+from graphrun.model.plan import Evict, Load, Slot, Stream, action_text
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
+from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.report.summary import broken_caps, directives, figures
 from graphrun.report.table import Units, table
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_seconds, show_size
-from graphrun.verify.simulate import Simulation, SlotReport, simulate
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
     """What ``graphrun plan`` shows: totals, a row per phase, a timeline, and why components are streamed."""
-    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
-    simulation = simulate(solution.problem, plan)
+    problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
     if plan.again:
         parts += [f"every further run: {show_seconds(simulation.again_seconds)}", _phases(problem, simulation.again)]
@@ -175,7 +173,7 @@ def _held(component: ComponentNumbers, slots: Iterable[Slot]) -> list[int]:
 
 
 def _why(solution: Solution) -> str:
-    problem = apply_choices(solution.problem, solution.plan)
+    problem = solution.chosen
     lines = dict[str, None]()
     for component in problem.components:
         weights, streams = component.weight_bytes(), streams_of(solution.plan.slots, component.name)
@@ -195,8 +193,7 @@ def _why(solution: Solution) -> str:
 
 def explain_screen(solution: Solution) -> str:
     """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then each number's basis."""
-    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
-    simulation = simulate(solution.problem, plan)
+    problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     lines = [_head(solution, simulation, None), ""]
     clock, reports = 0.0, (*simulation.slots, *simulation.again)
     for number, (slot, report) in enumerate(zip((*plan.slots, *plan.again), reports, strict=True)):
@@ -223,18 +220,19 @@ def terms(*sizes: int) -> str:
     return " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes)
 
 
-def check_screen(problem: Problem, plan: Plan, simulation: Simulation) -> str:
+def check_screen(solution: Solution) -> str:
     """The line for a plan that breaks no rule."""
-    actions = sum(len(slot.actions) for slot in plan.slots)
+    slots, simulation = solution.plan.slots, solution.simulation
+    actions = sum(len(slot.actions) for slot in slots)
     return (
-        f"ok: {len(plan.slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
-        f" of {show_size(problem.effective_bytes)}, predicted {show_seconds(simulation.seconds)}"
+        f"ok: {len(slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
+        f" of {show_size(solution.problem.effective_bytes)}, predicted {show_seconds(simulation.seconds)}"
     )
 
 
 def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) -> str:
     """The last screen of ``graphrun run``: planned and measured numbers of every slot, bytes left on the device, files written."""
-    simulation = simulate(solution.problem, solution.plan)
+    simulation = solution.simulation
     units = Units(simulation.peak_bytes, simulation.seconds)
     rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{units.time} planned", "measured"]]
     for pair in trace.beside(simulation.slots):

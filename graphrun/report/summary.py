@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
+from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.trace import Trace
-from graphrun.verify.simulate import Simulation, simulate
 
 
 def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | None = None) -> dict[str, Any]:
     """What ``--json`` prints. With a ``trace`` it has measured figures too (``measured``): in all, per stage and per slot."""
-    problem, plan, simulation = solution.problem, solution.plan, simulate(solution.problem, solution.plan)
+    problem, plan, simulation = solution.problem, solution.plan, solution.simulation
     summary: dict[str, Any] = {
         "feasible": True,
         "proven_optimal": solution.proven_optimal,
@@ -40,7 +39,7 @@ def summarize(solution: Solution, solve_seconds: float | None, trace: Trace | No
         "until": problem.until,
         "precomputed": list(problem.precomputed),
         "settings": dict(problem.settings),
-        "stages": _stages(solution, simulation, trace),
+        "stages": stages(simulation, trace),
         "actions": str(plan).splitlines(),
     }
     if trace is not None:
@@ -73,12 +72,12 @@ def directives(problem: Problem) -> list[str]:
     return [f"{of.placement} {of.component}" for of in problem.directives]
 
 
-def _stages(solution: Solution, simulation: Simulation, trace: Trace | None) -> list[dict[str, Any]]:
+def stages(simulation: Simulation, trace: Trace | None = None) -> list[dict[str, Any]]:
     """One row per stage; ``measured`` in it where there is a trace."""
-    stage_of = {phase.name: phase.stage for phase in apply_choices(solution.problem, solution.plan).phases}
+    stage_of = {phase.name: phase.stage for phase in simulation.problem.phases}
     sizes = ("peak_bytes", "resident_bytes", "streamed_bytes", "loaded_bytes", "activation_bytes", "host_bytes")
     rows = []
-    for report in simulation.stages(solution.problem):
+    for report in simulation.stages():
         row = {"name": report.stage, **figures(report, *sizes), "seconds": report.load_seconds + report.run_seconds}
         if trace is not None:
             slots = [slot for slot in trace.slots if stage_of.get(slot.phase) == report.stage]
@@ -99,9 +98,8 @@ def broken_caps(solution: Solution, trace: Trace) -> list[str]:
     if trace.notes:
         limit = solution.problem.effective_bytes
         return [f"{slot.phase} {slot.part}: {slot.peak_bytes} > {limit}" for slot in trace.slots if slot.peak_bytes > limit]
-    simulation = simulate(solution.problem, solution.plan)
     return [
         f"{measured.phase} {measured.part}: {measured.peak_bytes} > {planned.peak_bytes}"
-        for planned, measured in trace.beside(simulation.slots)
+        for planned, measured in trace.beside(solution.simulation.slots)
         if measured.peak_bytes > planned.peak_bytes
     ]

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.report.screen import listed, proof, streams_of, subject, terms
@@ -113,7 +112,7 @@ def infeasible_json(error: Infeasible) -> dict[str, Any]:
 def alternatives_screen(solution: Solution, component: str, found: Sequence[Alternative]) -> str:
     """The screen: a row per placement, each solved for, and the reasons why others are impossible."""
     problem, planned = solution.problem, found[0]
-    weights = apply_choices(problem, solution.plan).component(component).weight_bytes()
+    weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(planned.peak_bytes, weights))
     rows, notes = [[component, "predicted", "vs plan", f"moved {units.size}", "peak", ""]], []
     for option in found:
@@ -170,7 +169,7 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
     return {
         "graph": problem.graph,
         "component": component,
-        "weight_bytes": apply_choices(problem, solution.plan).component(component).weight_bytes(),
+        "weight_bytes": solution.chosen.component(component).weight_bytes(),
         "effective_bytes": problem.effective_bytes,
         "alternatives": rows,
     }

@@ -21,9 +21,8 @@ from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
-from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Drop, Plan
-from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.modules.build import on_host
 from graphrun.modules.source_files import commits_of
 from graphrun.ops import Stages
@@ -34,7 +33,6 @@ from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.check import check
-from graphrun.verify.simulate import simulate
 
 
 def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
@@ -46,8 +44,7 @@ def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Devi
 
 
 def follow(
-    problem: Problem,
-    plan: Plan,
+    solution: Solution,
     host: Host,
     device: Device,
     work: Work | Stages,
@@ -56,14 +53,15 @@ def follow(
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
 ) -> Trace:
-    """Runs ``work`` once under ``plan`` and returns the trace. Its calls into ``host.modules`` advance the plan.
+    """Runs ``work`` once by ``solution`` and returns the trace. Its calls into ``host.modules`` advance the plan.
 
     ``work`` computes on ``device.torch_device``. When it makes a call that the plan does not have, ``replan`` supplies the next
     plan; without ``replan``, or when the run ends before the plan, BrokenPlan is raised. ``handed_out`` returns the bytes of those
     outputs that the caller receives on the device. Other errors as for `graphrun.runtime.recovery.execute`; an error of ``work``'s
     own code is raised unchanged.
     """
-    with Session(problem, plan, host, device, replan=replan, handed_out=handed_out) as session:
+    refuse_broken(solution)
+    with Session(solution, host, device, replan=replan, handed_out=handed_out) as session:
         trace = session.run(work, progress)
     return trace
 
@@ -72,29 +70,28 @@ class Session:
     """Runs of one plan, one after another: the first executes the plan's ``slots``, each later one its ``again`` slots.
 
     What the plan keeps on the device, and the backing stores that it has read, stay from run to run. Leaving the context returns
-    the device and the host to their baselines. So does a failed run; the run after it is a first run again.
+    the device and the host to their baselines. So does a failed run; the run after it is a first run again. The caller has checked
+    the plan (`refuse_unfit`, `refuse_broken`).
 
-        with Session(problem, plan, host, device) as session:
+        with Session(solution, host, device) as session:
             for prompt in prompts:
                 trace = session.run(work(prompt))
     """
 
     def __init__(
         self,
-        problem: Problem,
-        plan: Plan,
+        solution: Solution,
         host: Host,
         device: Device,
         *,
         replan: Replan | None = None,
         handed_out: HandedOut | None = None,
     ) -> None:
-        _refuse_plan(problem, plan)
-        self._simulation = simulate(problem, plan)
-        names = dict(plan.variants)
+        names, problem, plan = dict(solution.plan.variants), solution.problem, solution.plan
         chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
         slowdowns = {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
-        self._setting = Setting(apply_choices(problem, plan), plan, host, device, slowdowns, replan, handed_out)
+        self._simulation = solution.simulation
+        self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)
         self._begun = False
         self._baseline_bytes = device.allocated_bytes
@@ -147,9 +144,10 @@ class Session:
             self._setting.device.release_cached()
 
 
-def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
-    """Raises PlanError when ``plan`` is for another problem, graph or commit of the weights, or violates a rule of
+def refuse_unfit(solution: Solution, graph: Graph) -> None:
+    """Raises PlanError when the plan is for another problem, graph or commit of the weights, or violates a rule of
     `verify.check`."""
+    problem = solution.problem
     if problem.graph_digest != graph.digest:
         raise PlanError(
             f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
@@ -162,10 +160,12 @@ def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
                 f"the plan was made at commit {commit} of {repository}, which is at {here[repository]} now: plan again, "
                 f"or name the commit, as in source: {name}@{commit}"
             )
-    _refuse_plan(problem, plan)
+    refuse_broken(solution)
 
 
-def _refuse_plan(problem: Problem, plan: Plan) -> None:
+def refuse_broken(solution: Solution) -> None:
+    """Raises PlanError when the plan is for another problem, or violates a rule of `verify.check`."""
+    problem, plan = solution.problem, solution.plan
     if plan.problem != problem.digest:
         raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
     if violations := check(problem, plan):

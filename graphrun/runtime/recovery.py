@@ -25,20 +25,20 @@ from torch import nn
 from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
-from graphrun.model.choices import apply_choices, reorder, stages_of
+from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import shortened
 from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.solution import Solution
 from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
-from graphrun.runtime.executor import Session, refuse_unfit, stages_for
+from graphrun.runtime.executor import Session, refuse_broken, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.run import Progress
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import parse_size, show_size
-from graphrun.verify.simulate import simulate
 
 MAX_REPLANS = 8  # in one run
 MIN_INCREASE_FRACTION = 64  # a phase's bytes are raised by at least 1/64 of the budget
@@ -47,8 +47,7 @@ Tell = Callable[[str], None]
 
 
 def execute(
-    problem: Problem,
-    plan: Plan,
+    solution: Solution,
     graph: Graph,
     inputs: Mapping[str, Any],
     device: Device,
@@ -61,34 +60,33 @@ def execute(
     ram_bytes: int | None = None,
     **more: Any,
 ) -> Trace:
-    """Runs ``graph`` on resolved ``inputs`` under ``plan``. Returns the trace, with the graph's outputs on the host.
+    """Runs ``graph`` on resolved ``inputs`` by ``solution``, which fits it (`refuse_unfit`). Returns the trace, with the graph's
+    outputs on the host.
 
     ``modules``: components that were built before. ``host``: backing stores of an earlier run, in place of ``modules``; without it
     they are created for this run and dropped at its end. ``tell``, ``keep``: as for `run_to_the_end`; ``more``: as for `Stages`.
     ``ram_bytes``: RAM that this machine, or this process's cgroup, has left.
 
-    Raises PlanError before anything is loaded, when the plan is invalid here or needs more RAM than ``ram_bytes``; OutOfMemory when
+    Raises PlanError before anything is loaded, when the plan needs more RAM than ``ram_bytes``; OutOfMemory when
     no plan fits the memory of the device; TransferFailed when a copy fails; BrokenPlan when the run deviates from its plan. After
     any error the device is back at its baseline, and the next run is unaffected.
     """
-    refuse_unfit(problem, plan, graph)
-    if ram_bytes is not None and (held := simulate(problem, plan).host_peak_bytes) > ram_bytes:
+    if ram_bytes is not None and (held := solution.simulation.host_peak_bytes) > ram_bytes:
         raise PlanError(
             f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)} "
             f"left: plan again with --ram {ram_bytes}"
         )
-    own = Host.of_graph(graph, apply_choices(problem, plan), device, modules) if host is None else host
+    own = Host.of_graph(graph, solution.chosen, device, modules) if host is None else host
     try:
-        stages = stages_for(plan, graph, inputs, device, own, **more)
-        return run_to_the_end(problem, plan, stages, own, device, progress, tell=tell, keep=keep)
+        stages = stages_for(solution.plan, graph, inputs, device, own, **more)
+        return run_to_the_end(solution, stages, own, device, progress, tell=tell, keep=keep)
     finally:
         if host is None:
             own.close()
 
 
 def run_to_the_end(
-    problem: Problem,
-    plan: Plan,
+    solution: Solution,
     stages: Stages,
     host: Host,
     device: Device,
@@ -98,20 +96,20 @@ def run_to_the_end(
     keep: Path | None = None,
     session: Session | None = None,
 ) -> Trace:
-    """Runs ``stages`` under ``plan``. When the device has less memory than planned, or a stage needs more, plans the remaining
+    """Runs ``stages`` by ``solution``. When the device has less memory than planned, or a stage needs more, plans the remaining
     stages again and continues.
 
-    ``session``: an open session of ``plan``, of which this is the next run. After a replan, the session's next run is a first run.
-    ``tell`` is called with one line per replan. Raises OutOfMemory when no plan fits; the outputs of finished stages are then saved
-    in the folder ``keep`` (default: a new temporary one), which the error names. The trace has the slots of the finished stages,
-    and the lines as ``notes``.
+    ``session``: an open session of ``solution``, of which this is the next run. After a replan, the session's next run is a first
+    run. ``tell`` is called with one line per replan. Raises OutOfMemory when no plan fits; the outputs of finished stages are then
+    saved in the folder ``keep`` (default: a new temporary one), which the error names. The trace has the slots of the finished
+    stages, and the lines as ``notes``.
     """
     traces: list[Trace] = []
     notes: list[str] = []
     done = _steps_done(stages)
     while True:
         try:
-            with nullcontext(session) if session is not None else Session(problem, plan, host, device) as running:
+            with nullcontext(session) if session is not None else Session(solution, host, device) as running:
                 traces.append(running.run(stages, progress))
             return _joined(traces, notes)
         except OutOfMemory as error:
@@ -122,17 +120,17 @@ def run_to_the_end(
                     raise BrokenPlan(f"planned again {MAX_REPLANS} times")
                 if lost := stages.lost:
                     raise BrokenPlan(f"{', '.join(lost)} could not be copied from the device")
-                stage = next((phase.stage for phase in apply_choices(problem, plan).phases if phase.name == error.phase), "")
+                stage = next((phase.stage for phase in solution.chosen.phases if phase.name == error.phase), "")
                 begun = stage == stages.todo[0].name
-                problem = remaining_problem(problem, plan, [stage.name for stage in stages.todo], error)
+                problem = remaining_problem(solution.problem, solution.plan, [stage.name for stage in stages.todo], error)
                 problem, done = _without_done_steps(problem, stages, done)
-                solution = solve(problem)
-                problem, plan, session = solution.problem, solution.plan, None
+                solution, session = solve(problem), None
+                refuse_broken(solution)
             except (Infeasible, BrokenPlan) as reason:
                 raise _no_plan_fits(error, reason, stages, keep) from None
-            stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]
-            stages.options = dict(plan.options)
-            notes.append(_note(error, problem, stages, begun=begun))
+            stages.todo = [stages.graph.stage(name) for name in solution.plan.order or stages_of(solution.problem)]
+            stages.options = dict(solution.plan.options)
+            notes.append(_note(error, solution.problem, stages, begun=begun))
             if tell is not None:
                 tell(notes[-1])
 

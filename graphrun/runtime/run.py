@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.errors import BrokenPlan, OutOfMemory
-from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan, slot_text
 from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.trees import computing_on, walk
@@ -53,11 +53,8 @@ class Replan(Protocol):
     def expects(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the current plan has this call."""
 
-    def plan_from(
-        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
-    ) -> tuple[Problem, Plan]:
-        """A plan that starts with this call, and its problem. At that time the device holds no weights, and ``live_bytes`` of other
-        tensors."""
+    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
+        """A plan that starts with this call. At that time the device holds no weights, and ``live_bytes`` of other tensors."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +210,8 @@ class Run:
         self._close()
         self._host.evict()
         self._device.release_cached()
-        problem, plan = replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
-        self._follow(apply_choices(problem, plan), plan)
+        solution = replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
+        self._follow(solution.chosen, solution.plan)
         return self._cursor.enter(component)
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from graphrun.model.problem import ComponentNumbers, Directive, Placement, Probl
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
 from graphrun.solve.solve import solved
-from graphrun.verify.simulate import simulate
 
 PLACEMENTS: tuple[Placement, ...] = ("whole", "exclude", "drop", "keep")
 
@@ -59,7 +58,7 @@ def alternatives(solution: Solution, component: str) -> tuple[Alternative, ...]:
     if component not in names:
         raise InputError(f"the plan has no component {component!r}; it has {', '.join(names)}")
     others = [directive for directive in problem.directives if directive.component != component]
-    as_planned = _simulated(Alternative(""), problem, solution.plan, solution.plan)
+    as_planned = _simulated(Alternative(""), solution, solution.plan)
     placed = (_with_placement(solution, others, Directive(placement, component)) for placement in PLACEMENTS)
     return as_planned, *placed, *_with_other_variants(solution, problem.component(component))
 
@@ -88,14 +87,14 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
 
 def _solved_alternative(of: Alternative, problem: Problem, planned: Plan) -> Alternative:
     if (solution := solved(problem)) is not None:
-        return _simulated(of, solution.problem, solution.plan, planned)
+        return _simulated(of, solution, planned)
     why = refusal(problem, repairs=False)
     return replace(of, binding=why.binding, needs=why.needs, smallest_budget_bytes=why.smallest_budget_bytes)
 
 
-def _simulated(of: Alternative, problem: Problem, plan: Plan, planned: Plan) -> Alternative:
-    found = simulate(problem, plan)
-    same = replace(plan, problem=planned.problem, variants=planned.variants) == planned
+def _simulated(of: Alternative, solution: Solution, planned: Plan) -> Alternative:
+    found = solution.simulation
+    same = replace(solution.plan, problem=planned.problem, variants=planned.variants) == planned
     return replace(
         of,
         seconds=found.total_seconds,

@@ -18,7 +18,6 @@ from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import smallest_budget, smallest_ram
 from graphrun.solve.solve import solved
 from graphrun.units import MIB, parse_size
-from graphrun.verify.simulate import simulate
 
 # Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
 # shows far fewer.
@@ -71,8 +70,8 @@ def _point(problem: Problem, solve: Callable[[Problem], Solution | None]) -> Poi
     least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
     if (solution := solve(problem)) is None:
         return Point(*least, None)
-    found = simulate(solution.problem, solution.plan)
-    compute = found.compute_seconds + (found.runs - 1) * sum(slot.compute_seconds for slot in found.again)
+    found = solution.simulation
+    compute = found.compute_seconds + (problem.runs - 1) * sum(slot.compute_seconds for slot in found.again)
     return Point(*least, solution, found.total_seconds, compute, found.peak_bytes, found.total_moved_bytes)
 
 

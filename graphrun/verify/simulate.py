@@ -46,6 +46,7 @@ from graphrun.model.least_memory import room_bytes
 from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.model.ring import Ring
+from graphrun.model.simulation import Moment, Simulation, SlotReport
 from graphrun.trace import Event
 from graphrun.units import round_up
 
@@ -323,123 +324,6 @@ def _in_ram_before_run(variant: Variant) -> bool:
     return variant.backing_store == "disk" or not variant.read_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """State after action number ``action`` of slot ``slot``.
-
-    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A load lasts from the start of its
-    first block's copy to the end of its last one's, a read likewise. Slots of a session's further run are numbered after the first
-    run's.
-    """
-
-    slot: int
-    action: int
-    device_bytes: int
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SlotReport:
-    """Bytes and seconds of one slot.
-
-    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
-    ``ring_bytes``, ``activation_bytes`` and ``values_bytes`` (values between stages, and live-in bytes). ``streamed_bytes``: copied
-    through rings. ``loaded_bytes``: copied by load actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the
-    device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into
-    backing stores, and fetched for copies.
-    """
-
-    phase: str
-    part: str
-    peak_bytes: int
-    resident_bytes: int
-    ring_bytes: int
-    activation_bytes: int
-    values_bytes: int
-    streamed_bytes: int
-    loaded_bytes: int
-    seconds: float
-    compute_seconds: float
-    restored_bytes: int = 0
-    host_bytes: int = 0
-    pinned_bytes: int = 0
-    disk_bytes_read: int = 0
-
-    @property
-    def stall_seconds(self) -> float:
-        """Time in which nothing computes: waiting for copies and reads."""
-        return max(0.0, self.seconds - self.compute_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """Totals of one stage's slots: highest bytes of each kind, sums of bytes moved, seconds of load slots and of the others."""
-
-    stage: str
-    peak_bytes: int
-    resident_bytes: int
-    ring_bytes: int
-    activation_bytes: int
-    values_bytes: int
-    streamed_bytes: int
-    loaded_bytes: int
-    load_seconds: float
-    run_seconds: float
-    compute_seconds: float
-    host_bytes: int = 0
-    pinned_bytes: int = 0
-    disk_bytes_read: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """Result of `simulate`: one cold run, or a session of ``runs`` runs.
-
-    ``slots``: reports of the first run; ``again``: of each further run, which are all alike. ``moments``: one per action.
-    ``events``: one per block and call, as in a `Trace`. ``seconds`` and ``moved_bytes`` (copied to the device): of the first run;
-    ``again_seconds`` and ``again_moved_bytes``: of one further run. Peaks are over all runs.
-    """
-
-    moments: tuple[Moment, ...]
-    slots: tuple[SlotReport, ...]
-    events: tuple[Event, ...]
-    seconds: float
-    moved_bytes: int
-    peak_bytes: int
-    host_peak_bytes: int = 0
-    pinned_peak_bytes: int = 0
-    runs: int = 1
-    again: tuple[SlotReport, ...] = ()
-    again_seconds: float = 0.0
-    again_moved_bytes: int = 0
-
-    @property
-    def compute_seconds(self) -> float:
-        """Compute time of the first run; the remainder of ``seconds`` is transfer time that is not overlapped."""
-        return sum(slot.compute_seconds for slot in self.slots)
-
-    @property
-    def total_seconds(self) -> float:
-        """Time of all runs."""
-        return self.seconds + (self.runs - 1) * self.again_seconds
-
-    @property
-    def total_moved_bytes(self) -> int:
-        """Bytes copied to the device in all runs."""
-        return self.moved_bytes + (self.runs - 1) * self.again_moved_bytes
-
-    def stages(self, problem: Problem) -> tuple[StageReport, ...]:
-        """One report per stage of the first run, in order of execution. The end slot belongs to no stage.
-
-        ``problem``: the one simulated, with or without choices applied.
-        """
-        phases = (*problem.phases, *(phase for option in problem.options for phase in option.phases))
-        stage_of = {phase.name: phase.stage for phase in phases}
-        stages = dict.fromkeys(stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of)
-        return tuple(_stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage]) for stage in stages)
-
-
 def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Bytes and seconds of ``plan``, which should be valid by `check`.
 
@@ -451,24 +335,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     first = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
     seconds = state.now
     again = tuple(state.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots)))
-    return Simulation(
-        moments=tuple(state.moments),
-        slots=first,
-        events=tuple(state.events),
-        seconds=seconds,
-        moved_bytes=_moved(first),
-        peak_bytes=max((report.peak_bytes for report in (*first, *again)), default=0),
-        host_peak_bytes=max((report.host_bytes for report in (*first, *again)), default=0),
-        pinned_peak_bytes=max((report.pinned_bytes for report in (*first, *again)), default=0),
-        runs=problem.runs,
-        again=again,
-        again_seconds=state.now - seconds,
-        again_moved_bytes=_moved(again),
-    )
-
-
-def _moved(reports: Iterable[SlotReport]) -> int:
-    return sum(report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports)
+    return Simulation(applied, tuple(state.moments), first, tuple(state.events), seconds, again, state.now - seconds)
 
 
 class _State:
@@ -652,22 +519,3 @@ def _belongs_to(event: Event, action: Load | Read | Spill | Restore, paths: set[
     if event.component != action.component:
         return False
     return event.kind == "read" if isinstance(action, Read) else event.kind == "load" and event.detail in paths
-
-
-def _stage(stage: str, slots: list[SlotReport]) -> StageReport:
-    return StageReport(
-        stage=stage,
-        peak_bytes=max(slot.peak_bytes for slot in slots),
-        resident_bytes=max(slot.resident_bytes for slot in slots),
-        ring_bytes=max(slot.ring_bytes for slot in slots),
-        activation_bytes=max(slot.activation_bytes for slot in slots),
-        values_bytes=max(slot.values_bytes for slot in slots),
-        streamed_bytes=sum(slot.streamed_bytes for slot in slots),
-        loaded_bytes=sum(slot.loaded_bytes for slot in slots),
-        load_seconds=sum(slot.seconds for slot in slots if slot.part == "load"),
-        run_seconds=sum(slot.seconds for slot in slots if slot.part != "load"),
-        compute_seconds=sum(slot.compute_seconds for slot in slots),
-        host_bytes=max(slot.host_bytes for slot in slots),
-        pinned_bytes=max(slot.pinned_bytes for slot in slots),
-        disk_bytes_read=sum(slot.disk_bytes_read for slot in slots),
-    )

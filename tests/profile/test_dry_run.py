@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphrun.modules.build import meta_module
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recorder import FusedAttention, Recorder
 from graphrun.profile.recording import Call, Event
@@ -30,7 +31,8 @@ def test_traced_activation_at_1024(flux: list[tuple[str, Call]], component: str,
 
 
 def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -> None:
-    t5 = dry("flux-dev")[1].meta_modules["text_encoder_2"]
+    graph, _, _ = dry("flux-dev")
+    t5 = meta_module(graph.components["text_encoder_2"], graph.trust)
     ids = torch.zeros(1, 512, dtype=torch.long, device="meta")
     peaks = {}
     for training in (False, True):

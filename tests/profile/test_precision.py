@@ -91,7 +91,8 @@ def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any
         graph, probed, _ = dry(name)
         for key, of_component in probed.profiles.items():
             component = graph.components[key]
-            found = block_bytes_by_precision(probed.meta_modules[key], of_component.groups, component.dtype)
+            module = meta_module(component, graph.trust)
+            found = block_bytes_by_precision(module, of_component.groups, component.dtype)
             assert found[component.dtype] == of_component.precisions[component.dtype] == of_component.block_bytes, key
             assert of_component.precisions["nf4"] == found["nf4"]
 
@@ -110,7 +111,7 @@ def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> Non
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    of_component, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
+    of_component, module = probed.profiles["transformer"], meta_module(graph.components["transformer"], graph.trust)
     found = block_bytes_by_precision(module, of_component.groups, "bfloat16")
     int8, nf4, fp8 = (found[precision] for precision in ("int8", "nf4", "fp8"))
     for index, unquantized in enumerate(found["bfloat16"]):
@@ -156,9 +157,10 @@ def real_bytes(block: nn.Module) -> int:
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precision: str) -> None:
-    _, probed, _ = dry("flux-tiny")
+    graph, probed, _ = dry("flux-tiny")
     groups = probed.profiles["transformer"].groups
-    expected = block_bytes_by_precision(probed.meta_modules["transformer"], groups, "bfloat16")[precision]
+    module = meta_module(graph.components["transformer"], graph.trust)
+    expected = block_bytes_by_precision(module, groups, "bfloat16")[precision]
     module = build(flux.component("transformer"), flux)
     replaced(module, precision)
     for group, nbytes in zip(groups, expected, strict=True):

@@ -38,7 +38,8 @@ def test_a_run_says_a_line_for_each_slot() -> None:
 def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time() -> None:
     now, lines = [0.0], list[str]()
     slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
-    segment = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    solution = SimpleNamespace(simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    segment = SimpleNamespace(stages=("a",), solution=solution)
     request = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
     with BatchProgress(2, lines.append, lambda: now[0]) as progress:
         progress.left_out(request)

@@ -12,6 +12,7 @@ from graphrun.errors import OutOfMemory
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
 from graphrun.units import GIB, MIB
+from graphrun.verify.solution import solution_of
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CALLS = ["a"] * 4 + ["b"]
@@ -31,7 +32,7 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
     host = Host(modules, of, device)
     assert all(residency.backing_store.memory.is_pinned("cuda") for residency in host.residencies.values())
     for _ in range(5):
-        trace = follow(of, plan, host, device, lambda: calls_to(host.modules, CALLS, device.torch_device))
+        trace = follow(solution_of(of, plan), host, device, lambda: calls_to(host.modules, CALLS, device.torch_device))
         assert torch.equal(trace.outputs["x"], expected)
         assert trace.left_bytes == 0
         assert all(t.device.type == "cpu" for module in modules.values() for t in tensors(module))

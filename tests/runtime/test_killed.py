@@ -27,6 +27,7 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
 from graphrun.runtime.spool import PREFIX, Spool, remove_stale
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 class OnDisk:
@@ -48,7 +49,7 @@ class OnDisk:
         graph, device, spool = self.whole.graph, open_device(self.problem), Spool(root)
         host = Host.of_graph(graph, apply_choices(self.problem, self.plan), device, spool=spool)
         stages = stages_for(self.plan, graph, self.whole.inputs, device, host)
-        trace = follow(self.problem, self.plan, host, device, stages)
+        trace = follow(solution_of(self.problem, self.plan), host, device, stages)
         spool.close()
         save_outputs(trace.outputs, picture)
         self.image = pixels(trace.outputs["image"])
@@ -141,6 +142,6 @@ def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anythi
     with pytest.raises(
         PlanError, match=r"holds .* in RAM, and this machine, or this process's cgroup, has .*plan again with --ram"
     ):
-        execute(problem, plan, whole.graph, whole.inputs, device, ram_bytes=has)
+        execute(solution_of(problem, plan), whole.graph, whole.inputs, device, ram_bytes=has)
     assert device.arenas.nbytes("arenas") == 0
     assert device.machine.allocations == 0  # type: ignore[attr-defined]

@@ -17,8 +17,8 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.least import has_usable_variants
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
@@ -32,9 +32,7 @@ QUICK = settings(max_examples=25, deadline=None)
 def best(of: Problem, *, all_variants: bool = False) -> Answer | None:
     if not has_usable_variants(of):
         return None
-    return choose(
-        [program_of(each.problem, None if all_variants else undominated_variants(each.problem)) for each in stage_choices(of)[0]]
-    )
+    return choose([Formulation(each.program) for each in stage_choices(of, dominated=all_variants)[0]])
 
 
 def seconds(of: Problem) -> float:
@@ -168,7 +166,6 @@ def test_a_session_with_enough_memory_copies_nothing_in_further_runs() -> None:
     solution = solve(roomy)
     found = simulate(roomy, solution.plan)
     assert found.again_moved_bytes == 0, "everything fits"
-    assert solution.again_seconds == pytest.approx(found.again_seconds)
     assert solution.objective_seconds == pytest.approx(found.seconds + 9 * found.again_seconds, rel=1e-3)
 
 

@@ -10,8 +10,9 @@ from planner_problems import GIB, component, flux, problem
 from graphrun.errors import PlanError
 from graphrun.model.plan import parse
 from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.model.simulation import Simulation
 from graphrun.solve.solve import solve
-from graphrun.verify.simulate import Simulation, simulate
+from graphrun.verify.simulate import simulate
 
 K = 1024
 
@@ -143,7 +144,7 @@ def test_a_run_takes_at_least_its_copies_and_its_compute(budget: int) -> None:
         assert slot.peak_bytes == slot.resident_bytes + slot.ring_bytes + slot.activation_bytes + slot.values_bytes
     copying = sorted((e.start_seconds, e.end_seconds) for e in found.events if e.kind in ("load", "stream"))
     assert all(end <= start + 1e-9 for (_, end), (start, _) in zip(copying, copying[1:], strict=False)), "one copy at a time"
-    stages = found.stages(of)
+    stages = found.stages()
     assert [stage.stage for stage in stages] == ["encode", "denoise", "decode"]
     assert sum(stage.load_seconds + stage.run_seconds for stage in stages) == pytest.approx(found.seconds)
     assert max(stage.peak_bytes for stage in stages) == found.peak_bytes

@@ -10,7 +10,8 @@ from planner_session import COLD, SESSION, K, example_problem, plan_for
 
 from graphrun.errors import PlanError
 from graphrun.model.problem import PhaseNumbers, Problem, Use
-from graphrun.verify.simulate import Simulation, simulate
+from graphrun.model.simulation import Simulation
+from graphrun.verify.simulate import simulate
 
 
 def run(of: Problem, text: str) -> Simulation:
@@ -32,7 +33,7 @@ def test_a_cold_run_slot_by_slot() -> None:
     assert spans(found, 3, "load") == [("remainder.0", 18, 19)]
     assert spans(found, 4, "restore") == [("embeds", 0, 1)]
     assert [slot.seconds for slot in found.slots[7:]] == [3, 2, 0], "tiling takes 2"
-    assert (found.total_seconds, found.again, found.again_seconds, found.runs) == (found.seconds, (), 0, 1)
+    assert (found.total_seconds, found.again, found.again_seconds) == (found.seconds, (), 0)
     assert found.slots[4].restored_bytes == 512
     up, remainder, streamed, vae = 2 * K, K, 3 * 2 * K, 3 * K
     assert found.moved_bytes == up + remainder + 2 * K + 4 * streamed + vae + 512, "with the restored value"
@@ -190,7 +191,7 @@ def test_compute_on_the_cpu_waits_for_its_own_read_while_copies_continue() -> No
 def test_a_stage_report_sums_reads_and_takes_the_peak_of_host_bytes() -> None:
     of = example_problem()
     found = run(of, COLD)
-    stages = {stage.stage: stage for stage in found.stages(of)}
+    stages = {stage.stage: stage for stage in found.stages()}
     assert list(stages) == ["encode", "refine", "denoise", "decode"]
     assert stages["refine"].disk_bytes_read == 9 * K
     assert stages["refine"].host_bytes == found.host_peak_bytes

@@ -23,9 +23,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Adapter, Component, Graph, Part, Reference, Stage
 from graphrun.graph.media import fingerprint, told
 from graphrun.graph.ops import MEDIA_KINDS, OPERATIONS
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Plan
-from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.modules.source_files import blob, find_folder
 
 # Libraries whose code computes stage outputs.
@@ -44,10 +42,10 @@ class Choices:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-def choices_of(problem: Problem, plan: Plan) -> Choices:
-    """The choices of ``plan`` that outputs depend on."""
-    chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
-    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
+def choices_of(solution: Solution) -> Choices:
+    """The choices of a plan that outputs depend on."""
+    chosen = {component.name: component.variants[0] for component in solution.chosen.components}
+    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(solution.plan.options))
 
 
 class Keys:

@@ -1,0 +1,158 @@
+"""What a simulated plan takes: bytes and seconds per action, slot and stage. `graphrun.verify.simulate` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from graphrun.model.problem import Problem
+from graphrun.trace import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """State after action number ``action`` of slot ``slot``.
+
+    ``device_bytes``: weights, rings, values and live-in bytes; after ``run`` the activation too. A load lasts from the start of its
+    first block's copy to the end of its last one's, a read likewise. Slots of a session's further run are numbered after the first
+    run's.
+    """
+
+    slot: int
+    action: int
+    device_bytes: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """Bytes and seconds of one slot.
+
+    ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
+    ``ring_bytes``, ``activation_bytes`` and ``values_bytes`` (values between stages, and live-in bytes). ``streamed_bytes``: copied
+    through rings. ``loaded_bytes``: copied by load actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the
+    device or the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into
+    backing stores, and fetched for copies.
+    """
+
+    phase: str
+    part: str
+    peak_bytes: int
+    resident_bytes: int
+    ring_bytes: int
+    activation_bytes: int
+    values_bytes: int
+    streamed_bytes: int
+    loaded_bytes: int
+    seconds: float
+    compute_seconds: float
+    restored_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    disk_bytes_read: int = 0
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time in which nothing computes: waiting for copies and reads."""
+        return max(0.0, self.seconds - self.compute_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """Totals of one stage's slots: highest bytes of each kind, sums of bytes moved, seconds of load slots and of the others."""
+
+    stage: str
+    peak_bytes: int
+    resident_bytes: int
+    ring_bytes: int
+    activation_bytes: int
+    values_bytes: int
+    streamed_bytes: int
+    loaded_bytes: int
+    load_seconds: float
+    run_seconds: float
+    compute_seconds: float
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    disk_bytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One cold run, or a session of several runs.
+
+    ``problem``: the one simulated, with the plan's choices applied. ``slots``: reports of the first run; ``again``: of each further
+    run, which are all alike. ``moments``: one per action. ``events``: one per block and call, as in a `Trace`. ``seconds``: of the
+    first run; ``again_seconds``: of one further run.
+    """
+
+    problem: Problem
+    moments: tuple[Moment, ...]
+    slots: tuple[SlotReport, ...]
+    events: tuple[Event, ...]
+    seconds: float
+    again: tuple[SlotReport, ...] = ()
+    again_seconds: float = 0.0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes copied to the device in the first run."""
+        return _moved(self.slots)
+
+    @property
+    def again_moved_bytes(self) -> int:
+        """Bytes copied to the device in one further run."""
+        return _moved(self.again)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of any slot of any run."""
+        return max((report.peak_bytes for report in (*self.slots, *self.again)), default=0)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The highest bytes in RAM of any slot of any run."""
+        return max((report.host_bytes for report in (*self.slots, *self.again)), default=0)
+
+    @property
+    def pinned_peak_bytes(self) -> int:
+        """The highest page-locked bytes of any slot of any run."""
+        return max((report.pinned_bytes for report in (*self.slots, *self.again)), default=0)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Compute time of the first run; the remainder of ``seconds`` is transfer time that is not overlapped."""
+        return sum(slot.compute_seconds for slot in self.slots)
+
+    @property
+    def total_seconds(self) -> float:
+        """Time of all runs."""
+        return self.seconds + (self.problem.runs - 1) * self.again_seconds
+
+    @property
+    def total_moved_bytes(self) -> int:
+        """Bytes copied to the device in all runs."""
+        return self.moved_bytes + (self.problem.runs - 1) * self.again_moved_bytes
+
+    def stages(self) -> tuple[StageReport, ...]:
+        """One report per stage of the first run, in order of execution. The end slot belongs to no stage."""
+        stage_of = {phase.name: phase.stage for phase in self.problem.phases}
+        stages = dict.fromkeys(stage_of[slot.phase] for slot in self.slots if slot.phase in stage_of)
+        return tuple(_stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage]) for stage in stages)
+
+
+PEAKS = ("peak_bytes", "resident_bytes", "ring_bytes", "activation_bytes", "values_bytes", "host_bytes", "pinned_bytes")
+SUMS = ("streamed_bytes", "loaded_bytes", "compute_seconds", "disk_bytes_read")
+
+
+def _stage(stage: str, slots: list[SlotReport]) -> StageReport:
+    load_seconds = sum(slot.seconds for slot in slots if slot.part == "load")
+    run_seconds = sum(slot.seconds for slot in slots if slot.part != "load")
+    of = [asdict(slot) for slot in slots]
+    totals = {name: max(slot[name] for slot in of) for name in PEAKS} | {name: sum(slot[name] for slot in of) for name in SUMS}
+    return StageReport(stage=stage, load_seconds=load_seconds, run_seconds=run_seconds, **totals)
+
+
+def _moved(reports: Iterable[SlotReport]) -> int:
+    return sum(report.streamed_bytes + report.loaded_bytes + report.restored_bytes for report in reports)

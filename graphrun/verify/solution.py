@@ -1,0 +1,28 @@
+"""A plan with its simulation."""
+
+from __future__ import annotations
+
+from graphrun.model.plan import Plan
+from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+
+
+def solution_of(
+    problem: Problem,
+    plan: Plan,
+    proven_optimal: bool = False,
+    bound_seconds: float = 0.0,
+    objective_seconds: float = 0.0,
+    gap: float = 1.0,
+) -> Solution:
+    """The solution with ``plan``, simulated once and not checked. By default nothing is known about how good it is."""
+    return Solution(problem, plan, simulate(problem, plan), proven_optimal, bound_seconds, objective_seconds, gap)
+
+
+def checked_solution(
+    problem: Problem, plan: Plan, proven_optimal: bool, bound_seconds: float, objective_seconds: float, gap: float
+) -> Solution | None:
+    """The solution with ``plan``, checked and simulated once; None where the plan breaks a rule."""
+    return None if check(problem, plan) else solution_of(problem, plan, proven_optimal, bound_seconds, objective_seconds, gap)
