@@ -13,8 +13,7 @@ import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, StableDiffusionImg2ImgPipeline
 from test_attach import SD, Attached, seeded
 from test_attach_pipelines import equal, weight_bytes
-from tiny_parts import unet, vae, vision, vision_processor
-from tiny_pipelines import cases, picture
+from tiny_pipelines import cases, picture, tiny
 
 import graphrun
 from graphrun.diffusers_.residence import Leftovers
@@ -32,12 +31,12 @@ def sd() -> Iterator[Attached]:
 
 def other_unet() -> Any:
     torch.manual_seed(9)
-    return unet(layers_per_block=2).eval().requires_grad_(False)
+    return tiny("UNet2DConditionModel", layers_per_block=2).eval().requires_grad_(False)
 
 
 def other_vae(pipe: Any) -> None:
     torch.manual_seed(9)
-    pipe.vae = vae().eval().requires_grad_(False)
+    pipe.vae = tiny("AutoencoderKL").eval().requires_grad_(False)
 
 
 def new_weights(pipe: Any) -> None:
@@ -266,7 +265,8 @@ def test_ip_adapters_may_be_loaded_and_unloaded(sd: Attached) -> None:
     plain = SD.build()
     for pipe in (plain, sd.pipe):
         torch.manual_seed(2)
-        pipe.register_modules(image_encoder=vision().eval().requires_grad_(False), feature_extractor=vision_processor())
+        seeing = tiny("CLIPVisionModelWithProjection").eval().requires_grad_(False)
+        pipe.register_modules(image_encoder=seeing, feature_extractor=tiny("CLIPImageProcessor"))
         pipe.load_ip_adapter([ip_adapter(pipe.unet)], subfolder=[""], weight_name=[""], image_encoder_folder=None)
         pipe.set_ip_adapter_scale(0.7)
     want = seeded(plain, ip_adapter_image=picture(32))

@@ -176,7 +176,9 @@ def test_a_hundred_other_allocations_may_fail(faulty: Faulty) -> None:
     faulty.succeeds()
 
 
-@pytest.mark.faults
-def test_every_allocation_of_a_run_may_fail(faulty: Faulty) -> None:
-    faulty.sweep_allocations(range(1, faulty.allocations + 1))
+@pytest.mark.sweep("faults")
+@pytest.mark.parametrize("first", range(1, 21))
+def test_every_allocation_of_a_run_may_fail(faulty: Faulty, first: int) -> None:
+    """A twentieth of them in each test."""
+    faulty.sweep_allocations(range(first, faulty.allocations + 1, 20))
     faulty.succeeds()

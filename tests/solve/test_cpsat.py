@@ -17,7 +17,7 @@ from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 
 MODEL = Path(__file__).parent / "cpsat_model.py"
-LIMIT_SECONDS = 60  # per order and option; far more than any needs
+LIMIT = 60  # of CP-SAT's deterministic time per order and option; several times what any needs
 
 
 def least(problems: dict[str, Problem], folder: Path) -> dict[str, dict[str, float | None]]:
@@ -26,7 +26,7 @@ def least(problems: dict[str, Problem], folder: Path) -> dict[str, dict[str, flo
     for name, of in problems.items():
         files.append(folder / f"{name}.json")
         files[-1].write_text(json.dumps(of.to_json()))
-    command = [sys.executable, str(MODEL), str(LIMIT_SECONDS), *map(str, files)]
+    command = [sys.executable, str(MODEL), str(LIMIT), *map(str, files)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, f"ortools is a test dependency (pip install -e .[test]): {run.stderr[-500:]}"
     return dict(zip(problems, map(json.loads, run.stdout.splitlines()), strict=True))
