@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from call_graphs import Called, called, pixels, written
+from campaign import sampled
 from tiny_pipelines import WIDTH, cases, picture, tiny
 
 from graphrun.errors import GraphError
@@ -38,7 +39,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+ALWAYS = (
+    "StableDiffusionControlNetPipeline-two",
+    "CogVideoXVideoToVideoPipeline",
+    "StableAudioPipeline",
+    "KandinskyV22PriorPipeline",
+    "MarigoldDepthPipeline",
+)
+
+
+@pytest.mark.parametrize("name", sampled(CASES, ALWAYS, "pipelines"))
 def test_a_call_stage_gives_the_pipelines_own_output_in_the_planned_bytes(name: str, tmp_path: Path) -> None:
     case = called(name, tmp_path, CASES[name])
     problem = case.problem()

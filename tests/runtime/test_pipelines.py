@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from campaign import sampled
 from torch import nn
 from whole_pipelines import TinyPipeline, pixels, planned, ranges_of, streamed
 
@@ -142,9 +143,11 @@ def faulty() -> Faulty:
     return made
 
 
-def test_every_copy_of_a_run_may_fail(faulty: Faulty) -> None:
+@pytest.mark.parametrize("every", sampled([5, 1], [5], "faults"))
+def test_every_copy_of_a_run_may_fail(faulty: Faulty, every: int) -> None:
+    """Every fifth in the small case."""
     assert faulty.copies > 30
-    faulty.sweep_copies(range(1, faulty.copies + 1))
+    faulty.sweep_copies(range(1, faulty.copies + 1, every))
     faulty.succeeds()
 
 
@@ -159,20 +162,19 @@ def test_every_allocation_of_a_block_may_fail(faulty: Faulty) -> None:
     sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1])
 
 
-def test_every_allocation_of_the_encoder_may_fail(faulty: Faulty) -> None:
-    sweep_allocations_in(faulty, faulty.whole.modules["text_encoder"])
+def test_allocations_of_the_encoder_may_fail(faulty: Faulty) -> None:
+    sweep_allocations_in(faulty, faulty.whole.modules["text_encoder"], every=7)
 
 
-def test_every_allocation_of_the_decoder_may_fail(faulty: Faulty) -> None:
-    """Behind the stages before it now and then, and each in a run that gets their outputs as precomputed values."""
-    decoder = faulty.whole.modules["vae"].decoder
-    sweep_allocations_in(faulty, decoder, every=10)
+@pytest.mark.sweep("faults")
+def test_every_allocation_of_the_decoder_alone_may_fail() -> None:
+    """Each in a run that gets the outputs of the stages before it as precomputed values."""
     alone = Faulty(TinyPipeline("flux-tiny", ONE_STEP), ["decode"])
     sweep_allocations_in(alone, alone.whole.modules["vae"].decoder)
 
 
-def test_a_hundred_other_allocations_may_fail(faulty: Faulty) -> None:
-    faulty.sweep_allocations(random.Random(0).sample(range(1, faulty.allocations + 1), 100))
+def test_twenty_other_allocations_may_fail(faulty: Faulty) -> None:
+    faulty.sweep_allocations(random.Random(0).sample(range(1, faulty.allocations + 1), 20))
     faulty.succeeds()
 
 

@@ -33,10 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
 
 
-def sampled(names: Iterable[str], sample: Iterable[str], part: str) -> list[Any]:
-    """``names`` as parameters of a test: those of ``sample`` always run, the others in the part of the sweep called ``part``."""
+def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str) -> list[Any]:
+    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of the sweep called ``part``."""
     always = set(sample)
-    return [pytest.param(name, marks=[] if name in always else [pytest.mark.sweep(part)]) for name in names]
+    return [pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part)]) for case in cases]
 
 
 def part_of(item: pytest.Item) -> str | None:
