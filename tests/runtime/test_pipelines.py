@@ -42,7 +42,7 @@ def as_built(whole: TinyPipeline) -> bool:
     return placed and not hooked and {name: type(module) for name, module in whole.modules.items()} == whole.kinds
 
 
-@pytest.mark.parametrize("room", [0.0, 0.1, 0.6], ids=["smallest", "a tenth more", "more"])
+@pytest.mark.parametrize("room", sampled([0.0, 0.1, 0.6], [0.0, 0.6], "reference"), ids=["smallest", "a tenth more", "more"])
 def test_the_image_is_the_plain_pipelines_in_the_planned_bytes(whole: TinyPipeline, room: float) -> None:
     least = whole.smallest()
     problem = whole.within(int(least.budget_bytes + room * (whole.largest_with_activation() - least.budget_bytes)))
@@ -158,8 +158,8 @@ def sweep_allocations_in(faulty: Faulty, module: nn.Module, every: int = 1) -> N
     faulty.succeeds()
 
 
-def test_every_allocation_of_a_block_may_fail(faulty: Faulty) -> None:
-    sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1])
+def test_allocations_of_a_block_may_fail(faulty: Faulty) -> None:
+    sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1], every=7)
 
 
 def test_allocations_of_the_encoder_may_fail(faulty: Faulty) -> None:
