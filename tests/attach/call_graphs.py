@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_parts
 import torch
 import yaml
 from PIL import Image
@@ -133,7 +132,7 @@ def part_of(part: Any) -> dict[str, Any]:
         marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
         return {
             "class": "transformers.PreTrainedTokenizerFast",
-            "file": str(tiny_parts.BYTES),
+            "file": part.init_kwargs["tokenizer_file"],
             "config": {"model_max_length": part.model_max_length, **marks},
         }
     config = config_of(part) if hasattr(part, "set_timesteps") else part.to_dict()

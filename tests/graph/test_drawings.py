@@ -189,6 +189,7 @@ def estimated(graphrun: Cli) -> dict[str, Any]:
     return json.loads(out)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_bytes_in_drawings_are_those_of_estimate(graphrun: Cli, estimated: dict[str, Any], tmp_path: Path) -> None:
     wanted = {f"component:{row['name']}": row["weights"][row["dtype"]]["bytes"] for row in estimated["components"]}
     wanted |= {f"value:{row['name']}": row["bytes"] for row in estimated["values"]}

@@ -59,6 +59,7 @@ def test_a_file_that_allows_itself_a_command_runs_none(graphrun: Cli, tmp_path: 
     assert "--trust-package subprocess" in said
 
 
+@pytest.mark.long
 def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(graphrun: Cli, tmp_path: Path, mine: Path) -> None:
     path = asking(tmp_path, "mine", "{class: mine.Own, config: {}}")
     few = ("--device", "sim", "--vram", "64M", "--until", "encode")

@@ -76,6 +76,8 @@ def test_results_classes_and_signatures_are_unchanged(seen: list[tuple[str, ...]
         assert isinstance(codec, Codec)
         assert type(codec).__name__ == "Codec"
         assert inspect.signature(codec.encode) == signature
+        assert "forward" not in vars(codec)
+        assert "forward" not in vars(codec.inner)
         assert torch.equal(codec(x), want)
     assert type(codec) is Codec
 

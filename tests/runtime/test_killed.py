@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
@@ -70,17 +69,24 @@ def exit_code(work: Callable[[], None], seconds: float | None = None) -> int | N
     return child.exitcode
 
 
-def kill_at(case: OnDisk, folder: Path, moments: int) -> None:
+def kill_at(case: OnDisk, folder: Path, moments: int, seed: int = 4) -> None:
+    """Runs are killed at random moments. These count processor time, which other processes on the machine do not change."""
     root, picture = folder / "tmp", folder / "picture.png"
     root.mkdir()
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert exit_code(lambda: case.run(root, picture)) == 0
-    whole_run = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole_run = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     expected = picture.read_bytes()
     assert not list(root.iterdir())
     left = killed = 0
-    for moment in random.Random(4).sample(range(1000), moments):
-        killed += exit_code(lambda: case.run(root, picture), whole_run * moment / 1000) == -signal.SIGKILL
+    for moment in random.Random(seed).sample(range(1000), moments):
+
+        def mortal(moment: int = moment) -> None:
+            signal.setitimer(signal.ITIMER_PROF, max(1e-6, whole_run * moment / 1000))
+            case.run(root, picture)
+
+        killed += exit_code(mortal) == -signal.SIGPROF
         left += bool(list(root.glob(f"{PREFIX}*")))
         assert picture.read_bytes() == expected, "whole, or not there"
         assert len(list(root.glob(f"{PREFIX}*"))) <= 1, "each run removes what the one before left"
@@ -95,9 +101,10 @@ def test_a_run_that_is_killed_leaves_nothing_that_counts_and_the_next_one_works(
     kill_at(case, tmp_path, 6)
 
 
-@pytest.mark.faults
-def test_killed_at_fifty_moments(case: OnDisk, tmp_path: Path) -> None:
-    kill_at(case, tmp_path, 50)
+@pytest.mark.sweep("faults")
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_ten_other_moments(case: OnDisk, tmp_path: Path, seed: int) -> None:
+    kill_at(case, tmp_path, 10, seed)
 
 
 def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:

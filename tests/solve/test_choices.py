@@ -40,6 +40,7 @@ def seconds(of: Problem) -> float:
     return float("inf") if found is None else found.program.seconds(found.choice)
 
 
+@pytest.mark.long
 @QUICK
 @given(SEEDS)
 @example(13452)  # a backing store held from the start, and one read when another was dropped
@@ -52,6 +53,7 @@ def test_pruning_dominated_variants_keeps_the_optimum(seed: int) -> None:
         assert one.program.moved_bytes(one.choice) == other.program.moved_bytes(other.choice)
 
 
+@pytest.mark.long
 @QUICK
 @given(SEEDS, st.sampled_from(["vram", "ram", "pinned", "allow", "spill"]))
 def test_more_of_anything_never_costs_time(seed: int, what: str) -> None:
@@ -77,6 +79,7 @@ def test_fewer_variants_never_save_time(seed: int, which: int) -> None:
     assert seconds(of) <= seconds(less) + 1e-6
 
 
+@pytest.mark.long
 @QUICK
 @given(SEEDS)
 def test_equal_problems_have_plans_that_are_equal_byte_for_byte(seed: int) -> None:
@@ -169,6 +172,7 @@ def test_a_session_with_enough_memory_copies_nothing_in_further_runs() -> None:
     assert solution.objective_seconds == pytest.approx(found.seconds + 9 * found.again_seconds, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gib", [6, 12, 16, 24])
 def test_no_baseline_is_faster(gib: int) -> None:
     of = flux(gib * GIB)
@@ -193,6 +197,7 @@ def test_with_free_copies_and_unlimited_memory_the_objective_is_the_compute_time
     assert solution.objective_seconds == pytest.approx(simulate(free, solution.plan).compute_seconds)
 
 
+@pytest.mark.long
 def test_further_runs_of_flux_in_24_gib_are_bound_by_compute(make_problem: Any) -> None:
     problem = replace(make_problem("flux-dev", 24 * 2**30, hardware="rtx4090"), runs=10)
     found = simulate(problem, solve(problem).plan)

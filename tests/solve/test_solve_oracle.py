@@ -22,6 +22,8 @@ from graphrun.solve.solve import solve
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
+pytestmark = pytest.mark.long
+
 
 def random_problem(seed: int) -> Problem:
     """Two or three components with one or two block groups, one to three phases, integer seconds so that ties are exact."""
