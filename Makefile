@@ -4,34 +4,35 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_outputs.py tests/report/test_progress.py tests/test_house.py tests/test_promises.py
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: sweep run test rehearse lint faults golden tables clean
+.PHONY: run quick test sweep lint golden tables clean
 
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/graphrun plan graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
 	$(BIN)/graphrun run graphs/flux-tiny.yaml --device sim --vram 6M --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
 
+# Half a minute: graph files, the solver, the checker, screens.
+quick: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(QUICK)
+
+# Eight minutes on two cores: every small case.
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-rehearse: $(STAMP)
-	@mkdir -p out
-	$(BIN)/python benchmarks/gpu.py --rehearse --out out/gpu-rehearsal.json
+# An hour on two cores: grids, mutants, kills, long campaigns. PART=faults runs one part, MINUTES=15 starts tests for so long.
+sweep: $(STAMP)
+	$(BIN)/python -m pytest -m sweep -n auto --dist worksteal \
+		$(if $(PART),--part=$(PART)) $(if $(MINUTES),--minutes=$(MINUTES)) $(if $(PART)$(MINUTES),,--record=benchmarks/results/sweep.json)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-
-faults: $(STAMP)
-	$(BIN)/python -m pytest -m faults --override-ini="addopts=-q --import-mode=importlib" tests/runtime
-
-sweep: $(STAMP)
-	$(BIN)/python -m pytest -m sweep -n auto --dist worksteal tests/sweep
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py

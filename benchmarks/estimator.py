@@ -28,10 +28,9 @@ from videos import rows as video_rows
 import graphrun
 from graphrun.graph.graph import Component, Graph, Reference
 from graphrun.graph.values import Input
-from graphrun.model.allocator import Allocator, Caching, Counting
+from graphrun.model.allocator import Allocator, Counting
 from graphrun.modules.build import meta_module
 from graphrun.profile.dry_run import probe
-from graphrun.profile.extrapolate import Range, Size
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import phase_memories_of
 from graphrun.profile.problems import phase_spans
@@ -86,13 +85,14 @@ def peaks(recording: Recording, card: str, allocator: Callable[[], Allocator]) -
 
 def pipeline_bytes(name: str, card: str, images: int) -> dict[str, dict[str, int]]:
     """Per stage and component: bytes of its weights, and the most allocated beside weights in its phases."""
-    probed = dry_run(name, images)
+    probed, graph = dry_run(name, images), graphrun.load(ROOT / f"graphs/{name}.yaml")
+    modules = {key: meta_module(component, graph.trust) for key, component in graph.components.items()}
     entries = probed.recording.entries()
     spans = phase_spans(entries)
     found: dict[str, dict[str, int]] = {}
     for (begin, end), phase_memory in zip(spans, phase_memories_of(probed.recording, spans, hardware(card), Counting), strict=True):
         for component in {call.component for _, call in entries[begin:end]}:
-            row = found.setdefault(component, {"weights": weight_bytes(probed.meta_modules[component]), "activation": 0})
+            row = found.setdefault(component, {"weights": weight_bytes(modules[component]), "activation": 0})
             row["activation"] = max(
                 row["activation"], phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes
             )
@@ -214,37 +214,6 @@ def report_rows() -> Iterator[dict[str, Any]]:
             }
 
 
-def worst(made: Recording, direct: Recording, allocator: Callable[[], Allocator]) -> float:
-    """The largest error of any phase's peak, in percent."""
-    ours, theirs = (peaks(recording, "rtx4090", allocator) for recording in (made, direct))
-    return max((100 * (ours[name] / theirs[name] - 1) for name in theirs), key=abs)
-
-
-def extrapolated() -> Iterator[dict[str, Any]]:
-    """Two dry runs of 512 and 1024 squared against direct ones on a grid: the largest error of any phase, in percent."""
-    grid = ((768, 1024), (1280, 768), (1536, 1536), (2048, 2048))
-    for name in ("flux-dev", "sdxl"):
-        for counts in ((1, 1), (2, 4)):
-            small, large = (
-                dry_run(name, count, height=side, width=side).recording for count, side in zip(counts, (512, 1024), strict=True)
-            )
-            spanned = Range(Size(512**2, counts[0]), Size(1024**2, counts[1]), small, large)
-            for height, width in grid:
-                for images in sorted({counts[0], 2 * counts[1] if counts[1] > 1 else 1}):
-                    direct = dry_run(name, images, height=height, width=width).recording
-                    made = spanned.recording(Size(height * width, images))
-                    errors = {kind.__name__: worst(made, direct, kind) for kind in (Counting, Caching)}
-                    yield {
-                        "graph": name,
-                        "traced_images": counts,
-                        "height": height,
-                        "width": width,
-                        "images": images,
-                        "allocated_error_percent": round(errors["Counting"], 3),
-                        "reserved_error_percent": round(errors["Caching"], 3),
-                    }
-
-
 def main() -> None:
     """Replay, write, and say where."""
     result = {
@@ -254,7 +223,6 @@ def main() -> None:
         "published_peaks": list(published_rows()),
         "vae_report": list(report_rows()),
         "videos": list(video_rows()),
-        "extrapolation": list(extrapolated()),
     }
     path = ROOT / "benchmarks/results/estimator.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -265,8 +233,6 @@ def main() -> None:
         print(*(row[name] for name in ("model", "mode", "pixels", "dtype", "allocated_mib", "reserved_mib")))
     for row in result["videos"]:
         print(*(row[name] for name in ("pipeline", "precision", "offload", "tiling", "peak_gib")), row.get("with_outliers", ""))
-    for row in result["extrapolation"]:
-        print(*row.values())
     print(f"wrote {path}")
 
 

@@ -81,9 +81,9 @@ class Prepared:
 
     def stages(self, place: torch.device) -> None:
         """The graph's stages, without graphrun's executor."""
-        from graphrun.ops import run_stages
+        from graphrun.ops import Stages
 
-        run_stages(self.graph, self.modules, place, self.inputs, parts=self.parts, meta_modules=self.meta_modules)
+        Stages(self.graph, self.modules, place, self.inputs, self.parts, self.meta_modules).run()
 
 
 def resident_plan(problem: Any) -> Any:
@@ -146,6 +146,7 @@ def resident() -> dict[str, Any]:
     from graphrun.modules.build import resolve_class
     from graphrun.runtime.executor import Session, stages_for
     from graphrun.runtime.host import Host
+    from graphrun.verify.solution import solution_of
 
     prepared, device = Prepared("flux-tiny", LARGER, steps=8), CpuDevice()
     problem = replace(prepared.problem(AMPLE), runs=2)
@@ -160,7 +161,7 @@ def resident() -> dict[str, Any]:
         generator = torch.Generator("cpu").manual_seed(inputs["seed"])
         return pipeline(**call, num_inference_steps=inputs["steps"], generator=generator).images[0]
 
-    with Session(problem, plan, host, device) as session:
+    with Session(solution_of(problem, plan), host, device) as session:
 
         def ours() -> Any:
             return session.run(stages_for(plan, graph, inputs, device, host)).outputs["image"]
@@ -178,6 +179,7 @@ def overhead(name: str) -> dict[str, Any]:
     from graphrun.runtime.host import Host
     from graphrun.runtime.recovery import execute
     from graphrun.sim import Machine
+    from graphrun.verify.solution import solution_of
 
     prepared = Prepared(name)
     problem = prepared.problem(AMPLE)
@@ -189,7 +191,7 @@ def overhead(name: str) -> dict[str, Any]:
             prepared.stages(device.torch_device)
 
     def planned() -> None:
-        execute(problem, plan, prepared.graph, prepared.inputs, device, host=host)
+        execute(solution_of(problem, plan), prepared.graph, prepared.inputs, device, host=host)
 
     return {"on sim, the whole executor": paired(on_sim, planned)}
 
@@ -218,7 +220,7 @@ def overlap(name: str) -> list[dict[str, Any]]:
         problem = solution.problem
         device = SimulatedDevice(Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=1e11))
         host = Host.of_graph(prepared.graph, problem, device, prepared.modules)
-        trace = execute(problem, solution.plan, prepared.graph, prepared.inputs, device, host=host)
+        trace = execute(solution, prepared.graph, prepared.inputs, device, host=host)
         reports = simulate(problem, solution.plan).slots
         index = max(range(len(reports)), key=lambda i: reports[i].streamed_bytes)
         slot, report = trace.slots[index], reports[index]

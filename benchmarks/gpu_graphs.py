@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_lab import Lab, Log, fingerprint, placed, weave
+from gpu_lab import Lab, Log, fingerprint, placed, woven
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "a lighthouse at dusk, oil on canvas"
@@ -41,15 +41,14 @@ class Bench:
 
     def build(self, out: dict[str, Any]) -> None:
         """Weights into host arenas, and the device."""
-        from graphrun.modules import sources as random_weights
         from graphrun.modules.build import build
         from graphrun.runtime.host import Host
 
         start = time.perf_counter()
         problem = self.problem(AMPLE["sim" if self.lab.rehearse else "cuda"])
         estimated = time.perf_counter()
-        random = weave if self.full_size else random_weights.fill
-        modules = {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
+        make = woven if self.full_size else build
+        modules = {name: make(component, self.graph) for name, component in self.graph.components.items()}
         made = time.perf_counter()
         self.device = self.lab.open(problem)
         self.host = Host.of_graph(self.graph, problem, self.device, modules)
@@ -63,15 +62,13 @@ class Bench:
 
     def stages(self, modules: Mapping[str, Any], place: torch.device, found: dict[str, Any]) -> dict[str, Any]:
         """The graph's stages on ``modules``; the fingerprint of every value goes to ``found``."""
-        from graphrun.ops import run_stages
+        from graphrun.ops import Stages
 
         def note(stage: str, made: Mapping[str, Any]) -> None:
             found[stage] = fingerprint(made)
 
         host = self.host
-        return run_stages(
-            self.graph, modules, place, self.values, parts=host.parts, meta_modules=host.meta_modules, after_stage=note
-        )
+        return Stages(self.graph, modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
 
     def measure_resident(self, out: dict[str, Any]) -> None:
         """Everything on the device: the bits to compare with, and bytes and seconds of calls beside the estimator's."""
@@ -97,7 +94,7 @@ class Bench:
         with device.session(1 << 60), placed(self.host.modules, place), torch.no_grad():
             with contextlib.suppress(RuntimeError):
                 _warm(place)
-            with CallInterceptor(self.host.modules, place, around=around):
+            with CallInterceptor(self.host.modules, place, around):
                 self.stages(self.host.modules, place, self.resident)
             out["values"] = self.resident
             start = time.perf_counter()
@@ -106,7 +103,7 @@ class Bench:
             device.barrier()
             out["seconds"] = round(time.perf_counter() - start, 4)
             out["second resident run has the same bits"] = again == self.resident
-            with CallInterceptor(self.host.modules, place, around=lambda c, e, proceed, a, k: proceed(*a, **k)):
+            with CallInterceptor(self.host.modules, place, lambda c, e, proceed, a, k: proceed(*a, **k)):
                 pipeline = assemble(self.graph, self.host.modules, self.host.parts, place)
                 start = time.perf_counter()
                 image = pipeline(
@@ -172,12 +169,13 @@ class Bench:
     def follow(self, problem: Any, plan: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
         """A run by ``plan``: trace, fingerprints, wall seconds."""
         from graphrun.runtime.executor import follow
+        from graphrun.verify.solution import solution_of
 
         found: dict[str, Any] = {}
         self.lab.slots.clear()
         start = time.perf_counter()
         work = lambda: self.stages(self.host.modules, self.device.torch_device, found)  # noqa: E731
-        trace = follow(problem, plan, self.host, self.device, work, progress)
+        trace = follow(solution_of(problem, plan), self.host, self.device, work, progress)
         return trace, found, time.perf_counter() - start
 
     def _compared(self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float) -> dict[str, Any]:
@@ -277,12 +275,13 @@ class Bench:
                     if isinstance(value, torch.Tensor):
                         values[f"{stage}.{key}"] = value.detach().to("cpu").float()
 
-            from graphrun.ops import run_stages
+            from graphrun.ops import Stages
 
+            host = self.host
             with device.session(1 << 60), torch.no_grad():
                 inside = contextlib.nullcontext() if name == "cpu" else placed(self.host.modules, place)
                 with inside:
-                    run_stages(self.graph, self.host.modules, place, self.values, after_stage=note)
+                    Stages(self.graph, host.modules, place, self.values, host.parts, host.meta_modules, after_stage=note).run()
             kept[name] = values
         for key, value in kept["cpu"].items():
             difference = (value - kept["device"][key]).abs().max().item()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.graph.graph import Component, Graph
+
 TILE = 2**22
 
 
@@ -106,10 +108,19 @@ class Lab:
         device.reset_peak()
 
 
+def woven(component: Component, graph: Graph) -> nn.Module:
+    """``component`` on the CPU with random weights by `weave`."""
+    from graphrun.modules.build import draft
+
+    module, _ = draft(component, graph, component.dtype)
+    weave(module, f"{component.seed}/{component.name}")
+    return module
+
+
 def weave(module: nn.Module, seed: str) -> None:
     """Random weights of any size in no time and no memory: every matrix is a set of windows into one random tile (row i starts
     i steps into it), scaled as `graphrun.modules.sources` does. Rows differ, and a copy of it is a plain tensor of
-    the real size. For benchmarks; where each weight should be drawn for itself, use that module's `fill`.
+    the real size. For benchmarks; where each weight should be drawn for itself, use `graphrun.modules.build.build`.
     """
     from graphrun.modules.sources import scale
 

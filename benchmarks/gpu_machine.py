@@ -109,13 +109,13 @@ def _copies(out: dict[str, Any]) -> None:
     for nbytes in BLOCK_BYTES:
         target = device.allocate(nbytes)
         out[f"registered arena to device, {nbytes // MIB} MiB, GB/s"] = _rate(
-            lambda t=target, n=nbytes: device.copy_in(t, arena[:n]), nbytes
+            lambda t=target, n=nbytes: device.copy(t, arena[:n]), nbytes
         )
         out[f"device to registered arena, {nbytes // MIB} MiB, GB/s"] = _rate(
             lambda t=target, n=nbytes: arena[:n].copy_(t, non_blocking=True), nbytes
         )
         start = time.perf_counter()
-        device.copy_in(target, arena[:nbytes])
+        device.copy(target, arena[:nbytes])
         out[f"host seconds to queue {nbytes // MIB} MiB"] = round(time.perf_counter() - start, 6)
         torch.cuda.synchronize()
     own = torch.empty(BLOCK_BYTES[1], dtype=torch.uint8, pin_memory=True)

@@ -61,15 +61,14 @@ class Subject:
     @functools.cached_property
     def modules(self) -> dict[str, Any]:
         """Built in host memory."""
-        from graphrun.modules import sources as random_weights
         from graphrun.modules.build import build
 
-        random = random_weights.fill
+        make = build
         if self.full_size:
-            from gpu_lab import weave
+            from gpu_lab import woven
 
-            random = weave
-        return {name: build(component, self.graph, random=random) for name, component in self.graph.components.items()}
+            make = woven
+        return {name: make(component, self.graph) for name, component in self.graph.components.items()}
 
     def stored(self, cache: Path) -> Path:
         """The folder with every component as a checkpoint has it; written once."""
@@ -223,6 +222,7 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
     from graphrun.runtime.executor import Session, stages_for
     from graphrun.runtime.host import Host
     from graphrun.verify.simulate import simulate
+    from graphrun.verify.solution import solution_of
 
     graph = of.graph.until("encode") if encode and not of.encodes_only else of.graph
     problem = _problem(of, graph, asked, books.on.name)
@@ -238,13 +238,13 @@ def _graphrun(books: Books, of: Subject, asked: Mapping[str, Any], encode: bool)
         books.outputs.append(fingerprint(session.run(stages_for(plan, graph, inputs, device, host)).outputs))
 
     if asked["tool"] == SESSION:
-        with Session(problem, plan, host, device) as session:
+        with Session(solution_of(problem, plan), host, device) as session:
             for _ in range(2):
                 with books.run():
                     once(session)
     else:
         for _ in range(2):
-            with books.run(), Session(problem, plan, host, device) as session:
+            with books.run(), Session(solution_of(problem, plan), host, device) as session:
                 once(session)
     books.host["pinned"] = device.arenas.nbytes("pinned")
     return {

@@ -9,11 +9,11 @@ import argparse
 import datetime
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+FORK = multiprocessing.get_context("fork")
 SMALL = {"height": 32, "width": 32, "steps": 4, "max_sequence_length": 16}
 # flux-tiny's transformer does not fit whole, its encoders do: FLUX.1-dev within 12 GiB, in small.
 BUDGET = {"vram": "6M", "ram": "8G", "hardware": "sim"}
@@ -206,19 +207,6 @@ def encoders_in(trace: Any) -> int:
     return sum(e.nbytes for e in trace.events if e.kind in ("load", "stream") and "text_encoder" in e.component)
 
 
-def apart(work: Callable[[], Any]) -> int:
-    """The process in which ``work`` runs, and nothing else."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    finally:
-        os._exit(code)
-
-
 def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
     """A batch killed ``count`` times for each of ``seeds`` at random moments, each time gone on with; then what is there beside an
     unbroken one: every file in the folder, hidden ones too."""
@@ -251,15 +239,14 @@ def kills(count: int, seeds: tuple[int, ...]) -> dict[str, Any]:
         for name in ("broken", "broken.state"):
             shutil.rmtree(root / name, ignore_errors=True)
         for killed in range(left + 1):
-            child = apart(lambda: batch("broken", requests))
-            deadline = time.monotonic() + moments.uniform(0.02, 0.4) * seconds if killed < left else float("inf")
-            while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-                time.sleep(0.003)
-            if done[0]:
-                assert done[1] == 0, "the batch failed"
+            child = FORK.Process(target=lambda: batch("broken", requests))
+            child.start()
+            child.join(moments.uniform(0.02, 0.4) * seconds if killed < left else None)
+            if child.exitcode is not None:
+                assert child.exitcode == 0, "the batch failed"
                 return killed
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.kill()
+            child.join()
         raise AssertionError("the last one has no deadline")
 
     try:
@@ -325,19 +312,21 @@ def two_on_one_cache(seconds: float, seed: int) -> dict[str, Any]:
         return one["number"] == other["number"] and torch.equal(one["tensor"], other["tensor"])
 
     try:
-        children = [apart(lambda name=name: work(name)) for name in range(2)]  # type: ignore[misc]
-        codes = [os.waitpid(child, 0)[1] for child in children]
+        children = [FORK.Process(target=work, args=(name,)) for name in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        codes = [child.exitcode for child in children]
         counts = [json.loads((root / f"{name}.json").read_text()) for name in range(2)] if not any(codes) else []
         index = Index(root / "cache")
         damaged = index.verify()
         entries = index.entries()
-        files = len(list((root / "cache").glob("*.safetensors")))
         return {
             "seconds": seconds,
             "failed": sum(bool(code) for code in codes),
             "counts": counts,
             "entries": len(entries),
-            "files": files,
             "damaged": len(damaged),
             "lost": sum(each["puts"] for each in counts) - len(Index(root / "roomy").entries()),
         }

@@ -7,7 +7,7 @@ reserved the most reserved minus what was reserved before. Weights, the input an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,12 +20,12 @@ import graphrun
 from graphrun.model.allocator import Allocator, Counting, Native
 from graphrun.modules.build import meta_module
 from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Event
 
 ROOT = Path(__file__).parent.parent
-Events = tuple[tuple[int, int], ...]
 
 
-def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> Events:
+def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) -> list[Event]:
     """Every allocation of one call, released at the end."""
     recorder = Recorder(module, ())
     recorder.ignore(inputs)
@@ -33,20 +33,20 @@ def trace(module: nn.Module, call: Callable[..., Any], *inputs: torch.Tensor) ->
         out = call(*inputs)
     del out
     recorder.close()
-    return tuple(recorder.events)
+    return recorder.record.events
 
 
-def replay(events: Events, allocator: Allocator) -> int:
+def replay(events: Sequence[Event], allocator: Allocator) -> int:
     """The most that ``allocator`` used while ``events`` happened, all of it released again."""
     peak = allocator.used_bytes
-    for key, nbytes in events:
-        if nbytes == 0:
-            allocator.release(key)
+    for event in events:
+        if not event.nbytes:
+            allocator.release(event.key)
             continue
-        allocator.allocate(key if nbytes > 0 else -1, abs(nbytes))
+        allocator.allocate(event.key, event.nbytes)
         peak = max(peak, allocator.used_bytes)
-        if nbytes < 0:
-            allocator.release(-1)
+        if event.scratch:
+            allocator.release(event.key)
     return peak
 
 
@@ -128,7 +128,7 @@ def vae(name: str, dtype: str) -> Any:
 
 
 @cache
-def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> Events:
+def events_of(model: str, mode: str, pixels: int, dtype: str, tile: int = 0) -> list[Event]:
     """What one encode or decode of a square picture allocates. SD 1.5's VAE has SDXL's configuration."""
     flux = model.startswith("FLUX")
     module = vae("flux-dev" if flux else "sdxl", dtype)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import copy
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from vae_report import Events, replay
+from vae_report import replay
 
 from graphrun.graph.graph import Component
-from graphrun.model.allocator import Counting
+from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
 from graphrun.profile.precision import requantized
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
-from graphrun.profile.recorder import ROUND_BYTES, FusedAttention, Recorder
-from graphrun.profile.recording import Call
+from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Call, Event
 from graphrun.units import GIB, KIB, MIB, round_up
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def call_of(name: str, tiled: bool = False) -> Call:
         out = entry(*inputs[0], **inputs[1])
     del out
     recorder.close()
-    return Call(name, "", tuple(recorder.events), recorder.peak_bytes, 0, frozenset(), (), tuple(recorder.products))
+    return recorder.record
 
 
 def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -111,7 +111,7 @@ def _inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return found[name]
 
 
-def peak(events: Events) -> int:
+def peak(events: Sequence[Event]) -> int:
     """The most that a call takes beside weights and inputs."""
     return replay(events, Counting())
 

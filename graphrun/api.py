@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import InputError, PlanError
+from graphrun.files import Store
 from graphrun.units import parse_size
 
 if TYPE_CHECKING:
@@ -76,40 +77,35 @@ def estimate(
 
     Raises InputError for arguments that mean nothing.
     """
+    from graphrun.graph.graph import Directives
     from graphrun.graph.graph import Graph as Declared
     from graphrun.profile.host_ram import ram_budget
+    from graphrun.profile.problems import Limits
 
     hardware = _hardware(hardware, cache)
-    capacity_bytes = hardware.capacity_bytes if hardware.device != "sim" else None
-    budget_bytes = parse_size(vram, whole_bytes=capacity_bytes, name="vram")
+    budget_bytes = _vram_bytes(vram, hardware)
     ram_bytes = ram_budget(ram, () if isinstance(graph, Declared) else graph.modules.values())
-    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
+    reserve_bytes = _size(reserve, "reserve")
     if not isinstance(graph, Declared):
         if until is not None:
             raise InputError("until names a stage of a graph; a pipeline's call has none: leave it out")
-        return graph.problem(inputs or {}, hardware, budget_bytes, ram_bytes, (tuple(keep), tuple(exclude), reserve_bytes))
-    graph = graph if until is None else graph.until(until)
-    graph = graph.directed(keep, exclude, reserve_bytes, pin)
+        demands = Directives(tuple(keep), tuple(exclude), reserve_bytes or 0)
+        return graph.problem(inputs or {}, hardware, Limits(budget_bytes, ram_bytes), demands)
+    graph = graph.until(until).directed(keep, exclude, reserve_bytes, pin)
     values = graph.for_planning(inputs or {})
 
-    from graphrun.files import Store
-    from graphrun.profile.problems import Limits
+    from graphrun.model.precomputed import without
     from graphrun.store import problem_for
 
-    host = _host_limits(ram_bytes, pinned, disk, runs)
-    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow))
-    problem = problem_for(graph, values, hardware, limits, Store(cache) if cache is not None else None)
-    problem = replace(problem, until=until or "")
-    stages = tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))
-    return _without_stages(problem, graph, stages) if stages else problem
-
-
-def _host_limits(ram_bytes: int, pinned: str | int | None, disk: str | int | None, runs: int) -> tuple[int | None, int | None]:
-    """Budgets of page-locked RAM and disk in bytes; None: unlimited. Raises InputError for a bad size, or fewer than one run."""
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
-    pinned_bytes = None if pinned is None else parse_size(pinned, whole_bytes=ram_bytes, name="pinned")
-    return pinned_bytes, None if disk is None else parse_size(disk, name="disk")
+    host = _size(pinned, "pinned", ram_bytes), _size(disk, "disk")
+    limits = Limits(budget_bytes, ram_bytes, *host, runs, graph.allowed(allow))
+    problem = replace(problem_for(graph, values, hardware, limits, _store(cache)), until=until or "")
+    if not (stages := tuple(dict.fromkeys(name.partition(".")[0] for name in precomputed))):
+        return problem
+    remaining = graph.with_precomputed(stages)
+    return without(problem, [stage.name for stage in remaining.stages], stages, remaining.digest)
 
 
 def precomputed(
@@ -130,7 +126,7 @@ def precomputed(
     """
     from graphrun.batch.cache.reuse import reuse_for
 
-    graph = graph if until is None else graph.until(until)
+    graph = graph.until(until)
     return reuse_for(graph, graph.resolve(inputs or {}), _hardware(hardware, cache), cache, what, graph.allowed(allow)).find()
 
 
@@ -149,11 +145,10 @@ def survey(
     hardware = _hardware(hardware, cache)
     values = graph.for_planning(inputs or {})
 
-    from graphrun.files import Store
     from graphrun.profile.survey import survey as look
     from graphrun.store import dry_run
 
-    store = Store(cache) if cache is not None else None
+    store = _store(cache)
     return look(graph, dry_run(graph, values, store), hardware, values, store)
 
 
@@ -163,10 +158,9 @@ def plan(problem: Problem, *, cache: Path | None = None, solved: Callable[[float
     ``cache``: a folder of plans; a plan found there is checked before it is used. ``solved`` is called with the seconds that
     solving took, and not where the plan was found.
     """
-    from graphrun.files import Store
     from graphrun.store import solution_for
 
-    return solution_for(problem, Store(cache) if cache is not None else None, solved)
+    return solution_for(problem, _store(cache), solved)
 
 
 def run(
@@ -201,34 +195,28 @@ def run(
     the memory left (outputs of finished stages are saved, and named in the message); TransferFailed or BrokenPlan where execution
     differs from the plan otherwise. The device is back at its baseline in every case.
     """
+    from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
+    from graphrun.profile.feedback import remember
     from graphrun.profile.host_ram import host_ram_bytes, taken_bytes
     from graphrun.runtime.devices.open import open_device
     from graphrun.runtime.executor import refuse_unfit
     from graphrun.runtime.recovery import execute
 
     problem = solution.problem
-    graph = graph.until(problem.until) if problem.until else graph
+    graph = graph.until(problem.until)
     graph = graph.without_sources() if random_weights else graph
     values, remaining = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)
-    refuse_unfit(problem, solution.plan, remaining)
+    refuse_unfit(solution, remaining)
     options: dict[str, Any] = {"precomputed": _required_values(remaining, precomputed or {})}
     if cache is not None and not modules and reuse != "none":
-        from graphrun.batch.cache.keys import choices_of
-
-        choices, outputs_cache = (
-            choices_of(problem, solution.plan),
-            reuse_for(graph, values, problem.hardware, cache, reuse, (), note),
-        )
+        choices, outputs_cache = choices_of(solution), reuse_for(graph, values, problem.hardware, cache, reuse, (), note)
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     device = open_device(problem, check_ordering=check_ordering)
-    trace = execute(problem, solution.plan, remaining, values, device, modules, progress, tell=tell, **options)
+    trace = execute(solution, remaining, values, device, modules, progress, tell=tell, **options)
     if cache is not None:
-        from graphrun.files import Store
-        from graphrun.profile.feedback import remember
-
-        remember(problem, solution.plan, trace, Store(cache))
+        remember(solution, trace, Store(cache))
     return trace
 
 
@@ -261,19 +249,20 @@ def attach(
     ``sim`` or a `graphrun.runtime.devices.device.Device`; budgets, ``hardware`` and directives are as for `estimate`. Raises
     InputError where something else moves the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
-    from graphrun.diffusers_.attach import Attachment, directives_of, hardware_of
+    from graphrun.diffusers_.attach import Attachment, hardware_of
     from graphrun.diffusers_.live import components_of
     from graphrun.diffusers_.proxy import refuse_placed
+    from graphrun.graph.graph import Directives
     from graphrun.profile.host_ram import ram_budget
+    from graphrun.profile.problems import Limits
     from graphrun.runtime.devices.open import open_hardware
 
     refuse_placed(pipe)
     chosen = hardware_of(device, hardware)
     opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
-    budget_bytes = parse_size(vram, whole_bytes=chosen.capacity_bytes if chosen.device != "sim" else None, name="vram")
-    ram_bytes = ram_budget(ram, components_of(pipe).values())
-    reserve_bytes = None if reserve is None else parse_size(reserve, name="reserve")
-    return Attachment(pipe, opened, chosen, budget_bytes, ram_bytes, directives_of(keep, exclude, reserve_bytes))
+    demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0)
+    limits = Limits(_vram_bytes(vram, chosen), ram_budget(ram, components_of(pipe).values()))
+    return Attachment(pipe, opened, chosen, limits, demands)
 
 
 def run_many(
@@ -310,7 +299,7 @@ def run_many(
     from graphrun.profile.host_ram import ram_budget
 
     until, hardware = budgets.pop("until", None), _hardware(budgets.pop("hardware", None), cache)
-    graph = graph if until is None else graph.until(until)
+    graph = graph.until(until)
     graph = graph.without_sources() if random_weights else graph
     requests = resolved(requests_from(inputs), graph, common or {})
     if strict:
@@ -349,15 +338,7 @@ def planned_inputs(problem: Problem, graph: Graph, inputs: Mapping[str, Any]) ->
     """
     from graphrun.graph.settings import completed
 
-    return completed(graph.until(problem.until) if problem.until else graph, problem.settings, inputs)
-
-
-def _without_stages(problem: Problem, graph: Graph, precomputed: tuple[str, ...]) -> Problem:
-    """``problem`` without the stages ``precomputed`` and what only they need."""
-    from graphrun.model.precomputed import without
-
-    remaining = graph.with_precomputed(precomputed)
-    return without(problem, [stage.name for stage in remaining.stages], precomputed, remaining.digest)
+    return completed(graph.until(problem.until), problem.settings, inputs)
 
 
 def _required_values(graph: Graph, precomputed: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,3 +354,16 @@ def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
     from graphrun.profile.hardware_profiles import chosen
 
     return chosen(asked, cache)
+
+
+def _vram_bytes(vram: str | int, hardware: Hardware) -> int:
+    """Bytes of a VRAM budget; a share of the simulated device means nothing, since it has no memory of its own."""
+    return parse_size(vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None, name="vram")
+
+
+def _size(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:
+    return None if text is None else parse_size(text, whole_bytes=whole_bytes, name=name)
+
+
+def _store(cache: Path | None) -> Store | None:
+    return Store(cache) if cache is not None else None

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,11 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = Fal
 
 def sweep(path: Path) -> None:
     """Removes temporary files of ``path`` left by killed processes. Those of running processes are locked and stay."""
-    for leftover in path.parent.glob(f"{glob.escape(_prefix(path))}*"):
+    _remove_unlocked(path.parent, f"{glob.escape(_prefix(path))}*")
+
+
+def _remove_unlocked(folder: Path, pattern: str) -> None:
+    for leftover in folder.glob(pattern):
         with contextlib.suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink(missing_ok=True)
@@ -70,9 +73,6 @@ def _prefix(path: Path) -> str:
 
 # Enough for a few hundred graphs and sizes: a FLUX dry run takes 0.3 MB, a problem or a plan 10 KB.
 LIMIT_BYTES = 128 * MIB
-
-# A temporary file of this age was left by a process that died.
-STALE_SECONDS = 3600.0
 
 
 def digest_of(content: Any) -> str:
@@ -105,16 +105,10 @@ class Store:
     def put(self, kind: str, key: str, data: Any) -> None:
         """Stores ``data``, which must be JSON-ready, and replaces an existing entry."""
         text = json.dumps(data, separators=(",", ":")).encode()
+        content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-                os.replace(name, self._path(kind, key))
-            except OSError:
-                Path(name).unlink(missing_ok=True)
-                raise
+            write_whole(self._path(kind, key), lambda temporary: temporary.write_bytes(content))
             self._prune()
 
     def entries(self) -> list[Path]:
@@ -130,9 +124,9 @@ class Store:
         return self.folder / f"{kind}-{key}.json"
 
     def _prune(self) -> None:
-        entries = self.entries()
+        _remove_unlocked(self.folder, ".*.new-*")
         sizes = []
-        for path in entries:
+        for path in self.entries():
             with contextlib.suppress(OSError):
                 sizes.append((path, path.stat().st_size))
         excess = sum(size for _, size in sizes) - self.limit_bytes
@@ -141,7 +135,3 @@ class Store:
                 break
             path.unlink(missing_ok=True)
             excess -= size
-        for path in self.folder.glob(".new-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink()

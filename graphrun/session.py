@@ -28,9 +28,7 @@ from graphrun.batch.cache.reuse import Reuse, What, reuse_for
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
-from graphrun.model.choices import apply_choices
 from graphrun.model.problem import Problem
-from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
@@ -45,16 +43,16 @@ LOOKAHEAD = 32  # the most waiting runs that are examined before a change of pla
 
 @dataclass(frozen=True, slots=True)
 class PlannedGraph:
-    """The graph without its precomputed stages, the plan for it, and the plan's simulation."""
+    """The graph without its precomputed stages, and the plan for it."""
 
     graph: Graph
     solution: Solution
-    simulation: Simulation
 
     @property
     def further_seconds(self) -> float:
         """Predicted seconds of a run after the first."""
-        return self.simulation.again_seconds if self.simulation.again else self.simulation.seconds
+        simulation = self.solution.simulation
+        return simulation.again_seconds if simulation.again else simulation.seconds
 
 
 class Session:
@@ -86,14 +84,13 @@ class Session:
         self._whole, self._inputs, self._modules = graph, dict(inputs or {}), modules
         self._budgets = {**budgets, "runs": runs, "cache": cache}
         self._cache_options = None if cache is None or modules or reuse == "none" else (cache, reuse, note)
-        until = budgets.get("until")
-        graph = graph if until is None else graph.until(until)
+        graph = graph.until(budgets.get("until"))
         self.graph = graph.without_sources() if random_weights else graph
         self._planned: dict[Any, PlannedGraph] = {}  # by settings and precomputed stages
         problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)
         self.solution: Solution = self._plan_for(self.graph.for_planning(self._inputs), (), problem).solution
         self.device = device or open_device(self.solution.problem)
-        self._before = _tiers(self.device)
+        self._before = self.device.tiers()
         self._host: Host | None = None
         self._runs: Runs | None = None
         self._current: PlannedGraph | None = None
@@ -141,7 +138,7 @@ class Session:
         self._worker.shutdown(wait=True, cancel_futures=True)
         with _device_lock(self.device.name):
             self._release()
-        return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in _tiers(self.device).items())
+        return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in self.device.tiers().items())
 
     def _run(self, progress: Callable[[int, int, int], None] | None) -> Trace:
         with self._state:
@@ -151,13 +148,12 @@ class Session:
             found = reuse.find() if reuse is not None else {}
             chosen = self._choose(values, found)
             host, runs = self._activate(chosen)
-            problem, plan = chosen.solution.problem, chosen.solution.plan
             precomputed = {name: found[name] for name in (str(reference)[1:] for reference in chosen.graph.precomputed)}
             arguments: dict[str, Any] = {"precomputed": precomputed}
             if reuse is not None:
-                choices = choices_of(problem, plan)
+                choices = choices_of(chosen.solution)
                 arguments["after_stage"] = lambda stage, outputs: reuse.keep(stage, outputs, choices)
-            return runs.run(stages_for(plan, chosen.graph, values, self.device, host, **arguments), progress)
+            return runs.run(stages_for(chosen.solution.plan, chosen.graph, values, self.device, host, **arguments), progress)
 
     def _choose(self, values: Mapping[str, Any], found: Mapping[str, Any]) -> PlannedGraph:
         """The plan for a run whose outputs ``found`` are cached: for the whole graph, or without the stages of ``found``.
@@ -173,7 +169,7 @@ class Session:
         if short is self._current or self._current is not whole or saved <= 0:
             return whole if saved <= 0 else short
         self._recomputed_seconds += saved
-        needed_runs = (short.simulation.seconds - short.further_seconds - self._recomputed_seconds) / saved
+        needed_runs = (short.solution.simulation.seconds - short.further_seconds - self._recomputed_seconds) / saved
         if self._similar_runs(values, found.keys(), min(LOOKAHEAD, math.ceil(needed_runs))) >= needed_runs:
             return short
         return whole
@@ -199,8 +195,8 @@ class Session:
             problem = problem or api.estimate(self._whole, inputs=sizes, precomputed=precomputed, **self._budgets)
             solution = api.plan(problem, cache=self._budgets["cache"])
             graph = self.graph.with_precomputed(problem.precomputed)
-            refuse_unfit(solution.problem, solution.plan, graph)
-            self._planned[key] = PlannedGraph(graph, solution, solution.simulation)
+            refuse_unfit(solution, graph)
+            self._planned[key] = PlannedGraph(graph, solution)
         return self._planned[key]
 
     def _reuse(self, values: Mapping[str, Any]) -> Reuse | None:
@@ -215,13 +211,12 @@ class Session:
 
         A change of plan frees the device, and the backing stores too unless the new plan holds its components in the same way.
         """
-        problem, plan = planned.solution.problem, planned.solution.plan
-        applied = apply_choices(problem, plan)
+        applied = planned.solution.chosen
         if self._current is not planned or self._host is None or self._runs is None:
             kept = self._host if self._host is not None and self._host.fits(applied) else None
             self._release(kept)
             self._host = kept or Host.of_graph(planned.graph, applied, self.device, self._modules)
-            self._runs = Runs(problem, plan, self._host, self.device)
+            self._runs = Runs(planned.solution, self._host, self.device)
             self._current, self._recomputed_seconds = planned, 0.0
         return self._host, self._runs
 
@@ -239,7 +234,3 @@ class Session:
 def _device_lock(device: str) -> threading.Lock:
     """The lock of ``device``, shared by all sessions of the process: one run at a time."""
     return threading.Lock()
-
-
-def _tiers(device: Device) -> dict[str, int]:
-    return {"device": device.allocated_bytes, **{name: device.arenas.nbytes(name) for name in ("arenas", "pinned")}}

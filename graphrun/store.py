@@ -21,7 +21,7 @@ from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -30,12 +30,12 @@ from graphrun.files import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
 from graphrun.graph.media import told
 from graphrun.model.plan import parse
-from graphrun.model.problem import BlockGroup, Hardware, Problem
+from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import commits_of, config_file, file_stamps, local_folder, local_place
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
-from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Product, Recording, Span
+from graphrun.profile.recording import DryRun
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.solution import checked_solution
 
@@ -46,57 +46,58 @@ LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PlanError)
 
 
+_Entry = TypeVar("_Entry")
+
+
 def problem_for(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
     """The problem of running ``graph`` with resolved ``inputs``: read from ``store``, else made and stored.
 
     Measurements of earlier runs in ``store`` replace traced numbers.
     """
-    return informed(_problem(graph, inputs, hardware, limits, store), store)
-
-
-def _problem(graph: Graph, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, store: Store | None) -> Problem:
-    chosen = option_phases_of(graph, limits.allow)
-
-    def made() -> tuple[Problem, Probed]:
-        with_options = [(stage, name, dry_run(graph, inputs, store, {stage: name})) for stage, name in chosen]
-        plain = dry_run(graph, inputs, store)
-        return problem_of(graph, plain, hardware, limits, inputs, with_options), plain
-
     traced = trace_key(graph, inputs) if store is not None else None
-    if store is None or traced is None:
-        problem, probed = made()
+    key = ""
+    if traced is not None:
+        sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
+        settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
+        key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
+    problem = _stored(store, "problem", key, TypeAdapter(Problem).validate_python)
+    if problem is None:
+        chosen = option_phases_of(graph, limits.allow)
+        with_options = [(stage, name, _dry_run(graph, inputs, store, traced, {stage: name})) for stage, name in chosen]
+        probed = _dry_run(graph, inputs, store, traced)
+        problem = problem_of(graph, probed, hardware, limits, inputs, with_options)
         if store is not None:
+            if key:
+                store.put("problem", key, problem.to_json())
             keep_shapes(graph, probed, problem, store)
-        return problem
-    sources = [sorted(c.name for c in graph.components.values() if c.source is not None), commits_of(graph.components.values())]
-    settings = {name: told(value) for name, value in inputs.items() if not isinstance(value, str)}
-    key = digest_of([traced, graph.name, settings, asdict(hardware), asdict(limits), asdict(graph.directives), sources])
-    if (found := store.get("problem", key)) is not None:
-        try:
-            return TypeAdapter(Problem).validate_python(found)
-        except UNREADABLE:
-            pass
-    problem, probed = made()
-    store.put("problem", key, problem.to_json())
-    keep_shapes(graph, probed, problem, store)
-    return problem
+    return informed(problem, store)
 
 
-def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None, options: Mapping[str, str] | None = None) -> Probed:
-    """The dry run of ``graph`` with resolved ``inputs`` and stage ``options`` (stage -> name): read from ``store``, else made,
-    which takes seconds, and stored."""
-    key = trace_key(graph, inputs) if store is not None else None
-    if store is None or key is None:
-        return _probe(graph, inputs, options)
-    key = digest_of([key, sorted(options.items())]) if options else key
-    if (found := store.get("trace", key)) is not None:
-        try:
-            return from_json(found)
-        except UNREADABLE:
-            pass
+def dry_run(graph: Graph, inputs: Mapping[str, Any], store: Store | None) -> DryRun:
+    """The dry run of ``graph`` with resolved ``inputs``: read from ``store``, else made, which takes seconds, and stored."""
+    return _dry_run(graph, inputs, store, trace_key(graph, inputs) if store is not None else None)
+
+
+def _dry_run(
+    graph: Graph, inputs: Mapping[str, Any], store: Store | None, traced: str | None, options: Mapping[str, str] | None = None
+) -> DryRun:
+    """As `dry_run`, with the `trace_key` ``traced`` and the stage ``options`` (stage -> name)."""
+    key = digest_of([traced, sorted(options.items())]) if traced and options else traced or ""
+    if (found := _stored(store, "trace", key, DryRun.from_json)) is not None:
+        return found
     probed = _probe(graph, inputs, options)
-    store.put("trace", key, to_json(probed))
+    if store is not None and key:
+        store.put("trace", key, probed.to_json())
     return probed
+
+
+def _stored(store: Store | None, kind: str, key: str, read: Callable[[Any], _Entry]) -> _Entry | None:
+    """The entry of ``store`` as ``read`` makes it; None without a key, and where there is no entry or it is damaged."""
+    found = store.get(kind, key) if store is not None and key else None
+    try:
+        return read(found) if found is not None else None
+    except UNREADABLE:
+        return None
 
 
 def solution_for(problem: Problem, store: Store | None, solved: Callable[[float], None] | None = None) -> Solution:
@@ -128,14 +129,10 @@ def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
 
 
 def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
-    found = store.get("plan", _plan_key(problem)) if store is not None else None
-    if found is None:
-        return None
-    try:
-        plan, of = parse(found["plan"]), split_into_layers(problem, found["layers"])
-        return checked_solution(of, plan, *found["proof"])
-    except UNREADABLE:
-        return None
+    def read(found: Any) -> Solution | None:
+        return checked_solution(split_into_layers(problem, found["layers"]), parse(found["plan"]), *found["proof"])
+
+    return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
 
 
 def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
@@ -176,7 +173,7 @@ def _sources(graph: Graph) -> list[Any] | None:
         found.append([c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)])
     for p in graph.parts.values():
         if not (p.has_config or p.file):
-            folder = local_folder(p.source) if p.source is not None else None
+            folder = local_folder(p.source)
             if folder is None:
                 return None
             files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -218,7 +215,7 @@ def own_source() -> str:
     return total.hexdigest()[:32]
 
 
-def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with _garbage_collection_paused() as imported:
         from graphrun.modules.classes import resolve_class
         from graphrun.profile.dry_run import probe
@@ -253,61 +250,3 @@ def _garbage_collection_paused() -> Iterator[Callable[[], None]]:
             gc.enable()
         if enabled and not frozen:
             gc.unfreeze()
-
-
-def to_json(probed: Probed) -> dict[str, Any]:
-    """A JSON-ready dictionary of a dry run, without its modules. Each call is written once; items of the recording refer to it by
-    number."""
-    calls: dict[int, Call] = {id(item.call): item.call for item in probed.recording.items if isinstance(item, Mark) and item.call}
-    numbers = {key: number for number, key in enumerate(calls)}
-    return {
-        "calls": [call.plain() for call in calls.values()],
-        "items": [
-            [item.kind, item.name, numbers[id(item.call)] if item.call else -1] if isinstance(item, Mark) else item
-            for item in probed.recording.items
-        ],
-        "values": {name: sorted(keys) for name, keys in probed.recording.values.items()},
-        "profiles": {name: asdict(profiles) for name, profiles in probed.profiles.items()},
-    }
-
-
-def from_json(data: Mapping[str, Any]) -> Probed:
-    """The dry run from `to_json`, without modules. Raises one of `UNREADABLE` for any other ``data``."""
-    calls = [
-        Call(
-            **{
-                **call,
-                "events": tuple((key, nbytes) for key, nbytes in call["events"]),
-                "touched": frozenset(call["touched"]),
-                "flops": tuple((path, flops) for path, flops in call["flops"]),
-                "products": tuple(Product(**product) for product in call["products"]),
-                "spans": tuple(Span(**span) for span in call["spans"]),
-                "outside": frozenset(call["outside"]),
-                "loose": frozenset(call["loose"]),
-                "kept": tuple(call["kept"]),
-            }
-        )
-        for call in data["calls"]
-    ]
-    items: list[tuple[int, int] | Mark] = [
-        Mark(item[0], item[1], calls[item[2]] if item[2] >= 0 else None) if len(item) == 3 else (item[0], item[1])
-        for item in data["items"]
-    ]
-    profiles = {
-        name: ComponentProfile(
-            found["parameters"],
-            *_groups_of(found),
-            {name: (outputs, inputs) for name, (outputs, inputs) in found["layers"].items()},
-            {name: (most, written) for name, (most, written) in found["widened"].items()},
-            tuple(found["as_stored"]),
-            LayerSplit(*_groups_of(found["layer_split"])) if found["layer_split"] else None,
-        )
-        for name, found in data["profiles"].items()
-    }
-    return Probed(Recording(items, {name: frozenset(keys) for name, keys in data["values"].items()}), profiles)
-
-
-def _groups_of(found: Mapping[str, Any]) -> tuple[tuple[BlockGroup, ...], tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """Block groups, bytes of one block per group, and the same in other precisions."""
-    groups = tuple(BlockGroup(**{**k, "blocks": tuple(k["blocks"])}) for k in found["groups"])
-    return groups, tuple(found["block_bytes"]), {precision: tuple(sizes) for precision, sizes in found["precisions"].items()}

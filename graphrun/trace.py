@@ -51,6 +51,11 @@ class SlotTrace:
     host_bytes: int = 0
     locked_bytes: int = 0
 
+    @property
+    def name(self) -> str:
+        """``phase part``, as in the plan's text; ``end`` for the slot after the last phase."""
+        return f"{self.phase} {self.part}".strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Tier:

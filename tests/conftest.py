@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,21 +16,16 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # of torch, which is imported later
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
+
+sys.path.insert(0, str(Path(__file__).parent / "sweep"))
+pytest_plugins = ["campaign"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="Write golden files anew instead of comparing with them.")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests run when their mark is asked for: ``pytest -m faults``, ``pytest -m sweep``."""
-    for mark in ("faults", "sweep"):
-        if mark not in config.getoption("-m"):
-            for item in items:
-                if item.get_closest_marker(mark):
-                    item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,16 +33,6 @@ def libraries_are_not_collected() -> None:
     """Exempts the million objects of imported libraries from garbage collection, which each failed run triggers."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)

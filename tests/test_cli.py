@@ -64,7 +64,7 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
 
 
 def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
-    command = ("plan", TINY, "--device", "sim", "--vram", "6543K")
+    command = ("plan", TINY, "--device", "sim", "--vram", "6543K", "--ram", "8G")
     solved, cached, again = graphrun(*command)[1], graphrun(*command)[1], graphrun(*command, "--no-cache")[1]
     assert " to solve)" in solved
     assert " to solve)" in again
@@ -72,6 +72,19 @@ def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
     same = [[line for line in of.splitlines() if not line.startswith("predicted ")] for of in (solved, cached)]
     assert same[0] == same[1]
     assert json.loads(graphrun(*command, "--json")[1])["solve_seconds"] is None
+
+
+def test_no_cache_neither_reads_nor_writes_there(graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = ("run", TINY, "--device", "sim", "--vram", "6M", "--prompt", "a", "--set", "steps=1", "-o", "a.png")
+    assert graphrun(*command, "--no-cache")[0] == 0
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert graphrun(*command)[0] == 0
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    assert files
+    _, out, _ = graphrun(*command, "--no-cache")
+    assert "precomputed" not in out
+    assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
 def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(graphrun: Cli, tmp_path: Path) -> None:

@@ -8,18 +8,6 @@ from pathlib import Path
 FILES = sorted((Path(__file__).parent.parent / "graphrun").rglob("*.py"))
 
 
-def test_no_forward_is_replaced() -> None:
-    """A module's ``forward`` stays its own, so that compiled and hooked modules keep working."""
-    found = [
-        f"{path}:{node.lineno}"
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in node.targets)
-    ]
-    assert FILES
-    assert not found
-
-
 def test_no_mutable_state_at_module_level() -> None:
     found = []
     for path in FILES:

@@ -48,6 +48,7 @@ def cells(bench: dict[str, Any], tool: str, kind: str = "run") -> list[dict[str,
     return [c for c in bench["cells"] if c["tool"] == tool and c["kind"] == kind and c["ram_bytes"] is None]
 
 
+@pytest.mark.sweep("peers")
 def test_every_cell_that_finishes_keeps_its_cap_and_has_the_resident_output(bench: dict[str, Any]) -> None:
     finished = [c for c in bench["cells"] if c["status"] == "finished"]
     assert len(finished) >= 6
@@ -57,6 +58,7 @@ def test_every_cell_that_finishes_keeps_its_cap_and_has_the_resident_output(benc
         assert cell["cap_bytes"] is None or all(run["peak_bytes"] <= cell["cap_bytes"] for run in cell["runs"])
 
 
+@pytest.mark.sweep("peers")
 def test_what_does_not_look_at_the_cap_finishes_from_its_peak_on_and_runs_out_below_it(bench: dict[str, Any]) -> None:
     free, *capped = cells(bench, "diffusers model offload")
     peak = max(run["peak_bytes"] for run in free["runs"])
@@ -65,6 +67,7 @@ def test_what_does_not_look_at_the_cap_finishes_from_its_peak_on_and_runs_out_be
     assert [cell["runs"] for cell in above] == [free["runs"]] * len(above)
 
 
+@pytest.mark.sweep("peers")
 def test_model_offload_leaves_an_encoder_and_peaks_higher_the_second_time_and_graphrun_does_neither(bench: dict[str, Any]) -> None:
     offload, own = cells(bench, "diffusers model offload")[0]["runs"], cells(bench, "graphrun")[0]["runs"]
     assert offload[1]["peak_bytes"] > offload[0]["peak_bytes"]
@@ -74,6 +77,7 @@ def test_model_offload_leaves_an_encoder_and_peaks_higher_the_second_time_and_gr
     assert own[1]["left_bytes"] == 0
 
 
+@pytest.mark.sweep("peers")
 def test_where_graphrun_fits_no_peer_makes_the_first_run_faster(bench: dict[str, Any]) -> None:
     fits = [cell for cell in cells(bench, "graphrun") if cell["status"] == "finished" and cell["cap_bytes"]]
     assert fits
@@ -83,6 +87,7 @@ def test_where_graphrun_fits_no_peer_makes_the_first_run_faster(bench: dict[str,
         assert cell["runs"][0]["seconds"] <= min(finished, default=1.0)
 
 
+@pytest.mark.sweep("peers")
 def test_a_session_finds_in_its_second_run_what_the_first_left(bench: dict[str, Any]) -> None:
     one, two = max(cells(bench, "graphrun, session of 2"), key=lambda cell: cell["cap_bytes"] or 0)["runs"]
     assert two["seconds"] < one["seconds"]
@@ -90,6 +95,7 @@ def test_a_session_finds_in_its_second_run_what_the_first_left(bench: dict[str, 
     assert one["left_bytes"] == two["before_bytes"] == two["left_bytes"] > 0
 
 
+@pytest.mark.sweep("peers")
 def test_measured_is_planned(bench: dict[str, Any]) -> None:
     for cell in cells(bench, "graphrun"):
         if cell["status"] == "finished":
@@ -97,6 +103,7 @@ def test_measured_is_planned(bench: dict[str, Any]) -> None:
             assert cell["runs"][0]["seconds"] == pytest.approx(cell["planned"]["seconds"], rel=0.06)
 
 
+@pytest.mark.sweep("peers")
 def test_where_ram_is_tight_graphrun_reads_the_files_and_says_how_much(bench: dict[str, Any]) -> None:
     facts = bench["models"]["hidream"]
     tight = [c for c in bench["cells"] if c["ram_bytes"] is not None and c["tool"] == "graphrun"]
@@ -108,12 +115,14 @@ def test_where_ram_is_tight_graphrun_reads_the_files_and_says_how_much(bench: di
     assert plain["runs"][0]["read_bytes"] == 0, "elsewhere weights are in host memory, as the peers' are"
 
 
+@pytest.mark.sweep("peers")
 def test_a_tool_that_cannot_run_is_reported_with_its_message(bench: dict[str, Any]) -> None:
     told = cells(bench, "mmgp")
     assert [c["status"] for c in told] == ["unavailable"]
     assert "CUDA alone" in told[0]["message"] or "not installed" in told[0]["message"]
 
 
+@pytest.mark.sweep("peers")
 def test_a_second_command_runs_only_what_is_missing(part: Any, bench: dict[str, Any], tmp_path: Path) -> None:
     peers, out = part("peers"), tmp_path / "peers.json"
     out.write_text(json.dumps({**bench, "cells": bench["cells"][:-1]}))
@@ -123,6 +132,7 @@ def test_a_second_command_runs_only_what_is_missing(part: Any, bench: dict[str, 
     assert ran == [bench["cells"][-1]["tool"]]
 
 
+@pytest.mark.sweep("peers")
 def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind(part: Any, bench: dict[str, Any]) -> None:
     report = part("peers_report")
     of = report.Results(bench)

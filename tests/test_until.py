@@ -44,7 +44,7 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
     device = SimulatedDevice(Machine())
     host = Host.of_graph(encoding, problem, device)
     assert all(tensor.is_meta for tensor in host.modules["vae"].parameters()), "nothing else is built"
-    first, second = (execute(problem, solution.plan, encoding, encoding.resolve({}), device, host=host) for _ in range(2))
+    first, second = (execute(solution, encoding, encoding.resolve({}), device, host=host) for _ in range(2))
     assert first.left_bytes == second.left_bytes == device.allocated_bytes == 0
     assert first.peak_bytes == second.peak_bytes <= problem.effective_bytes, "a second encoding peaks where the first did"
     embeds = list(first.outputs["embeds"].values())

@@ -18,9 +18,10 @@ import contextlib
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
@@ -28,26 +29,27 @@ from graphrun.files import write_whole
 from graphrun.ops.steps import StepState
 
 DEPENDENCIES = "dependencies"
+T = TypeVar("T")
 SHOWN = 6  # the most changes that an error message lists
 
 
 class Journal:
-    """The state of a batch in ``folder``, saved every ``every`` denoising steps.
+    """The state of a batch in ``folder``.
 
     Raises InputError where the folder cannot be written, or another process runs the same batch.
     """
 
-    def __init__(self, folder: Path, every: int = 1) -> None:
-        self.folder, self.every = folder, every
-        try:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise InputError(f"{folder}: another process is running this batch; wait for it, or choose another output") from error
-        except OSError as error:
-            raise InputError(f"{folder}: the resume state cannot be written: {error.strerror or error}") from error
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._lock.close()
+                message = "another process is running this batch; wait for it, or choose another output"
+                raise InputError(f"{folder}: {message}") from error
 
     def close(self) -> None:
         """Releases the lock."""
@@ -59,10 +61,10 @@ class Journal:
         Raises InputError listing each entry that changed, and where there is state of requests without its dependencies.
         """
         path = self.folder / f"{kind}.json"
-        data = self._get(path)
+        data = _read(path)
         if data is None and kind == DEPENDENCIES and any(each.name.isdigit() for each in self.folder.iterdir()):
             raise InputError(f"{self.folder}: the state has no readable {path.name}; remove the folder to start over")
-        before: dict[str, str] = dict(json.loads(data)) if data is not None else {}
+        before: dict[str, str] = json.loads(data or b"{}")
         changed = [
             f"  {name}: was {before[name]}, is {entries.get(name, 'gone')}" for name in before if entries.get(name) != before[name]
         ]
@@ -71,38 +73,23 @@ class Journal:
             more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
             raise InputError("\n".join([message, *changed[:SHOWN], *more]))
         if entries.keys() != before.keys():
-            self._put(path, json.dumps(dict(entries), indent=0, sort_keys=True).encode())
+            _write(path, json.dumps(dict(entries), indent=0, sort_keys=True).encode())
 
     def request(self, number: int) -> RequestJournal:
         """The state of request ``number``."""
-        return RequestJournal(self, self.folder / str(number))
-
-    def _put(self, path: Path, data: bytes) -> None:
-        try:
-            path.parent.mkdir(exist_ok=True)
-            checked = hashlib.sha256(data).hexdigest().encode() + b"\n" + data
-            write_whole(path, lambda temporary: temporary.write_bytes(checked), lasting=True)
-        except OSError as error:
-            raise InputError(f"{path}: the resume state cannot be written: {error.strerror or error}") from error
-
-    def _get(self, path: Path) -> bytes | None:
-        try:
-            check, _, data = path.read_bytes().partition(b"\n")
-        except OSError:
-            return None
-        return data if hashlib.sha256(data).hexdigest().encode() == check else None
+        return RequestJournal(self.folder / str(number))
 
 
 class RequestJournal:
-    """The state of one request. Implements `graphrun.ops.steps.Journal` for its loops."""
+    """The state of one request in ``folder``. Implements `graphrun.ops.steps.Journal` for its loops."""
 
-    def __init__(self, journal: Journal, folder: Path) -> None:
-        self._journal, self.folder = journal, folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @property
     def done(self) -> bool:
         """Whether all of its output files exist, with the content that was written."""
-        data = self._journal._get(self.folder / "done.json")
+        data = _read(self.folder / "done.json")
         try:
             return data is not None and all(_digest(Path(path)) == digest for path, digest in json.loads(data))
         except OSError:
@@ -111,7 +98,7 @@ class RequestJournal:
     def finish(self, files: Iterable[Path]) -> None:
         """Records ``files`` as the complete outputs of the request, and deletes its other state."""
         found = [[str(path.resolve()), _digest(path)] for path in files]
-        self._journal._put(self.folder / "done.json", json.dumps(found).encode())
+        _write(self.folder / "done.json", json.dumps(found).encode())
         self.tidy()
 
     def tidy(self) -> None:
@@ -122,35 +109,58 @@ class RequestJournal:
 
     def values(self, stage: str) -> dict[str, Any] | None:
         """The saved outputs of ``stage``; None where there are none, or they are damaged."""
-        data = self._journal._get(self.folder / f"{stage}.value")
-        with contextlib.suppress(InputError):
-            return None if data is None else dict(unpack(data))
-        return None
+        return _unpacked(self.folder / f"{stage}.value", dict)
 
     def keep(self, stage: str, outputs: Mapping[str, Any]) -> None:
         """Saves the ``outputs`` of ``stage``, and deletes the state of its loop."""
-        self._journal._put(self.folder / f"{stage}.value", pack(dict(outputs)))
-        (self.folder / f"{stage}.steps").unlink(missing_ok=True)
+        _write(self.folder / f"{stage}.value", pack(dict(outputs)))
+        self.forget(stage)
 
     def state(self, stage: str) -> StepState | None:
         """The saved state of the loop of ``stage``; None where there is none, or it is damaged."""
-        data = self._journal._get(self.folder / f"{stage}.steps")
-        with contextlib.suppress(InputError, TypeError):
-            return None if data is None else StepState(**unpack(data))
-        return None
+        return _unpacked(self.folder / f"{stage}.steps", lambda found: StepState(**found))
 
     def wants(self, stage: str, done: int, steps: int) -> bool:
-        """Whether to save after step ``done``: every ``every`` steps."""
-        return done % self._journal.every == 0
+        """Whether to save after step ``done``: always."""
+        return True
 
     def save(self, stage: str, state: StepState) -> None:
         """Saves the state of the loop of ``stage``."""
-        fields = ("done", "steps", "latents", "generator", "scheduler")
-        self._journal._put(self.folder / f"{stage}.steps", pack({name: getattr(state, name) for name in fields}))
+        _write(self.folder / f"{stage}.steps", pack({each.name: getattr(state, each.name) for each in fields(state)}))
 
     def forget(self, stage: str) -> None:
         """Deletes the state of the loop of ``stage``, so that it starts at its first step."""
         (self.folder / f"{stage}.steps").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: the resume state cannot be written: {error.strerror or error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    checked = hashlib.sha256(data).hexdigest().encode() + b"\n" + data
+    with _writing(path):
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, lambda temporary: temporary.write_bytes(checked), lasting=True)
+
+
+def _read(path: Path) -> bytes | None:
+    """What `_write` wrote; None where there is nothing, or it is damaged."""
+    with contextlib.suppress(OSError):
+        check, _, data = path.read_bytes().partition(b"\n")
+        return data if hashlib.sha256(data).hexdigest().encode() == check else None
+    return None
+
+
+def _unpacked(path: Path, made: Callable[[Any], T]) -> T | None:
+    with contextlib.suppress(InputError, TypeError):
+        data = _read(path)
+        return made(unpack(data)) if data is not None else None
+    return None
 
 
 def _digest(path: Path) -> str:

@@ -23,7 +23,6 @@ from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, 
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint
 from graphrun.graph.settings import settings_of
-from graphrun.model.choices import apply_choices
 from graphrun.model.precomputed import shortened
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
@@ -72,19 +71,30 @@ class BatchContext:
 
     ``estimate(values)`` returns the problem for input values, ``solve`` a plan for it. ``reuse(values)`` returns the output cache
     for them; None: no cache. ``device_name`` is part of the cache keys, since outputs may differ between devices. ``device``: None
-    opens the one of the first problem.
+    opens the one of the first problem. ``strict``: raise the error of the first request that fails.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
     solve: Callable[[Problem], Solution]
     device_name: str
-    reuse: Callable[[Mapping[str, Any]], Reuse] | None = None
-    modules: Mapping[str, Any] | None = None
-    journal: Journal | None = None
-    device: Device | None = None
-    sink: Sink | None = None
-    watcher: Watcher = field(default_factory=Watcher)
-    strict: bool = False  # raise the error of the first request that fails
+    reuse: Callable[[Mapping[str, Any]], Reuse] | None
+    modules: Mapping[str, Any] | None
+    journal: Journal | None
+    device: Device | None
+    sink: Sink | None
+    watcher: Watcher
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unfinished:
+    """A request that is not done: where its outputs are saved, and ``ready``, the graph's outputs until all of them are there."""
+
+    request: Request
+    keys: Keys
+    reuse: Reuse | None
+    journal: RequestJournal | None
+    ready: dict[str, Any] = field(default_factory=dict)
 
 
 def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
@@ -94,31 +104,30 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
     raises, and InputError where the journal is of another batch or cannot be written; outputs finished by then are with the sink.
     Closes the journal.
     """
-    with contextlib.ExitStack() as closing:
+    batch, device = Batch(), context.device
+    with contextlib.nullcontext() if context.journal is None else contextlib.closing(context.journal):
+        for request in requests:
+            if request.error:
+                batch.errors[request.number] = request.error
+                context.watcher.left_out(request)
+        good = [request for request in requests if not request.error]
         if context.journal is not None:
-            closing.callback(context.journal.close)
-        return _run_requests(graph, requests, context)
-
-
-def _run_requests(graph: Graph, requests: Sequence[Request], context: BatchContext) -> Batch:
-    batch = Batch()
-    for request in requests:
-        if request.error:
-            batch.errors[request.number] = request.error
-            context.watcher.left_out(request)
-    good, device = [request for request in requests if not request.error], context.device
-    if context.journal is not None:
-        inputs = {f"inputs of request {request.number}": _fingerprint(request) for request in good}
-        context.journal.require(dependencies(graph, context.device_name) | inputs)
-        batch.done_before = tuple(request.number for request in good if context.journal.request(request.number).done)
-        for number in batch.done_before:
-            context.journal.request(number).tidy()
-        for stage, why in restarting_loops(graph):
-            context.watcher.restarts(stage, why)
-    for same in _by_settings(graph, [request for request in good if request.number not in batch.done_before]):
-        problem = context.estimate(same[0].inputs)
-        device = device or open_device(problem)
-        _Runner(graph, problem, same, context, device, batch).run()
+            inputs = {f"inputs of request {request.number}": _fingerprint(request) for request in good}
+            context.journal.require(dependencies(graph, context.device_name) | inputs)
+            done = {request.number: journal for request in good if (journal := context.journal.request(request.number)).done}
+            for journal in done.values():
+                journal.tidy()
+            batch.done_before = tuple(done)
+            for stage, why in restarting_loops(graph):
+                context.watcher.restarts(stage, why)
+        by_settings: dict[Any, list[Request]] = {}  # the inputs that sizes and times depend on
+        for request in good:
+            if request.number not in batch.done_before:
+                by_settings.setdefault(settings_of(graph, request.inputs), []).append(request)
+        for same in by_settings.values():
+            problem = context.estimate(same[0].inputs)
+            device = device or open_device(problem)
+            _Runner(graph, problem, same, context, device, batch).run()
     return batch
 
 
@@ -126,14 +135,6 @@ def restarting_loops(graph: Graph) -> list[tuple[str, str]]:
     """The stages whose loops cannot resume at a step but restart at their first, each with the reason."""
     why = why_not(resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline"))
     return [(stage.name, why) for stage in graph.stages if why and stage.op == "denoise"]
-
-
-def _by_settings(graph: Graph, requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests grouped by equal settings (the inputs that sizes and times depend on), in the order of their first ones."""
-    found: dict[tuple[tuple[str, str], ...], list[Request]] = {}
-    for request in requests:
-        found.setdefault(settings_of(graph, request.inputs), []).append(request)
-    return list(found.values())
 
 
 def _fingerprint(request: Request) -> str:
@@ -146,171 +147,158 @@ class _Runner:
     def __init__(
         self, graph: Graph, problem: Problem, requests: Sequence[Request], context: BatchContext, device: Device, batch: Batch
     ) -> None:
-        self.graph, self.problem, self.requests = graph, problem, list(requests)
-        self.context, self.device, self.batch = context, device, batch
-        self.reuse = {request.number: context.reuse(request.inputs) for request in requests} if context.reuse is not None else {}
-        self.keys = {request.number: self._keys_of(request) for request in requests}
+        self.graph, self.problem, self.context, self.device, self.batch = graph, problem, context, device, batch
         self.last = {reference.name for reference in graph.outputs.values()}
-        self.ready: dict[int, dict[str, Any]] = {}  # outputs of the graph, until all of a request's are there
+        self.values, self.todo = Values(problem.ram_bytes), [self._work(request) for request in requests]
+
+    def _work(self, request: Request) -> Unfinished:
+        """Its keys tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
+        context = self.context
+        reuse = context.reuse(request.inputs) if context.reuse is not None else None
+        keys = Keys(self.graph, request.inputs, context.device_name, str) if reuse is None else reuse.keys
+        return Unfinished(request, keys, reuse, context.journal.request(request.number) if context.journal is not None else None)
 
     def run(self) -> None:
         """Runs all requests."""
-        with Values(self.problem.ram_bytes) as values:
-            self.values = values
-            found = {request.number: self._found(request) for request in self.requests}
-            for request in list(self.requests):
-                self._resume_loop(request, found[request.number])
-            counts = {stage.name: len(self._distinct((stage.name,), self.requests)) for stage in self.graph.stages}
+        with self.values:
+            for work, found in [(work, self._found(work)) for work in self.todo]:
+                self._resume_loop(work, found)
+            counts = {stage.name: len(self._distinct((stage.name,), self.todo)) for stage in self.graph.stages}
             for stage, number in counts.items():
-                self.batch.shared[stage] = self.batch.shared.get(stage, 0) + len(self.requests) - number
-            if not self.requests:
+                self.batch.shared[stage] = self.batch.shared.get(stage, 0) + len(self.todo) - number
+            if not self.todo:
                 return
-            schedule = schedules(self.graph, self.problem, counts, len(self.requests), self.context.solve)[0]
-            values.ram_bytes = schedule.room_bytes
+            schedule = schedules(self.graph, self.problem, counts, len(self.todo), self.context.solve)[0]
+            self.values.ram_bytes = schedule.room_bytes
             self._require_choices(schedule)
             self.batch.schedules.append(schedule)
             self.context.watcher.schedule(schedule, counts)
-            requests = list(self.requests)
-            for begin in range(0, len(requests), schedule.group):
+            works = list(self.todo)
+            for begin in range(0, len(works), schedule.group):
                 for segment in schedule.segments:
-                    self._segment(segment, requests[begin : begin + schedule.group])
+                    group = [work for work in works[begin : begin + schedule.group] if work in self.todo]
+                    if distinct := self._distinct(segment.stages, group):
+                        self._session(segment, distinct, (BrokenPlan,))
 
-    def _found(self, request: Request) -> set[str]:
-        """The stages of ``request`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
-        found = set[str]()
-        if self.context.journal is not None:
-            journal = self.context.journal.request(request.number)
-            for stage in self.graph.stages:
-                if stage.name not in self.last and (outputs := journal.values(stage.name)) is not None:
-                    self._put(request, stage.name, outputs)
-                    found.add(stage.name)
-        if request.number in self.reuse:
-            for name, value in self.reuse[request.number].find().items():
-                if not self.values.has(request.number, name):
-                    self.values.put(request.number, name, value)
-                found.add(name.partition(".")[0])
-        return found
-
-    def _resume_loop(self, request: Request, found: set[str]) -> None:
-        """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
-        journal = self._journal(request)
+    def _found(self, work: Unfinished) -> set[str]:
+        """The stages of ``work`` whose outputs are known: in the journal or in the cache. Stores these in ``values``."""
+        found: dict[str, Any] = {}
         for stage in self.graph.stages:
-            state = journal.state(stage.name) if journal is not None else None
-            if journal is None or state is None:
+            if work.journal is not None and stage.name not in self.last:
+                outputs = work.journal.values(stage.name) or {}
+                found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
+        if work.reuse is not None:
+            found = work.reuse.find() | found
+        for name, value in found.items():
+            self.values.put(work.request.number, name, value)
+        return {name.partition(".")[0] for name in found}
+
+    def _resume_loop(self, work: Unfinished, found: set[str]) -> None:
+        """Finishes a loop that was interrupted, from its last saved step. ``found``: stages whose outputs are known."""
+        for stage in self.graph.stages:
+            if work.journal is None or (state := work.journal.state(stage.name)) is None:
                 continue
             own, problem = segment_of(self.graph, self.problem, (stage.name,), 1)
             if not {reference.name for reference in own.precomputed} <= found:
-                journal.forget(stage.name)
+                work.journal.forget(stage.name)
                 continue
             try:
                 problem = shortened(problem, {stage.name: (state.done, state.steps)})
             except InputError as error:
-                self._restart(request, stage.name, error)
+                self._restart(work, stage.name, error)
                 continue
-            solution = self.context.solve(problem)
-            segment = Segment((stage.name,), own, solution, solution.simulation)
+            segment = Segment((stage.name,), own, self.context.solve(problem))
             try:
-                self._session(segment, [[request]], (OutOfMemory, TransferFailed))
+                self._session(segment, [[work]], (OutOfMemory, TransferFailed))
             except BrokenPlan as error:  # the saved state does not fit the loop
-                self._restart(request, stage.name, error)
+                self._restart(work, stage.name, error)
 
-    def _restart(self, request: Request, stage: str, why: GraphrunError) -> None:
-        if (journal := self._journal(request)) is not None:
-            journal.forget(stage)
-        self.context.watcher.restarts(f"{stage} of request {request.number}", str(why))
+    def _restart(self, work: Unfinished, stage: str, why: GraphrunError) -> None:
+        if work.journal is not None:
+            work.journal.forget(stage)
+        self.context.watcher.restarts(f"{stage} of request {work.request.number}", str(why))
 
-    def _segment(self, segment: Segment, requests: Sequence[Request]) -> None:
-        """Runs ``segment`` as a session over the distinct ones of ``requests``; equal requests share the outputs."""
-        if todo := self._distinct(segment.stages, [request for request in requests if request in self.requests]):
-            self._session(segment, todo, (BrokenPlan,))
-
-    def _session(self, segment: Segment, todo: Sequence[Sequence[Request]], failures: tuple[type[GraphrunError], ...]) -> None:
-        """One run for the first request of each list in ``todo``, whose outputs all of the list share.
+    def _session(self, segment: Segment, todo: Sequence[Sequence[Unfinished]], failures: tuple[type[GraphrunError], ...]) -> None:
+        """Runs ``segment`` as a session, once for the first of each list in ``todo``, whose outputs all of the list share.
 
         An error of a type in ``failures`` is recorded for all of the list; others are raised.
         """
-        problem, plan = segment.solution.problem, segment.solution.plan
-        refuse_unfit(problem, plan, segment.graph)
-        self.context.watcher.segment(segment, len(todo))
-        host = Host.of_graph(segment.graph, apply_choices(problem, plan), self.device, self.context.modules)
-        with Session(problem, plan, host, self.device) as session:
-            for first, *others in todo:
-                if problem.runs == 1:  # a plan for one run: the next starts with an empty device
+        solution, watcher = segment.solution, self.context.watcher
+        refuse_unfit(solution, segment.graph)
+        watcher.segment(segment, len(todo))
+        host = Host.of_graph(segment.graph, solution.chosen, self.device, self.context.modules)
+        with Session(solution, host, self.device) as session:
+            for works in todo:
+                if solution.problem.runs == 1:  # a plan for one run: the next starts with an empty device
                     session.close()
-                arguments = self._arguments(segment.graph, first, segment.solution)
-                stages = stages_for(plan, segment.graph, first.inputs, self.device, host, **arguments)
-                progress, tell = self.context.watcher.run(segment, first), self.context.watcher.planned_again
+                request = works[0].request
+                arguments = self._arguments(segment.graph, works, solution)
+                stages = stages_for(solution.plan, segment.graph, request.inputs, self.device, host, **arguments)
+                progress, tell = watcher.run(segment, request), watcher.planned_again
                 try:
-                    trace = run_to_the_end(problem, plan, stages, host, self.device, progress, tell=tell, session=session)
+                    trace = run_to_the_end(solution, stages, host, self.device, progress, tell=tell, session=session)
                 except failures as error:  # the device is empty again
-                    self._fail((first, *others), error)
-                    continue
-                self.batch.traces.append((segment.stages, first.number, trace))
-                self._finish(segment.graph, first, trace, (first, *others))
+                    if self.context.strict:
+                        raise
+                    for work in works:
+                        self._fail(work, error)
+                else:
+                    self.batch.traces.append((segment.stages, request.number, trace))
+                    for work in works:
+                        self._finish(work, trace.outputs)
 
-    def _arguments(self, graph: Graph, request: Request, solution: Solution) -> dict[str, Any]:
+    def _arguments(self, graph: Graph, works: Sequence[Unfinished], solution: Solution) -> dict[str, Any]:
         """Further arguments of `stages_for`: precomputed values, the journal, and the callback after each stage."""
-        precomputed = {str(reference)[1:]: self.values.get(request.number, str(reference)[1:]) for reference in graph.precomputed}
-        choices, journal = choices_of(solution.problem, solution.plan), self._journal(request)
+        first, names = works[0], [str(reference)[1:] for reference in graph.precomputed]
+        choices = choices_of(solution)
 
         def after_stage(stage: str, outputs: Mapping[str, Any]) -> None:
-            if request.number in self.reuse:
-                self.reuse[request.number].keep(stage, outputs, choices)
-            if journal is not None and stage not in self.last:
-                journal.keep(stage, outputs)
+            if first.reuse is not None:
+                first.reuse.keep(stage, outputs, choices)
+            for work in works:
+                if work.journal is not None and stage not in self.last:
+                    work.journal.keep(stage, outputs)
 
-        return {"precomputed": precomputed, "journal": journal, "after_stage": after_stage}
+        precomputed = {name: self.values.get(first.request.number, name) for name in names}
+        return {"precomputed": precomputed, "journal": first.journal, "after_stage": after_stage}
 
-    def _finish(self, graph: Graph, request: Request, trace: Trace, owners: Sequence[Request]) -> None:
-        """Stores the outputs of a run for all ``owners``: values for later segments wait, outputs of the graph go to the sink."""
-        outputs = trace.outputs
-        for owner in owners:
-            for name, value in outputs.items():
-                if name not in self.graph.outputs:
-                    self.values.put(owner.number, name, value)
-                    if owner is not request and (journal := self._journal(owner)) is not None:
-                        stage, _, output = name.partition(".")
-                        journal.keep(stage, {output: value})
-            ready = self.ready.setdefault(owner.number, {})
-            ready |= {name: value for name, value in outputs.items() if name in self.graph.outputs}
-            if ready.keys() == self.graph.outputs.keys():
-                self._deliver(owner, self.ready.pop(owner.number))
+    def _finish(self, work: Unfinished, outputs: Mapping[str, Any]) -> None:
+        """Stores the ``outputs`` of a run: values for later segments wait; all outputs of the graph together go to the sink."""
+        number = work.request.number
+        for name, value in outputs.items():
+            if name in self.graph.outputs:
+                work.ready[name] = value
+            else:
+                self.values.put(number, name, value)
+        if work.ready.keys() != self.graph.outputs.keys():
+            return
+        files = list[Path]()
+        if self.context.sink is not None:
+            files += self.context.sink(work.request, work.ready)
+        else:
+            self.batch.outputs[number] = work.ready
+        if work.journal is not None:
+            work.journal.finish(files)
+        self.values.drop(number)
+        self.todo.remove(work)
+        self.context.watcher.done(work.request, files)
 
-    def _deliver(self, request: Request, outputs: Mapping[str, Any]) -> None:
-        files = list(self.context.sink(request, outputs)) if self.context.sink is not None else []
-        if self.context.sink is None:
-            self.batch.outputs[request.number] = outputs
-        if (journal := self._journal(request)) is not None:
-            journal.finish(files)
-        self.values.drop(request.number)
-        self.requests.remove(request)
-        self.context.watcher.done(request, files)
+    def _fail(self, work: Unfinished, error: GraphrunError) -> None:
+        """Records ``error``. The journal stays, so that the same batch can run the request again."""
+        self.batch.errors[work.request.number] = str(error)
+        self.context.watcher.left_out(replace(work.request, error=str(error)))
+        self.values.drop(work.request.number)
+        self.todo.remove(work)
 
-    def _fail(self, owners: Sequence[Request], error: GraphrunError) -> None:
-        """Records ``error`` for ``owners``. Their journals stay, so that the same batch can run them again."""
-        if self.context.strict:
-            raise error
-        for owner in owners:
-            self.batch.errors[owner.number] = str(error)
-            self.context.watcher.left_out(replace(owner, error=str(error)))
-            self.values.drop(owner.number)
-            self.requests.remove(owner)
-
-    def _distinct(self, stages: Sequence[str], requests: Sequence[Request]) -> list[list[Request]]:
+    def _distinct(self, stages: Sequence[str], works: Sequence[Unfinished]) -> list[list[Unfinished]]:
         """Requests whose outputs of ``stages`` are still missing, those with equal outputs in one list."""
         wanted = [str(reference)[1:] for reference in self.graph.part(stages).outputs.values()]
-        found: dict[Any, list[Request]] = {}
-        for request in requests:
-            if any(not self.values.has(request.number, name) for name in wanted):
-                keys = [self.keys[request.number].key(stage) for stage in stages]
-                found.setdefault(tuple(keys) if all(keys) else request.number, []).append(request)
+        found: dict[Any, list[Unfinished]] = {}
+        for work in works:
+            if not all(self.values.has(work.request.number, name) for name in wanted):
+                keys = tuple(work.keys.key(stage) for stage in stages)
+                found.setdefault(keys if all(keys) else work, []).append(work)
         return list(found.values())
-
-    def _keys_of(self, request: Request) -> Keys:
-        """Keys that tell which requests have equal outputs. Without a cache files are not read: they are equal for all."""
-        if request.number in self.reuse:
-            return self.reuse[request.number].keys
-        return Keys(self.graph, request.inputs, self.context.device_name, str)
 
     def _require_choices(self, schedule: Schedule) -> None:
         """Saves the plans' choices in the journal, or compares them: another precision would give other outputs."""
@@ -318,15 +306,8 @@ class _Runner:
             return
         entries: dict[str, str] = {}
         for segment in schedule.segments:
-            choices = choices_of(segment.solution.problem, segment.solution.plan)
+            choices = choices_of(segment.solution)
             entries |= {f"variant of {name}": " on the ".join(variant) for name, variant in choices.variants.items()}
             entries |= {f"option of {name}": option for name, option in choices.options.items()}
         settings = " ".join(f"{name}={value}" for name, value in self.problem.settings)
         self.context.journal.require(entries, f"choices {settings}")
-
-    def _put(self, request: Request, stage: str, outputs: Mapping[str, Any]) -> None:
-        for name, value in outputs.items():
-            self.values.put(request.number, f"{stage}.{name}", value)
-
-    def _journal(self, request: Request) -> RequestJournal | None:
-        return self.context.journal.request(request.number) if self.context.journal is not None else None

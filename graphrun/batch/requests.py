@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,7 @@ def read_requests(path: Path) -> list[Request]:
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    found = _rows(data) if path.suffix.lower() == ".csv" else _lines(data)
-    if not found:
+    if not (found := list(_rows(data) if path.suffix.lower() == ".csv" else _lines(data))):
         raise InputError(f'{path}: holds no inputs; write one JSON object per line, such as {{"prompt": "a lighthouse"}}')
     return [replace(request, where=f"{path}:{request.number}") for request in found]
 
@@ -79,48 +78,45 @@ def resolved(requests: Iterable[Request], graph: Graph, common: Mapping[str, Any
     return found
 
 
-def _lines(data: bytes) -> list[Request]:
-    found = []
+def _lines(data: bytes) -> Iterator[Request]:
     for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(_request(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
-        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
-            found.append(Request(number, {}, f"is not JSON: {error}"))
-    return found
+        if line.strip():
+            try:
+                yield _request(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+            except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
+                yield Request(number, {}, f"is not JSON: {error}")
 
 
-def _rows(data: bytes) -> list[Request]:
+def _rows(data: bytes) -> Iterator[Request]:
     try:
         text = data.decode("utf-8-sig")
     except ValueError as error:
         raise InputError(f"the CSV file is not UTF-8: {error}") from error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    found: list[Request] = []
     header: list[str] = []
     while True:
         number = reader.line_num + 1
         try:
             row = next(reader)
         except StopIteration:
-            return found
+            return
         except csv.Error as error:
-            found.append(Request(number, {}, f"is not CSV: {error}"))
+            yield Request(number, {}, f"is not CSV: {error}")
             continue
         if not any(cell.strip() for cell in row):
             continue
         if not header:
             header = [cell.strip() for cell in row]
         elif len(row) != len(header):
-            found.append(Request(number, {}, f"has {len(row)} cells, and the header has {len(header)}"))
+            yield Request(number, {}, f"has {len(row)} cells, and the header has {len(header)}")
         else:
-            found.append(Request(number, {name: cell for name, cell in zip(header, row, strict=True) if cell != ""}))
+            yield Request(number, {name: cell for name, cell in zip(header, row, strict=True) if cell != ""})
 
 
 def _request(number: int, entry: Any) -> Request:
-    if isinstance(entry, str):
-        return Request(number, {"prompt": entry})
-    if isinstance(entry, Mapping):
-        return Request(number, {str(name): value for name, value in entry.items() if value is not None})
+    match entry:
+        case str():
+            return Request(number, {"prompt": entry})
+        case Mapping():
+            return Request(number, {str(name): value for name, value in entry.items() if value is not None})
     return Request(number, {}, f'is a {type(entry).__name__}; give an object such as {{"prompt": "a lighthouse"}}, or a string')

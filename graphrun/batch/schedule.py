@@ -10,13 +10,14 @@ needs, then on disk; where both are short, the requests are run in groups. Pure:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 from graphrun.graph.graph import Graph
 from graphrun.model.precomputed import without
 from graphrun.model.problem import Problem
-from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import Infeasible
 
@@ -33,17 +34,12 @@ class Segment:
     stages: tuple[str, ...]
     graph: Graph
     solution: Solution
-    simulation: Simulation
 
-    def seconds(self, runs: int) -> float:
-        """Predicted seconds of a session of ``runs`` runs; 0 for no runs."""
-        further = self.simulation.again_seconds if self.simulation.again else self.simulation.seconds
-        return self.simulation.seconds + (runs - 1) * further if runs else 0.0
-
-    def moved_bytes(self, runs: int) -> int:
-        """Bytes of weights copied to the device in a session of ``runs`` runs."""
-        further = self.simulation.again_moved_bytes if self.simulation.again else self.simulation.moved_bytes
-        return self.simulation.moved_bytes + (runs - 1) * further if runs else 0
+    def total(self, runs: int) -> tuple[float, int]:
+        """Predicted seconds, and bytes of weights copied to the device, of a session of ``runs`` runs; 0 for no runs."""
+        of = self.solution.simulation
+        seconds, nbytes = (of.again_seconds, of.again_moved_bytes) if of.again else (of.seconds, of.moved_bytes)
+        return (of.seconds + (runs - 1) * seconds, of.moved_bytes + (runs - 1) * nbytes) if runs else (0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +74,25 @@ def schedules(graph: Graph, problem: Problem, counts: Mapping[str, int], request
     ``counts``: how many distinct runs each stage needs (equal requests share outputs); a stage with 0 needs none, since all of its
     outputs are precomputed. Raises Infeasible where no schedule fits the budgets.
     """
-    order = [stage.name for stage in graph.stages if counts[stage.name]]
-    segments: dict[tuple[str, ...], Segment | Infeasible] = {}
+    refused: list[Infeasible] = []
+
+    @functools.cache
+    def segment(stages: tuple[str, ...]) -> Segment | None:
+        own, part = segment_of(graph, problem, stages, max(counts[name] for name in stages))
+        try:
+            return Segment(stages, own, solve(part))
+        except Infeasible as error:
+            refused.append(error)
+            return None
+
     found = []
-    for parts in _partitions(order):
-        runs = [max(counts[name] for name in stages) for stages in parts]
-        for stages, number in zip(parts, runs, strict=True):
-            if stages not in segments:
-                segments[stages] = _segment(graph, problem, stages, number, solve)
-        chosen = [segments[stages] for stages in parts]
-        if all(isinstance(segment, Segment) for segment in chosen):
-            found.append(_schedule(problem, tuple(segment for segment in chosen if isinstance(segment, Segment)), runs, requests))
+    for parts in _partitions([stage.name for stage in graph.stages if counts[stage.name]]):
+        segments = [segment(stages) for stages in parts]
+        if all(segments):
+            chosen = [each for each in segments if each is not None]
+            found.append(_schedule(problem, chosen, counts, requests))
     if not found:
-        raise next(segment for segment in segments.values() if isinstance(segment, Infeasible))
+        raise refused[0]
     return sorted(found, key=lambda schedule: (round(schedule.seconds, 9), schedule.moved_bytes, len(schedule.segments)))
 
 
@@ -101,53 +103,39 @@ def segment_of(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: in
     return own, replace(without(problem, stages, precomputed, own.digest), runs=runs)
 
 
-def _segment(graph: Graph, problem: Problem, stages: tuple[str, ...], runs: int, solve: Solve) -> Segment | Infeasible:
-    own, part = segment_of(graph, problem, stages, runs)
-    try:
-        solution = solve(part)
-    except Infeasible as error:
-        return error
-    return Segment(stages, own, solution, solution.simulation)
-
-
-def _schedule(problem: Problem, segments: tuple[Segment, ...], runs: list[int], requests: int) -> Schedule:
-    crossing = [_crossing_bytes(problem, segments[: number + 1], segments[number + 1 :]) for number in range(len(segments) - 1)]
+def _schedule(problem: Problem, segments: Sequence[Segment], counts: Mapping[str, int], requests: int) -> Schedule:
+    crossing = [_crossing_bytes(problem, segments[:number], segments[number:]) for number in range(1, len(segments))]
     waiting = max(crossing, default=0)
-    room = max(0, problem.ram_bytes - max(segment.simulation.host_peak_bytes for segment in segments))
+    room = max(0, problem.ram_bytes - max(segment.solution.simulation.host_peak_bytes for segment in segments))
     group = requests
     if waiting and problem.disk_bytes is not None:
         stored = max(
             sum(v.stored_bytes for c in segment.solution.problem.components for v in c.variants[:1]) for segment in segments
         )
         group = max(1, min(requests, (room + max(0, problem.disk_bytes - stored)) // waiting))
-    sizes = [group] * (requests // group) + ([requests % group] if requests % group else [])
-    pairs = [(segment, min(number, size)) for size in sizes for segment, number in zip(segments, runs, strict=True)]
+    runs = [(segment, max(counts[name] for name in segment.stages)) for segment in segments]
+    sizes = [min(group, requests - begin) for begin in range(0, requests, group)]
+    totals = [segment.total(min(number, size)) for size in sizes for segment, number in runs]
     moving = sum(crossing) * (1 / problem.hardware.h2d_bytes_per_second + 1 / problem.hardware.d2h_bytes_per_second)
     return Schedule(
-        segments,
-        requests,
-        group,
-        sum(segment.seconds(number) for segment, number in pairs) + requests * moving,
-        sum(segment.moved_bytes(number) for segment, number in pairs),
-        waiting * group,
-        room,
+        segments=tuple(segments),
+        requests=requests,
+        group=group,
+        seconds=sum(seconds for seconds, _ in totals) + requests * moving,
+        moved_bytes=sum(nbytes for _, nbytes in totals),
+        waiting_bytes=waiting * group,
+        room_bytes=room,
     )
 
 
-def _crossing_bytes(problem: Problem, before: tuple[Segment, ...], after: tuple[Segment, ...]) -> int:
+def _crossing_bytes(problem: Problem, before: Sequence[Segment], after: Sequence[Segment]) -> int:
     """Bytes of one request's values that are made in the segments ``before`` and read in the segments ``after``."""
-    made = {name for segment in before for name in segment.stages}
-    read = {name for segment in after for name in segment.stages}
+    made, read = ({name for segment in segments for name in segment.stages} for segments in (before, after))
     return sum(value.nbytes for value in problem.values if value.producer in made and read & set(value.consumers))
 
 
-def _partitions(order: list[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Every partition of ``order`` into consecutive parts."""
-    if not order:
-        return
-    for length in range(len(order), 0, -1):
-        head = tuple(order[:length])
-        if length == len(order):
-            yield [head]
-        for tail in _partitions(order[length:]):
-            yield [head, *tail]
+def _partitions(order: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
+    """Every partition of ``order`` into consecutive parts, those with few and with long first parts first."""
+    for count in range(len(order)):
+        for cuts in sorted(combinations(range(1, len(order)), count), reverse=True):
+            yield [tuple(order[begin:end]) for begin, end in pairwise((0, *cuts, len(order)))]

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from graphrun.batch.cache.pack import pack, unpack
 
 
-class Values:
+class Values(contextlib.ExitStack):
     """Stage outputs by request, on the host. A context manager.
 
     At most ``ram_bytes`` are held in RAM. The others are written to a temporary folder, which is deleted on exit.
     """
 
     def __init__(self, ram_bytes: int) -> None:
+        super().__init__()
         self.ram_bytes = ram_bytes
-        self.held_bytes = self.stored_bytes = self.highest_bytes = 0
         self._held: dict[tuple[int, str], tuple[Any, int]] = {}
         self._stored: dict[tuple[int, str], Path] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
+        self.callback(self._held.clear)
 
-    def __enter__(self) -> Values:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._held.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in RAM."""
+        return sum(nbytes for _, nbytes in self._held.values())
 
     def put(self, request: int, name: str, value: Any) -> None:
         """Stores ``value`` as output ``name`` (as in ``encode.embeds``) of request number ``request``."""
         nbytes = _nbytes(value, set())
         if self.held_bytes + nbytes <= self.ram_bytes:
             self._held[request, name] = (value, nbytes)
-            self.held_bytes += nbytes
-            self.highest_bytes = max(self.highest_bytes, self.held_bytes)
             return
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="graphrun-values-")
-        path = Path(self._folder.name) / f"{request}-{name}"
-        path.write_bytes(data := pack(value))
-        self._stored[request, name] = path
-        self.stored_bytes += len(data)
+            self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="graphrun-values-")))
+        self._stored[request, name] = path = self._folder / f"{request}-{name}"
+        path.write_bytes(pack(value))
 
     def has(self, request: int, name: str) -> bool:
         """Whether output ``name`` of ``request`` is stored."""
@@ -58,12 +52,9 @@ class Values:
 
     def drop(self, request: int) -> None:
         """Deletes all outputs of ``request``."""
-        for key in [key for key in self._held if key[0] == request]:
-            self.held_bytes -= self._held.pop(key)[1]
-        for key in [key for key in self._stored if key[0] == request]:
-            path = self._stored.pop(key)
-            self.stored_bytes -= path.stat().st_size
-            path.unlink()
+        for key in [key for key in (*self._held, *self._stored) if key[0] == request]:
+            if self._held.pop(key, None) is None:
+                self._stored.pop(key).unlink()
 
 
 def _nbytes(value: Any, seen: set[int]) -> int:

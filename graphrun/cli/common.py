@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,29 +33,51 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the 
 class Planned:
     """A graph with its solution.
 
-    ``source`` is the graph's file; ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it.
-    ``precomputed``: cached stage outputs by name, whose stages are not planned.
+    ``source`` is the graph's file; ``solution`` is None until the graph is planned. ``solve_seconds`` is None where the plan was
+    found in the cache, or read from a file without it. ``precomputed``: cached stage outputs by name, whose stages are not planned.
     """
 
-    graph: Any
+    graph: Graph
     source: Path
-    solution: Any
-    inputs: dict[str, str]
-    solve_seconds: float | None
+    solution: Any = None
+    solve_seconds: float | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
 
 
-def planned(path: Path, asked: Asked, *, to_run: bool = False, reuse: str = "none", random_weights: bool = False) -> Planned:
-    """Plans the graph at ``path``, or reads the saved plan there. Bad input is refused first, since planning takes seconds.
+def named(path: Path, asked: Asked) -> Planned:
+    """The graph at ``path``, or the saved plan there with its graph; a plan is checked and simulated."""
+    if path.suffix != ".json":
+        return Planned(load(path, asked), path)
+    asked.refuse_for_plan(path)
+    solution, saved = planfile.read_solution(path)
+    source = planfile.graph_path(path, saved)
+    return Planned(load(source, asked), source, solution, saved.get("solve_seconds"))
+
+
+def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False) -> Planned:
+    """Plans the graph of ``made``, unless it has a plan. Bad input is refused first, since planning takes seconds.
 
     ``to_run``: the plan is about to be run, so inputs and device are checked too. ``reuse``: which cached stage outputs take the
     place of their stages (``encoded``, ``all``, ``none``).
     """
-    inputs, cache = asked.inputs, cache_folder(asked.no_cache)
-    if path.suffix == ".json":
-        asked.refuse_for_plan(path)
-        return _read_plan(path, asked, cache, to_run, random_weights)
-    graph = load(path, asked)
+    graph, inputs, cache = made.graph, asked.inputs, cache_folder(asked.no_cache)
+
+    def cached(of: Graph, values: Mapping[str, Any], hardware: Any, what: Any, allow: Any) -> dict[str, Any]:
+        """The stage outputs that earlier runs cached for these inputs, by name."""
+        if what == "none" or cache is None:
+            return {}
+        of = of.without_sources() if random_weights else of
+        return api.precomputed(of, values, hardware=hardware, cache=cache, what=what, allow=allow)
+
+    if made.solution is not None:
+        if not to_run:
+            return made
+        problem = made.solution.problem
+        values = api.planned_inputs(problem, graph, inputs)
+        graph = graph.until(problem.until)
+        encoded = all(graph.stage(name).op == "encode_prompt" for name in problem.precomputed)
+        what = "none" if not problem.precomputed else "encoded" if encoded else "all"
+        return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow))
     if to_run:
         graph.resolve(inputs)
     if asked.vram is None:
@@ -64,16 +85,26 @@ def planned(path: Path, asked: Asked, *, to_run: bool = False, reuse: str = "non
     hardware = hardware_for(asked.hardware, asked.device, to_run, cache)
     if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    precomputed = precomputed_for(graph, inputs, hardware, cache, reuse, random_weights, asked.allow or ())
+    precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
+    arguments = {**asked.estimate_arguments, "vram": asked.vram, "hardware": hardware, "cache": cache, "precomputed": precomputed}
 
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
-        arguments = {**asked.estimate_arguments, "allow": allow, "precomputed": precomputed}
-        return api.estimate(graph, vram=asked.vram or "", hardware=hardware, inputs=inputs, cache=cache, **arguments)
+        return api.estimate(graph, **{**arguments, "inputs": inputs, "allow": allow})
 
-    problem, seconds = estimate(inputs, asked.estimate_arguments["allow"]), list[float]()
-    with native_stdout_to_stderr(), _with_remedies(functools.partial(_remedies, graph, inputs, asked, estimate)):
-        solution = api.plan(problem, cache=cache, solved=seconds.append)
-    return Planned(graph, path, solution, inputs, seconds[0] if seconds else None, precomputed)
+    problem, seconds = estimate(inputs, arguments["allow"]), list[float]()
+    with native_stdout_to_stderr():
+        try:
+            solution = api.plan(problem, cache=cache, solved=seconds.append)
+        except GraphrunError as error:
+            from graphrun.solve.infeasible import Infeasible
+            from graphrun.solve.remedies import remedies
+
+            if isinstance(error, Infeasible):  # some repairs need further dry runs
+                say("nothing fits; looking for changes that would")
+                found = (*error.repairs, *remedies(graph, inputs, arguments["allow"], estimate))
+                error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
+            raise
+    return replace(made, solution=solution, solve_seconds=seconds[0] if seconds else None, precomputed=precomputed)
 
 
 def say(line: str) -> None:
@@ -109,33 +140,11 @@ def hardware_for(name: str | None, device: str | None, to_run: bool, cache: Path
     return chosen
 
 
-def _read_plan(path: Path, asked: Asked, cache: Path | None, to_run: bool, random_weights: bool) -> Planned:
-    problem, candidate, saved = planfile.read(path)
-    planfile.refuse_violations(path, problem, candidate)
-    source, inputs = planfile.graph_path(path, saved), asked.inputs
-    graph = load(source, asked)
-    precomputed: dict[str, Any] = {}
-    if to_run:
-        values = api.planned_inputs(problem, graph, inputs)
-        until = graph.until(problem.until) if problem.until else graph
-        reuse = reuse_of(until, problem.precomputed)
-        precomputed = precomputed_for(until, values, problem.hardware, cache, reuse, random_weights, problem.allow)
-    return Planned(graph, source, planfile.solution_of(problem, candidate, saved), inputs, saved.get("solve_seconds"), precomputed)
-
-
-def load(path: Path, asked: Asked) -> Any:
+def load(path: Path, asked: Asked) -> Graph:
     """The graph in the file at ``path``, with the options ``--trust-package`` and ``--until``. Raises InputError for a plan."""
     if path.suffix == ".json":
         raise InputError(f"{path} is a plan; give the graph (YAML) that it was made from")
-    graph = api.load(path, trust=asked.trust_package or ())
-    return graph if asked.until is None else graph.until(asked.until)
-
-
-def summary_of(made: Planned, trace: Any = None) -> dict[str, Any]:
-    """The JSON form of a plan, and of a run beside it."""
-    from graphrun.report.summary import summarize
-
-    return summarize(made.solution, made.solve_seconds, trace)
+    return api.load(path, trust=asked.trust_package or ()).until(asked.until)
 
 
 def checked_reuse(reuse: str) -> Any:
@@ -145,52 +154,18 @@ def checked_reuse(reuse: str) -> Any:
     return reuse
 
 
-def precomputed_for(
-    graph: Graph, inputs: Mapping[str, Any], hardware: Any, cache: Path | None, reuse: str, random: bool, allow: Sequence[str]
-) -> dict[str, Any]:
-    """Stage outputs that earlier runs cached for these inputs, by name. ``random``: those of random weights."""
-    if checked_reuse(reuse) == "none" or cache is None:
-        return {}
-    graph = graph.without_sources() if random else graph
-    return api.precomputed(graph, inputs, hardware=hardware, cache=cache, what=checked_reuse(reuse), allow=allow)
-
-
-def reuse_of(graph: Graph, precomputed: Sequence[str]) -> str:
-    """The value of ``--reuse`` that finds the outputs of the stages ``precomputed``."""
-    encoded = all(graph.stage(name).op == "encode_prompt" for name in precomputed)
-    return "none" if not precomputed else "encoded" if encoded else "all"
-
-
-def plan_screen_of(made: Planned) -> str:
-    """The screen of a plan."""
-    from graphrun.report.screen import plan_screen
-
-    return plan_screen(made.solution, made.solve_seconds)
-
-
-def show(summary: dict[str, Any], as_json: bool, screen: str) -> None:
+def show(summary: Any, as_json: bool, screen: str) -> None:
     """Prints ``summary`` as JSON, or ``screen``."""
     typer.echo(json.dumps(summary, indent=1) if as_json else screen)
 
 
-def _remedies(graph: Any, inputs: Mapping[str, Any], asked: Asked, estimate: Any) -> tuple[Any, ...]:
-    from graphrun.solve.remedies import remedies
-
-    typer.echo("nothing fits; looking for changes that would", err=True)
-    return remedies(graph, inputs, asked.estimate_arguments["allow"], estimate)
-
-
-@contextlib.contextmanager
-def _with_remedies(found: Callable[[], tuple[Any, ...]]) -> Iterator[None]:
-    """Adds to an `Infeasible` error the repairs that need further dry runs."""
-    try:
-        yield
-    except GraphrunError as error:
-        repairs = getattr(error, "repairs", None)
-        if repairs is not None:
-            ranked = sorted((*repairs, *found()), key=lambda repair: (repair.changes_output, repair.seconds))
-            error.repairs = tuple(ranked)  # type: ignore[attr-defined]
-        raise
+def write_or_print(text: str, out: Path | None) -> None:
+    """Writes ``text`` to ``out`` and says so; None: prints it."""
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        planfile.write_text(out, text)
+        typer.echo(f"wrote {out}")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphrun.cli.common import app, native_stdout_to_stderr
-from graphrun.cli.options import Names
+from graphrun.cli.options import Names, Trust, pair
 from graphrun.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def import_(
     whole: Annotated[
         bool, typer.Option("--whole", help="A single stage, even where the pipeline can be split into stages.")
     ] = False,
+    trust_package: Trust = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the graph file.")] = False,
 ) -> None:
     """Write a graph file for an existing pipeline, from its configurations and a dry run of its own code.
@@ -60,20 +61,20 @@ def import_(
         raise InputError(f"-o {out}: a graph file ends in .yaml")
     refuse_existing(out, force)
     require_writable(out)
-    configs = dict(_pair("--config", text) if "=" in text else ("", text) for text in config or [])
+    configs = dict(pair("--config", text) if "=" in text else ("", text) for text in config or [])
     dtypes = {name: value for name, _, value in (text.rpartition("=") for text in dtype or [])}
-    sets = {name: _value(name, value) for name, value in (_pair("--set", text) for text in set_ or [])}
-    asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole)
+    sets = {name: _value(name, value) for name, value in (pair("--set", text) for text in set_ or [])}
+    asked = Asked(configs, dtypes, tuple(without or ()), sets, revision, whole, tuple(trust_package or ()))
     with native_stdout_to_stderr():
-        found = import_source(source, asked)
-        found.write(out, force=force)
-    typer.echo(imported_screen(found, out))
+        imported = import_source(source, asked)
+        imported.write(out, force=force)
+    typer.echo(imported_screen(imported, out))
 
 
-def imported_screen(found: Imported, path: Path) -> str:
+def imported_screen(imported: Imported, path: Path) -> str:
     """The summary of an import: the stages with the components they call, and the next command."""
-    layout = found.layout
-    lines = [f"wrote {path}: {found.spec.pipeline}, {len(found.spec.components)} components"]
+    layout, found = imported.layout, imported.found
+    lines = [f"wrote {path}: {found.pipeline}, {len(found.components)} components"]
     wide = max(len(stage.name) for stage in layout.stages)
     for stage in layout.stages:
         names = dict.fromkeys(str(entered) for entered in layout.entered[stage.name])
@@ -82,13 +83,6 @@ def imported_screen(found: Imported, path: Path) -> str:
         lines.append(f"  one stage: {layout.why}")
     lines.append(f"next: graphrun plan {path} --vram 8G")
     return "\n".join(lines)
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip() or not value:
-        raise InputError(f"{option} {text!r} is not name=value")
-    return name.strip(), value
 
 
 def _value(name: str, text: str) -> Any:

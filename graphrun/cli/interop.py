@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, app
+from graphrun.cli.common import AsJson, app, show, write_or_print
 from graphrun.cli.options import Trust
 from graphrun.errors import InputError, PlanError
 from graphrun.report import plan_files as planfile
@@ -23,27 +23,22 @@ def export(
     trust_package: Trust = None,
 ) -> None:
     """Translate a plan to diffusers calls or accelerate device maps, as nearly as possible; comments say what is lost."""
-    problem, candidate, saved = planfile.read(plan)
-    planfile.refuse_violations(plan, problem, candidate)
-    graph = api.load(planfile.graph_path(plan, saved), trust=trust_package or ())
-    graph = graph.until(problem.until) if problem.until else graph
+    solution, saved = planfile.read_solution(plan)
+    problem, source = solution.problem, planfile.graph_path(plan, saved)
+    graph = api.load(source, trust=trust_package or ()).until(problem.until)
     if graph.digest != problem.graph_digest:
-        raise PlanError(f"is for an earlier version of {planfile.graph_path(plan, saved)}: plan again", str(plan))
+        raise PlanError(f"is for an earlier version of {source}: plan again", str(plan))
     if kind == "diffusers":
         from graphrun.diffusers_.script import diffusers_script
 
-        text = diffusers_script(graph, problem, candidate)
+        text = diffusers_script(graph, solution)
     elif kind == "accelerate":
         from graphrun.diffusers_.device_map import device_maps
 
-        text = json.dumps(device_maps(graph, problem, candidate), indent=1) + "\n"
+        text = json.dumps(device_maps(graph, solution), indent=1) + "\n"
     else:
         raise InputError(f"--as {kind!r} is not known; it is diffusers or accelerate")
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        planfile.write_text(out, text)
-        typer.echo(f"wrote {out}")
+    write_or_print(text, out)
 
 
 @app.command("map")
@@ -61,10 +56,10 @@ def map_(
     problem, _, saved = planfile.read(plan)
     solution = plan_for(problem, _maps_in(maps))
     planfile.refuse_violations(maps, solution.problem, solution.plan)
-    summary = summarize(solution, None, None)
+    summary = summarize(solution, None)
     if out is not None:
         planfile.save(out, planfile.graph_path(plan, saved), solution, summary)
-    typer.echo(json.dumps(summary, indent=1) if as_json else plan_screen(solution))
+    show(summary, as_json, plan_screen(solution))
 
 
 def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:

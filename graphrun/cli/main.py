@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli.common import app
+from graphrun.cli.common import app, say
 from graphrun.errors import GraphrunError
 
 # Commands join the app when they are imported: in the order of --help.
@@ -52,9 +52,7 @@ def main() -> NoReturn:
     try:
         app()
     except GraphrunError as error:
-        typer.echo(_error_text(error), err=True)
-        if "--json" in sys.argv:
-            _error_json(error)
+        _show_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -62,21 +60,15 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _error_text(error: GraphrunError) -> str:
+def _show_error(error: GraphrunError) -> None:
+    """Prints the message to stderr; with ``--json`` also the data of an infeasible budget to stdout."""
     from graphrun.solve.infeasible import Infeasible
 
-    if isinstance(error, Infeasible):
-        from graphrun.report.whatif_screens import infeasible_screen
+    if not isinstance(error, Infeasible):
+        say(f"graphrun: {error}")
+        return
+    from graphrun.report.whatif_screens import infeasible_json, infeasible_screen
 
-        return infeasible_screen(error)
-    return f"graphrun: {error}"
-
-
-def _error_json(error: GraphrunError) -> None:
-    """With ``--json`` the data of an infeasible budget go to stdout; the screen has gone to stderr."""
-    from graphrun.solve.infeasible import Infeasible
-
-    if isinstance(error, Infeasible):
-        from graphrun.report.whatif_screens import infeasible_json
-
+    say(infeasible_screen(error))
+    if "--json" in sys.argv:
         typer.echo(json.dumps(infeasible_json(error), indent=1))

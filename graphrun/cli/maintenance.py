@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +26,6 @@ def list_entries(as_json: AsJson = False) -> None:
 
     index = _index()
     entries = index.entries()
-    data = [
-        {"key": e.key, "graph": e.graph, "stage": e.stage, "about": e.about, "nbytes": e.nbytes, "made": e.made, "used": e.used}
-        for e in entries
-    ]
     now = time.time()
     rows = [["key", "stage", "size", "used", "for"]]
     rows += [
@@ -39,7 +36,7 @@ def list_entries(as_json: AsJson = False) -> None:
         f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of {show_size(index.limit_bytes)} in {index.folder}"
     )
     screen = f"{table(rows, left=(0, 1, 4))}\n{total}" if entries else f"no cached outputs in {index.folder}"
-    show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": data}, as_json, screen)
+    show({"folder": str(index.folder), "limit_bytes": index.limit_bytes, "entries": [asdict(e) for e in entries]}, as_json, screen)
 
 
 @caches.command("rm")
@@ -51,10 +48,9 @@ def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all
     chosen = None
     if keys:
         all_keys = [entry.key for entry in index.entries()]
-        found = {start: [key for key in all_keys if key.startswith(start)] for start in keys}
-        if missing := [start for start, matching in found.items() if not matching]:
+        if missing := [start for start in keys if not any(key.startswith(start) for key in all_keys)]:
             raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries")
-        chosen = sorted({key for matching in found.values() for key in matching})
+        chosen = sorted(key for key in all_keys if key.startswith(tuple(keys)))
     typer.echo(f"removed {index.remove(chosen)} entries")
 
 

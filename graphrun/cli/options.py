@@ -1,6 +1,6 @@
 """The options of the commands that plan, declared once: budgets, hardware, inputs, directives.
 
-A command written as ``@shared def plan(graph: GraphFile, asked: Asked)`` gets an option for each field of `Asked`.
+A command written as ``@shared() def plan(graph: GraphFile, asked: Asked)`` gets an option for each field of `Asked`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Trust = Annotated[
     Names,
     typer.Option(
         "--trust-package",
-        help="A package of which the graph file may name any class, which runs its code. Repeatable.",
+        help="A package of which the graph, or what is imported, may name any class, which runs its code. Repeatable.",
         metavar="NAME",
         show_default=False,
     ),
@@ -81,13 +81,7 @@ class Asked:
     @property
     def inputs(self) -> dict[str, str]:
         """The inputs set with ``--set name=value``. Raises InputError for another form."""
-        found = {}
-        for text in self.set_ or []:
-            name, equals, value = text.partition("=")
-            if not equals or not name:
-                raise InputError(f"--set {text!r} is not name=value")
-            found[name.strip()] = value
-        return found
+        return dict(pair("--set", text, may_be_empty=True) for text in self.set_ or [])
 
     def refuse_for_plan(self, path: Any) -> None:
         """Raises InputError where an option is set that the plan saved at ``path`` has fixed already."""
@@ -97,24 +91,41 @@ class Asked:
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
 
 
+def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, str]:
+    """The name and the value in ``text``, name=value, given with ``option``. Raises InputError for another form."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not (value or may_be_empty):
+        raise InputError(f"{option} {text!r} is not name=value")
+    return name.strip(), value
+
+
 _DEFAULTS = {field.name: field.default for field in fields(Asked)}
+_OPTIONS = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=option)
+    for name, option in get_type_hints(Asked, include_extras=True).items()
+]
 
 
-def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with an option for each field of `Asked` in place of the parameter ``asked``, in the signature typer reads."""
-    own = inspect.signature(command).parameters
-    hints, options = get_type_hints(command, include_extras=True), get_type_hints(Asked, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    mine = [inspect.Parameter(n, keyword, default=p.default, annotation=hints[n]) for n, p in own.items() if n != "asked"]
-    parameters = [p for p in mine if p.default is p.empty]
-    parameters += [inspect.Parameter(n, keyword, default=_DEFAULTS[n], annotation=options[n]) for n in options]
-    parameters += [p for p in mine if p.default is not p.empty]
+def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each of the fields ``names`` of `Asked` (none: for all) in place of the parameter ``asked``.
 
-    @functools.wraps(command)
-    def called(**values: Any) -> None:
-        asked = Asked(**{name: values.pop(name) for name in options})
-        command(asked=asked, **values)
+    The options are in the signature that typer reads, after the command's arguments.
+    """
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return called
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[n]) for n, p in inspect.signature(command).parameters.items()]
+        parameters = [p for p in own if p.default is p.empty and p.name != "asked"]
+        parameters += [of for of in _OPTIONS if not names or of.name in names]
+        parameters += [p for p in own if p.default is not p.empty]
+
+        @functools.wraps(command)
+        def called(**values: Any) -> None:
+            asked = Asked(**{name: values.pop(name) for name in _DEFAULTS if name in values})
+            command(asked=asked, **values)
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return called
+
+    return decorate

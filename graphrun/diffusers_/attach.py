@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,17 +27,18 @@ import torch
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
 from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipelines_in, state_of
-from graphrun.diffusers_.proxy import LOADER_MODULES, WEIGHT_CHANGING, PipelineProxy, dtype_of_to, remove_interceptors
+from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
+from graphrun.graph.graph import Directives
 from graphrun.model.plan import Plan, Slot
 from graphrun.model.problem import Hardware, Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import AtRest, DtypeVariant
-from graphrun.modules.interceptor import CallInterceptor, entry_of
+from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.profile import hardware as known_hardware
-from graphrun.profile.problems import Limits, problem_of
-from graphrun.profile.recording import Mark, Recording
+from graphrun.profile.problems import Limits
+from graphrun.profile.recording import Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
@@ -45,7 +46,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
-from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 class CallKey(NamedTuple):
@@ -87,31 +88,29 @@ class PlannedCall:
 class Attachment:
     """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
 
-    ``hardware``, ``budget_bytes``, ``ram_bytes``: what calls are planned for. ``directives``: the result of `directives_of`.
+    ``hardware``, ``limits``, ``demands``: what calls are planned for.
 
     Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
     caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
     when they came.
     """
 
-    def __init__(self, pipe: Any, device: Device, hardware: Hardware, budget_bytes: int, ram_bytes: int, directives: Any) -> None:
+    def __init__(self, pipe: Any, device: Device, hardware: Hardware, limits: Limits, demands: Directives) -> None:
         self.pipe = pipe
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
-        self._device, self._hardware = device, hardware
-        self._budget_bytes, self._ram_bytes, self._user_directives = budget_bytes, ram_bytes, directives
+        self._device, self._hardware, self._limits, self._demands = device, hardware, limits, demands
         self._lock, self._thread = threading.RLock(), 0  # _thread: the thread that is inside a call; 0: none
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
-        self._meta_pipeline: MetaPipeline | None = None
         self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
         self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
         self._modules = merge_shared(components_of(pipe))
-        graph_of(pipe, self._modules).directed(*directives)  # raises InputError for wrong directives
+        graph_of(pipe, self._modules).directed(demands.keep, demands.exclude)  # raises InputError for wrong directives
         removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
         try:
             self._host = LiveHost(self._modules, device)
@@ -136,12 +135,16 @@ class Attachment:
                 self._detached = True
 
     def _uninstall(self) -> None:
-        others = [interceptor for interceptor in remove_interceptors(self._modules) if interceptor is not self._interceptor]
+        removed = remove_interceptors(self._modules)
         self._proxy.remove()
         self._host.restore()
-        _reinstall(others)
-        self._clear_plans()
-        self._meta_pipeline = None
+        self._reinstall_others(removed)
+        self._forget_calls()
+
+    @functools.cached_property
+    def _meta_pipeline(self) -> MetaPipeline:
+        """The pipeline's copy for dry runs, in its present state."""
+        return MetaPipeline(self.pipe, self._modules)
 
     def __enter__(self) -> Attachment:
         return self
@@ -208,8 +211,8 @@ class Attachment:
                 return owner
             args, kwargs = (dtype,), {}
         if self._in_call():
-            if method.__module__.startswith(LOADER_MODULES) and name.startswith(WEIGHT_CHANGING):
-                raise InputError(f"weights cannot change while a call of this pipeline runs: call {name}() before or after it")
+            if changes_weights(method):
+                refuse_change(name)
             return method(owner, *args, **kwargs)
         with self._exclusive(at_rest=True):
             if name == "save_pretrained":
@@ -274,7 +277,7 @@ class Attachment:
 
         solution = planned.solution
         self._host.lay_out(solution.problem, self._dtype_variants())
-        trace = follow(solution.problem, solution.plan, self._host, device, work, replan=replan, handed_out=handed_out)
+        trace = follow(solution, self._host, device, work, replan=replan, handed_out=handed_out)
         self.solution, self.replans = solution, tuple(replan.entries)
         self.trace = _without_caller_bytes(trace, reserve_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
@@ -289,7 +292,6 @@ class Attachment:
             return
         previous = {f"previous {name}": module for name, module in self._modules.items()}  # a name of its own for each module
         removed = remove_interceptors({**previous, **modules})
-        others = [interceptor for interceptor in removed if interceptor is not self._interceptor]
         try:
             self._host.replace_modules(modules)
         except InputError:
@@ -297,26 +299,29 @@ class Attachment:
             raise
         self._modules = modules
         self._proxy.remove()
-        _reinstall(others)
+        self._reinstall_others(removed)
         self._install()
+
+    def _reinstall_others(self, removed: list[CallInterceptor]) -> None:
+        _reinstall([interceptor for interceptor in removed if interceptor is not self._interceptor])
 
     def _detect_changes(self) -> bool:
         """Whether the pipeline changed since the last call (VAE tiling, a LoRA, another scheduler). If so, drops all its plans."""
         state = state_of(self.pipe, self._modules)
         changed = state != self._state
         if changed:
-            self._state, self._meta_pipeline = state, None
-            self._clear_plans()
+            self._state = state
+            self._forget_calls()
         return changed
 
-    def _clear_plans(self) -> None:
+    def _forget_calls(self) -> None:
+        vars(self).pop("_meta_pipeline", None)
         self._recordings.clear()
         self._plans.clear()
         self._solutions.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
         """By name: the dtype variants that components have had in dry runs, the original ones included."""
-        assert self._meta_pipeline is not None
         return self._meta_pipeline.dtype_variants.known
 
     def _key(self, call: Call, reserve_bytes: int) -> CallKey:
@@ -328,8 +333,6 @@ class Attachment:
     def _plan_for(self, call: Call, key: CallKey, reserve_bytes: int) -> PlannedCall:
         """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
         holds."""
-        if self._meta_pipeline is None:
-            self._meta_pipeline = MetaPipeline(self.pipe, self._modules)
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._recordings:
             recording = meta_pipeline.probe(call)
@@ -345,27 +348,24 @@ class Attachment:
         return found
 
     def problem(self, recording: Recording, reserve_bytes: int) -> Problem:
-        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors."""
-        assert self._meta_pipeline is not None
-        graph = graph_of(self.pipe, self._modules, self._dtype_variants().values()).directed(*self._directives(recording))
-        graph = graph.directed(reserve_bytes=graph.directives.reserve_bytes + reserve_bytes)
-        limits = Limits(self._budget_bytes, self._ram_bytes)
-        return problem_of(graph, self._meta_pipeline.probed(recording), self._hardware, limits, {})
+        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors.
 
-    def _directives(self, recording: Recording) -> tuple[Any, ...]:
-        """The user's directives as `Graph.directed` takes them. A directive for a component holds for each of its dtype
-        variants that the call enters."""
-        keep, exclude, reserve_bytes = self._user_directives
-        dtype_variants, entered = self._dtype_variants(), dict.fromkeys(call.component for _, call in recording.entries())
-        by_variant = ([name for name in entered if dtype_variants[name].component in names] for names in (keep, exclude))
-        return *by_variant, reserve_bytes
+        A directive for a component holds for each of its dtype variants that the call enters.
+        """
+        variants = self._dtype_variants()
+        entered = dict.fromkeys(call.component for _, call in recording.entries())
+        keep, exclude = (
+            tuple(name for name in entered if variants[name].component in names)
+            for names in (self._demands.keep, self._demands.exclude)
+        )
+        demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes)
+        return self._meta_pipeline.problem(recording, demands, self._hardware, self._limits)
 
     def solve(self, problem: Problem) -> Solution:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
             return solve(problem)
-        plan = Plan(problem.digest, (Slot("", "end", 0, ()),))
-        return Solution(problem, plan, simulate(problem, plan), True, 0.0, 0.0, 0.0)
+        return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
 
 
 def _reinstall(removed: list[CallInterceptor]) -> None:
@@ -389,33 +389,25 @@ class _Replan:
         """Whether the current plan has an entry with this signature."""
         return self._signature(component, entry, args, kwargs) in self._entry_signatures
 
-    def plan_from(
-        self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int
-    ) -> tuple[Problem, Plan]:
-        """(problem, plan) for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the
-        device."""
-        meta_pipeline = self._attachment._meta_pipeline
-        assert meta_pipeline is not None
-        dtype_variants = self._attachment._host.dtype_variants
+    def plan_from(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], live_bytes: int) -> Solution:
+        """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
+        attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
-        call, returned = meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
-        entered = Mark("enter", component, call)
+        call, returned = attachment._meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes)
         # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
         # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
         recording = Recording(
-            [(1, live_in_bytes), entered, (2, returned.nbytes), entered, (3, returned.nbytes), Mark("stage", entry)]
+            [Event(1, live_in_bytes), call, Event(2, returned.nbytes), call, Event(3, returned.nbytes), StageEnd(entry)], keeps=True
         )
-        solution = self._attachment.solve(self._attachment.problem(recording, self._reserve_bytes))
-        self._attachment._host.lay_out(solution.problem, dtype_variants.known)
+        solution = attachment.solve(attachment.problem(recording, self._reserve_bytes))
+        attachment._host.lay_out(solution.problem, dtype_variants.known)
         self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
         self.entries.append(f"{component}.{entry}")
-        return solution.problem, solution.plan
+        return solution
 
     def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        meta_pipeline = self._attachment._meta_pipeline
-        assert meta_pipeline is not None
-        return meta_pipeline.prober.signature(component, entry, args, kwargs)
+        return self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs)
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:
@@ -447,8 +439,3 @@ def hardware_of(device: Any, hardware: str | Hardware | None) -> Hardware:
     if kind not in (None, chosen.device):
         raise InputError(f"hardware {chosen.name} is a {chosen.device} device, and device is {kind}; leave one of them out")
     return chosen
-
-
-def directives_of(keep: Iterable[str], exclude: Iterable[str], reserve_bytes: int | None) -> tuple[Any, ...]:
-    """The user's directives as arguments of `Graph.directed`. The iterables are read once, here."""
-    return tuple(keep), tuple(exclude), reserve_bytes

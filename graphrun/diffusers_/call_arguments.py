@@ -50,25 +50,31 @@ def copy_for_dry_run(value: Any, device: torch.device, meta_modules_by_id: Mappi
     Tensors are copied (those of an accelerator to ``device``), CPU generators with their state. A module is replaced by the meta
     module in ``meta_modules_by_id`` (by the id of the live module), and a callback by one that does nothing.
     """
-    if isinstance(value, torch.Tensor):
-        return walk(value, lambda t: t.clone() if t.device.type == "cpu" else t.cpu().to(device))
-    if isinstance(value, torch.Generator):
-        twin = torch.Generator("cpu")
-        if value.device.type == "cpu":
-            twin.set_state(value.get_state())
-        return twin
-    if isinstance(value, nn.Module):
-        return meta_modules_by_id.get(id(value), value)
-    if isinstance(value, (types.FunctionType, types.MethodType)):
-        return no_op_callback
-    if isinstance(value, tuple):
-        items = [copy_for_dry_run(item, device, meta_modules_by_id) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [copy_for_dry_run(item, device, meta_modules_by_id) for item in value]
-    if type(value) is dict:
-        return {key: copy_for_dry_run(item, device, meta_modules_by_id) for key, item in value.items()}
-    return walk(value, lambda t: t.clone() if t.device.type == "cpu" else t.cpu().to(device))
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu().to(device)
+
+    def copy(value: Any) -> Any:
+        match value:
+            case torch.Generator():
+                twin = torch.Generator("cpu")
+                if value.device.type == "cpu":
+                    twin.set_state(value.get_state())
+                return twin
+            case nn.Module():
+                return meta_modules_by_id.get(id(value), value)
+            case types.FunctionType() | types.MethodType():
+                return no_op_callback
+            case tuple():
+                items = map(copy, value)
+                return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            case list():
+                return [copy(item) for item in value]
+            case dict() if type(value) is dict:
+                return {key: copy(item) for key, item in value.items()}
+        return walk(value, copied)
+
+    return copy(value)
 
 
 def no_op_callback(*args: Any, **kwargs: Any) -> Any:

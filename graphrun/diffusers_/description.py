@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
-from graphrun.diffusers_.live import components_of, graph_of, is_pipeline, merge_shared
+from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
 from graphrun.errors import InputError
+from graphrun.graph.graph import Directives
 from graphrun.model.problem import Hardware, Problem
-from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.problems import Limits
 
 if TYPE_CHECKING:
     from graphrun.diffusers_.importing.imported import Imported
@@ -33,14 +34,13 @@ class LivePipeline:
         self.modules = merge_shared(components_of(pipe))
         self._meta_pipeline = MetaPipeline(pipe, self.modules)
 
-    def problem(self, inputs: Mapping[str, Any], hardware: Hardware, budget_bytes: int, ram_bytes: int, demands: Any) -> Problem:
-        """The problem of ``pipe(**inputs)``, planned by a dry run. ``demands`` are directives as `Graph.directed` takes them.
+    def problem(self, inputs: Mapping[str, Any], hardware: Hardware, limits: Limits, demands: Directives) -> Problem:
+        """The problem of ``pipe(**inputs)``, planned by a dry run.
 
         Raises ProbeError where the dry run fails, and what the pipeline itself raises about its arguments.
         """
         recording = self._meta_pipeline.probe(Call("call", self.pipe, lambda meta_pipeline: meta_pipeline.pipe, (), dict(inputs)))
-        graph = graph_of(self.pipe, self.modules, self._meta_pipeline.dtype_variants.known.values()).directed(*demands)
-        problem = problem_of(graph, self._meta_pipeline.probed(recording), hardware, Limits(budget_bytes, ram_bytes), {})
+        problem = self._meta_pipeline.problem(recording, demands, hardware, limits)
         plain = ((name, str(value)) for name, value in sorted(inputs.items()) if isinstance(value, (bool, int, float)))
         return replace(problem, settings=tuple(plain))
 
@@ -59,7 +59,8 @@ class LivePipeline:
         """The components of ``graph`` by name, with their weights."""
         from graphrun.diffusers_.importing.from_live import of_pipeline
 
-        return {name: member.live for name, member in of_pipeline(self.pipe).components.items()}
+        found = of_pipeline(self.pipe)
+        return {name: found.live[name] for name in found.components}
 
     def to_yaml(self, path: Path, *, inputs: Mapping[str, Any] | None = None, whole: bool = False, force: bool = False) -> Graph:
         """Writes the graph file ``path``, with configurations and tokenizers beside it, and returns the graph loaded from there.

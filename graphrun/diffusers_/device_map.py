@@ -16,28 +16,27 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Plan, Stream
+from graphrun.model.plan import Stream
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.modules.build import meta_module
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import mapped
 from graphrun.solve.program import program_of
-from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 Placement = int | str
 Maps = Mapping[str, Mapping[str, Placement]]
 
 
-def device_maps(graph: Graph, problem: Problem, plan: Plan) -> dict[str, dict[str, Placement]]:
+def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, Placement]]:
     """{component: {path of a module or bare parameter: ``0``, ``"cpu"`` or ``"disk"``}}.
 
-    Each map is for ``dispatch_model(module, map, main_device=0)``. ``graph`` is the one that ``plan`` was made for.
+    Each map is for ``dispatch_model(module, map, main_device=0)``. ``graph`` is the one that ``solution`` is for.
     """
     found: dict[str, dict[str, Placement]] = {}
-    for numbers in apply_choices(problem, plan).components:
-        streams = [a for slot in plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == numbers.name]
+    for numbers in solution.chosen.components:
+        streams = [a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == numbers.name]
         variant = numbers.variants[0]
         backing_store: Placement = "disk" if variant.backing_store == "disk" else "cpu"
         placements: dict[str, Placement] = {}
@@ -72,7 +71,7 @@ def plan_for(problem: Problem, maps: Maps) -> Solution:
     program = program_of(problem, [(0,)] * len(problem.components))
     choice = mapped(program, kept)
     plan = plan_of(program, choice, problem)
-    return Solution(problem, plan, simulate(problem, plan), False, 0.0, program.seconds(choice), 1.0)
+    return solution_of(problem, plan, objective_seconds=program.seconds(choice))
 
 
 def _placement_of(component: str, path: str, placements: Mapping[str, Placement]) -> Placement:

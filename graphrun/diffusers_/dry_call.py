@@ -12,8 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,19 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import copy_for_dry_run, describe_arguments
-from graphrun.diffusers_.live import components_of, merge_shared, meta_module_of
+from graphrun.diffusers_.live import components_of, graph_of, merge_shared, meta_module_of
 from graphrun.errors import GraphrunError, InputError
-from graphrun.modules.blocks import TensorLocation, held
+from graphrun.graph.graph import Directives
+from graphrun.model.problem import Hardware, Problem
+from graphrun.modules.blocks import held
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.interceptor import entry_of
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.recorder import META
+from graphrun.profile.meta_ops import META
+from graphrun.profile.problems import Limits, problem_of
 from graphrun.profile.recording import Call as Traced
-from graphrun.profile.recording import ComponentProfile, Mark, Probed, Recording
+from graphrun.profile.recording import ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.returned import Returned
 from graphrun.units import show_size
 
@@ -59,6 +61,7 @@ class MetaPipeline:
 
     @on_host()
     def __init__(self, pipe: Any, modules: Mapping[str, nn.Module]) -> None:
+        self._live_pipe, self._modules = pipe, modules
         self.pipe = meta_module_of(pipe, sim.device)
         self.meta_modules = merge_shared(components_of(self.pipe))
         self.prober = LiveProber(self.meta_modules, modules)
@@ -73,7 +76,7 @@ class MetaPipeline:
         Raises ProbeError naming what failed. A ValueError or TypeError that the pipeline raises before any component is entered is
         about its arguments, and is raised as it is.
         """
-        recording = self.prober.recording = Recording()
+        recording = self.prober.recording = Recording(keeps=True)
         self.prober.entry_signatures.clear()
         self.dtype_variants.begin()
         entered: list[Any] = []
@@ -83,11 +86,11 @@ class MetaPipeline:
                 kwargs = copy_for_dry_run(call.kwargs, sim.device, self._meta_modules_by_id)
                 machine.listener = recording  # set after copying the arguments: the caller's tensors are not part of the call
                 call.find(self)(*args, **kwargs)
-                recording.items.append(Mark("stage", call.name))
+                recording.items.append(StageEnd(call.name))
         except GraphrunError:
             raise
         except Exception as error:
-            entered = [item.name for item in recording.items if isinstance(item, Mark)]
+            entered = [item.component for item in recording.items if isinstance(item, Traced)]
             if not entered and isinstance(error, (ValueError, TypeError)):
                 raise
             after = f"after {entered[-1]} was entered" if entered else "before any component was entered"
@@ -108,11 +111,13 @@ class MetaPipeline:
             proceed = entry_of(self.meta_modules[dtype_variant.component], entry)
             return self.prober.trace(dtype_variant.name, entry, proceed, args, kwargs)
 
-    def probed(self, recording: Recording) -> Probed:
-        """``recording`` with the component profiles, taken from all traces so far."""
+    def problem(self, recording: Recording, demands: Directives, hardware: Hardware, limits: Limits) -> Problem:
+        """The problem for ``recording``, with the component profiles taken from all traces so far."""
         if self._profiles[0] != self.prober.traces:
             self._profiles = self.prober.traces, self.prober.profiles()
-        return Probed(recording, self._profiles[1], self.meta_modules)
+        graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
+        graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes)
+        return problem_of(graph, DryRun(recording, self._profiles[1]), hardware, limits, {})
 
 
 class LiveProber(Prober):
@@ -123,25 +128,18 @@ class LiveProber(Prober):
         super().__init__(meta_modules, self.dtype_variants)
         self._live = dict(live)
         self.entry_signatures: set[Any] = set()  # of the call that is being probed
-        self._cache_bytes: dict[int, int] = {}  # by id of a trace: bytes that the component caches beyond its call
-        self._keys = count(1 << 40)  # allocation keys apart from those of the simulated machine
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `Prober.answer`; also notes the entry's signature, and records what the component caches as live until the end."""
+        """As `Prober.answer`; also notes the entry's signature."""
         self.register(self.dtype_variants.known[component])
-        signature = self.signature(component, entry, args, kwargs)
-        answer = super().answer(component, entry, proceed, args, kwargs)
-        if signature not in self.entry_signatures:
-            self.entry_signatures.add(signature)
-            self.recording.items.append((next(self._keys), self._cache_bytes.get(id(self._traces[signature][0]), 0)))
-        return answer
+        self.entry_signatures.add(self.signature(component, entry, args, kwargs))
+        return super().answer(component, entry, proceed, args, kwargs)
 
     def register(self, dtype_variant: DtypeVariant) -> None:
         """Adds ``dtype_variant`` as a component with a profile of its own."""
         self.dtype_variants.known[dtype_variant.name] = dtype_variant
         if dtype_variant.name not in self.meta_modules:
             self.meta_modules[dtype_variant.name] = self.meta_modules[dtype_variant.component]
-            self.entered[dtype_variant.name], self.repeated[dtype_variant.name], self.routed[dtype_variant.name] = {}, set(), set()
 
     def as_traced(self, name: str) -> AbstractContextManager[None]:
         return self.dtype_variants.within(self.dtype_variants.known[name])
@@ -155,10 +153,7 @@ class LiveProber(Prober):
         self, component: str, entry: str, proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device = META
     ) -> tuple[Traced, Returned]:
         try:
-            call, made = super()._trace(component, entry, proceed, args, kwargs)
-            traced = replace(call, kept=()), made
-            self._cache_bytes[id(traced[0])] = sum(nbytes for key, nbytes in call.events if key in call.kept)
-            return traced
+            return super()._trace(component, entry, proceed, args, kwargs)
         except GraphrunError:
             raise
         except Exception as error:  # noqa: BLE001  (a component's code may raise anything where tensors have no values)
@@ -173,8 +168,7 @@ class LiveProber(Prober):
         )
         try:
             with _with_weights_of(live, self.meta_modules[component]):
-                call, made = super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
-                return replace(call, kept=()), made
+                return super()._trace(component, entry, proceed, args, kwargs, torch.device("cpu"))
         except Exception as error:
             raise ProbeError(
                 f"{component}.{entry}({describe_arguments(args, kwargs)}) cannot be traced, neither on meta ({first}) nor on the "
@@ -186,28 +180,20 @@ class LiveProber(Prober):
 @contextmanager
 def _with_weights_of(live: nn.Module, meta_module: nn.Module) -> Iterator[None]:
     """Within the context, ``meta_module`` has the tensors of ``live``, cast to its own dtypes where these differ."""
-    pairs = [pair for mine, other in zip(meta_module.modules(), live.modules(), strict=True) for pair in _tensor_pairs(mine, other)]
-    for location, _, borrowed in pairs:
-        location.put(borrowed)
+    pairs = [
+        (location, tensor, borrowed)
+        for mine, other in zip(meta_module.modules(), live.modules(), strict=True)
+        for (tensor, _, location, _), (borrowed, *_) in zip(held(mine), held(other), strict=True)
+    ]
+    for location, tensor, borrowed in pairs:
+        cast = borrowed if borrowed.dtype == tensor.dtype else borrowed.detach().to(tensor.dtype)
+        as_parameter = isinstance(borrowed, nn.Parameter) and cast is not borrowed
+        location.put(nn.Parameter(cast, requires_grad=False) if as_parameter else cast)
     try:
         yield
     finally:
         for location, tensor, _ in pairs:
             location.put(tensor)
-
-
-def _tensor_pairs(mine: nn.Module, other: nn.Module) -> list[tuple[TensorLocation, torch.Tensor, torch.Tensor]]:
-    """(location, tensor of ``mine``, tensor of ``other`` in the same dtype) for each parameter and buffer of two equal modules."""
-    tensors = zip(held(mine), held(other), strict=True)
-    return [(location, tensor, _cast_like(borrowed, tensor)) for (tensor, _, location, _), (borrowed, *_) in tensors]
-
-
-def _cast_like(tensor: Any, mine: Any) -> Any:
-    """``tensor`` cast to the dtype of ``mine``; itself where it has that dtype."""
-    if tensor.dtype == mine.dtype:
-        return tensor
-    cast = tensor.detach().to(mine.dtype)
-    return nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
 
 
 @contextmanager

@@ -65,9 +65,8 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
 
     Submodules of another component are left out. Raises InputError when there is no component.
     """
-    held = dict.fromkeys((name, module) for owner in pipelines_in(pipe).values() for name, module in _modules(vars(owner)))
     found: dict[str, nn.Module] = {}
-    for name, module in held:
+    for name, module in _modules_of(pipe):
         if all(module is not other for other in found.values()) and any(True for _ in _tensors(module)):
             found[name if name not in found else f"{name}_{len(found)}"] = module
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
@@ -110,6 +109,11 @@ def _merged(parts: dict[str, nn.Module], previous: Iterable[nn.Module]) -> nn.Mo
     return next(same, None) or MergedComponent(parts)
 
 
+def _modules_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every module that ``pipe`` or a pipeline inside it holds."""
+    return (held for owner in pipelines_in(pipe).values() for held in _modules(vars(owner)))
+
+
 def _modules(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
@@ -134,12 +138,16 @@ def meta_module_of(pipe: Any, device: torch.device) -> Any:
     No weight is read. Raises InputError when something in the pipeline cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for module in _all_modules(pipe):
+    for _, module in _modules_of(pipe):
         normalize_quantized_layers(module)
         for tensor in (tensor for child in module.modules() for tensor, *_ in held(child)):
             if id(tensor) not in memo:
-                twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                twin = torch.empty_like(tensor, device="meta") if type(tensor) in (torch.Tensor, nn.Parameter) else twin
+                plain = type(tensor) in (torch.Tensor, nn.Parameter)
+                twin = (
+                    torch.empty_like(tensor, device="meta")
+                    if plain
+                    else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                )
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
         for tensor in _tensors(module):
             _copy_bnb_state(memo[id(tensor)], tensor, memo)
@@ -176,12 +184,6 @@ def _copy_bnb_state(twin: Any, tensor: Any, memo: dict[int, Any]) -> None:
         twin.CB = twin.SCB = None
 
 
-def _all_modules(pipe: Any) -> Iterator[nn.Module]:
-    for owner in pipelines_in(pipe).values():
-        for _, module in _modules(vars(owner)):
-            yield module
-
-
 def subclass_on_device(kind: type[Any], reported_device: Callable[[], torch.device], **members: Any) -> type[Any]:
     """A subclass of ``kind`` that reports the device ``reported_device()``, wherever its modules' parameters are.
 
@@ -205,8 +207,8 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterab
     """
     components = {name: _component(name, module) for name, module in modules.items()}
     for dtype_variant in dtype_variants:
-        dtype = str(next((of for of in dtype_variant.dtypes if of.is_floating_point), torch.float32)).removeprefix("torch.")
         if dtype_variant.name not in components:
+            dtype = _floating_dtype(dtype_variant.dtypes)
             components[dtype_variant.name] = replace(
                 components[dtype_variant.component], name=dtype_variant.name, dtype=dtype, precision=(dtype,)
             )
@@ -226,11 +228,14 @@ def graph_of(pipe: Any, modules: Mapping[str, nn.Module], dtype_variants: Iterab
 
 
 def _component(name: str, module: nn.Module) -> Component:
-    floating = (tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point())
-    dtype = str(next(floating, torch.float32)).removeprefix("torch.")
-    kind = type(module)
+    dtype, kind = _floating_dtype(tensor.dtype for tensor in _tensors(module)), type(module)
     config = json.loads(json.dumps(_plain(getattr(module, "config", {})), default=str, sort_keys=True))
     return Component(name, f"{kind.__module__}.{kind.__name__}", None, config, True, dtype, (dtype,))
+
+
+def _floating_dtype(dtypes: Iterable[torch.dtype]) -> str:
+    """The name of the first floating-point one of ``dtypes``, else float32."""
+    return str(next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)).removeprefix("torch.")
 
 
 def _plain(config: Any) -> dict[str, Any]:

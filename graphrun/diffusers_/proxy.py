@@ -36,9 +36,6 @@ COMMON_MODULES = (
 )
 # The package of the loader mixins, whose methods read the pipeline's device and put what they load there.
 LOADER_MODULES = "diffusers.loaders"
-# Prefixes of the loader methods that add, remove or overwrite weights: refused inside a call, which streams the weights from the
-# host. The other loader methods set what a forward reads.
-WEIGHT_CHANGING = ("load_", "unload_", "fuse_", "unfuse_", "delete_")
 # Methods of diffusers that move weights themselves.
 OFFLOADING = (
     "enable_model_cpu_offload",
@@ -66,10 +63,9 @@ class PipelineProxy:
         for path, owner in self.pipelines.items():
             kind = type(owner)
             members: dict[str, Any] = {
-                name: _forwarding(call if name == "__call__" or _returns_value(method) else at_rest, path, name, method)
-                for name, method in _own_methods(kind)
+                name: _forwarding(call if planned else at_rest, path, name, method)
+                for name, method, planned in _intercepted_methods(kind)
             }
-            members |= {name: _forwarding(at_rest, path, name, method) for name, method in _loaders(kind)}
             members |= {name: _forwarding(at_rest, path, name, getattr(kind, name)) for name in ("save_pretrained", "to")}
             members |= {name: _refusing(name) for name in OFFLOADING if hasattr(kind, name)} | more
             self._classes.append((owner, kind))
@@ -90,11 +86,19 @@ def _forwarding(to: Handler, path: str, name: str, method: Callable[..., Any]) -
     return forward
 
 
-def _own_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(name, function) of ``__call__`` and of the public methods that ``kind`` does not share with all pipelines."""
-    for name, base, method in _functions(kind):
-        if name == "__call__" or (not name.startswith("_") and not base.__module__.startswith(COMMON_MODULES)):
-            yield name, method
+def _intercepted_methods(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+    """(name, method, whether a call of it is planned) of ``__call__``, of the public methods that ``kind`` does not share with all
+    pipelines, and of those of the loader mixins."""
+    seen = set[str]()
+    for base in kind.__mro__:
+        own, loads = not base.__module__.startswith(COMMON_MODULES), base.__module__.startswith(LOADER_MODULES)
+        for name, method in vars(base).items():
+            if isinstance(method, FunctionType) and name not in seen:
+                if name == "__call__" or (own and not name.startswith("_")):
+                    yield name, method, name == "__call__" or _returns_value(method)
+                elif loads and not name.startswith(("_", "maybe_")):
+                    yield name, method, False
+            seen.add(name)
 
 
 @functools.cache
@@ -108,21 +112,6 @@ def _returns_value(method: Callable[..., Any]) -> bool:
         if last.opname in ("RETURN_VALUE", "RETURN_CONST")
     )
     return inspect.isgeneratorfunction(inspect.unwrap(method)) or any(value is not None for value in values)
-
-
-def _loaders(kind: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name, base, method in _functions(kind):
-        if not name.startswith("_") and base.__module__.startswith(LOADER_MODULES) and not name.startswith("maybe_"):
-            yield name, method
-
-
-def _functions(kind: type[Any]) -> Iterator[tuple[str, type[Any], Callable[..., Any]]]:
-    seen = set[str]()
-    for base in kind.__mro__:
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and name not in seen:
-                yield name, base, value
-            seen.add(name)
 
 
 def _refusing(name: str) -> Callable[..., Any]:

@@ -91,11 +91,8 @@ class LiveHost(Host):
 
     def restore(self) -> None:
         """Gives every weight memory of its own outside the arenas, with ``requires_grad`` as it was."""
-        for name in (
-            {self.dtype_variants.known[dtype_variant].component for dtype_variant in self.residencies}
-            if self.dtype_variants is not None
-            else ()
-        ):
+        known = self.dtype_variants.known if self.dtype_variants is not None else {}
+        for name in {known[dtype_variant].component for dtype_variant in self.residencies}:
             made: dict[int, torch.Tensor] = {}
             for child in self.modules[name].modules():
                 for tensor, _, location, _ in list(held(child)):

@@ -16,37 +16,37 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.graph.graph import Component, Graph, Part, Reference, Stage
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Evict, Plan, Stream
-from graphrun.model.problem import Problem, Variant
+from graphrun.graph.graph import Component, Graph, Part, Reference
+from graphrun.model.plan import Evict, Stream
+from graphrun.model.problem import Variant
+from graphrun.model.solution import Solution
 from graphrun.modules.classes import resolve_class
 from graphrun.modules.source_files import split_source
 from graphrun.ops.diffusion import returned_names
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 KNOWN = ("encode_prompt", "denoise", "decode")
 
 
-def diffusers_script(graph: Graph, problem: Problem, plan: Plan) -> str:
+def diffusers_script(graph: Graph, solution: Solution) -> str:
     """The text of the script. ``python script.py [device] [file]`` writes the picture.
 
-    ``graph`` is the one that ``plan`` was made for. Raises InputError for a graph whose stages are not one encode_prompt, one
+    ``graph`` is the one that ``solution`` is for. Raises InputError for a graph whose stages are not one encode_prompt, one
     denoise and one decode, or whose weights are random.
     """
-    return _Script(graph, problem, plan).text()
+    return _Script(graph, solution).text()
 
 
 class _Script:
-    def __init__(self, graph: Graph, problem: Problem, plan: Plan) -> None:
-        self.graph, self.problem, self.plan = graph, problem, plan
+    def __init__(self, graph: Graph, solution: Solution) -> None:
+        self.graph, self.problem, self.plan, self.simulation = graph, solution.problem, solution.plan, solution.simulation
         ops = [stage.op for stage in graph.stages]
-        if ops != list(KNOWN) or problem.precomputed:
+        if ops != list(KNOWN) or self.problem.precomputed:
             raise InputError(f"only {', '.join(KNOWN)} in a row can be exported as diffusers calls; this plan has {', '.join(ops)}")
         self.encode, self.denoise, self.decode = graph.stages
-        self.variants = {c.name: c.variants[0] for c in apply_choices(problem, plan).components}
-        self.inputs = graph.for_planning(dict(problem.settings))
+        self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
+        self.variants = {c.name: c.variants[0] for c in solution.chosen.components}
+        self.inputs = graph.for_planning(dict(self.problem.settings))
         if random := [name for name in self.variants if graph.component(name).source_in(self.variants[name].precision) is None]:
             raise InputError(f"{', '.join(random)}: random weights are graphrun's own; give the graph a source to export its plan")
 
@@ -54,7 +54,7 @@ class _Script:
         """The text of the script."""
         encoders = [name for name in self.variants if name in self.encode.uses]
         others = [name for name in self.variants if name not in self.encode.uses]
-        lines = [f'"""{line}' if n == 0 else line for n, line in enumerate([*self._losses(), '"""', ""])]
+        lines = ['"""' + "\n".join(self._losses()), '"""', ""]
         lines += ["import gc", "import sys", "", "import diffusers", "import torch", "import transformers"]
         lines += ["from accelerate import cpu_offload_with_hook", "from diffusers.hooks import apply_group_offloading", ""]
         lines += ['DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")']
@@ -68,11 +68,10 @@ class _Script:
         return "\n".join(lines) + "\n"
 
     def _losses(self) -> Iterator[str]:
-        simulation = simulate(self.problem, self.plan)
         yield f"{self.graph.name}: the closest plain diffusers calls to plan {self.plan.digest} of graphrun."
         yield ""
-        peak = show_size(simulation.peak_bytes)
-        yield f"The plan takes {show_seconds(simulation.seconds)} and {peak} at most, by its own simulation."
+        peak = show_size(self.simulation.peak_bytes)
+        yield f"The plan takes {show_seconds(self.simulation.seconds)} and {peak} at most, by its own simulation."
         yield "Neither number holds for this script. What the plan does and these calls do not:"
         yield "- no budget: a component that does not fit raises torch.OutOfMemoryError"
         for name, variant in self.variants.items():
@@ -158,15 +157,13 @@ class _Script:
         yield '                       use_stream=DEVICE.type == "cuda")'
 
     def _pipeline(self, names: list[str]) -> Iterator[str]:
-        kind = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
-        parameters = dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
-        found = [f"{name}={name}" for name in parameters if name in names or name in self.graph.parts]
-        found += [f"{name}=None" for name in parameters if name in self.graph.components and name not in names]
-        found += [f"{name}={value!r}" for name, value in self.graph.pipeline_config.items()]
-        required = [n for n, p in inspect.signature(kind.__init__).parameters.items() if p.default is p.empty and n in parameters]
-        known = {text.partition("=")[0] for text in found}
-        found += [f"{name}=None" for name in required if name not in known and name != "kwargs"]
-        yield f"pipe = {self.graph.pipeline}({', '.join(found)})"
+        parameters = {n: p for n, p in inspect.signature(self.pipeline.__init__).parameters.items() if n not in ("self", "kwargs")}
+        arguments = {name: name for name in parameters if name in names or name in self.graph.parts}
+        arguments |= {name: "None" for name in parameters if name in self.graph.components and name not in names}
+        arguments |= {name: repr(value) for name, value in self.graph.pipeline_config.items()}
+        required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+        arguments |= {name: "None" for name in required if name not in arguments}
+        yield f"pipe = {self.graph.pipeline}({_shown(arguments)})"
 
     def _options(self) -> Iterator[str]:
         for stage, name in self.plan.options:
@@ -176,47 +173,43 @@ class _Script:
                 yield f"# {stage}: the plan runs it with {name}, which diffusers has no call for"
 
     def _encode_call(self) -> Iterator[str]:
-        kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
-        call, own = inspect.signature(kind.__call__).parameters, inspect.signature(kind.encode_prompt).parameters
+        call, own = (inspect.signature(of).parameters for of in (self.pipeline.__call__, self.pipeline.encode_prompt))
         stage_arguments = {name: self._value(value) for name, value in self.encode.arguments.items()}
-        scale = self._resolved_argument(self.encode, "guidance_scale")
+        scale, true_scale = (self._resolved_argument(name) for name in ("guidance_scale", "true_cfg_scale"))
+        images = stage_arguments.get("num_images", "1")
         more = {
-            **{n: repr(p.default) for n, p in call.items() if n in own and p.default is not p.empty and p.default is not None},
-            "device": "DEVICE",
-            "num_images_per_prompt": stage_arguments.get("num_images", "1"),
-            "num_videos_per_prompt": stage_arguments.get("num_images", "1"),
+            **{n: repr(p.default) for n, p in call.items() if p.default is not p.empty and p.default is not None},
+            **{"device": "DEVICE", "num_images_per_prompt": images, "num_videos_per_prompt": images},
             **({} if scale is None else {"do_classifier_free_guidance": repr(scale > 1)}),
             **stage_arguments,
         }
         required = {n: "None" for n, p in own.items() if p.default is p.empty and n not in ("self", "kwargs")}
         suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
-        names = returned_names(kind.encode_prompt)
+        names = returned_names(self.pipeline.encode_prompt)
         yield "embeds = {}"
         yield "with torch.no_grad():"
         taken: list[str] = []
         for index, suffix in enumerate(suffixes):
-            index_argument = {"text_encoder_index": repr(index)} if "text_encoder_index" in own else {}
-            calls = [{**required, **{n: text for n, text in {**more, **index_argument}.items() if n in own}}]
-            true_scale = self._resolved_argument(self.encode, "true_cfg_scale")
+            more["text_encoder_index"] = repr(index)
+            calls = [{**required, **{n: text for n, text in more.items() if n in own}}]
             if "negative_prompt" not in own and "negative_prompt" in stage_arguments and true_scale is not None and true_scale > 1:
                 calls.append({**calls[0], "prompt": stage_arguments["negative_prompt"]})
             for number, arguments in enumerate(calls):
                 keys = [f"{'negative_' if number else ''}{name}{suffix}" for name in names]
                 taken += [key for key in keys if key in call]
-                yield f"    found = pipe.encode_prompt({', '.join(f'{n}={text}' for n, text in arguments.items())})"
+                yield f"    found = pipe.encode_prompt({_shown(arguments)})"
                 yield f"    embeds |= dict(zip({keys!r}, found if isinstance(found, tuple) else (found,)))"
         yield f"embeds = {{name: embeds[name] for name in {taken!r} if embeds[name] is not None}}"
 
     def _pipeline_call(self) -> Iterator[str]:
-        kind: Any = resolve_class(self.graph.pipeline, self.graph.trust, self.graph.where, "pipeline")
-        known = inspect.signature(kind.__call__).parameters
+        known = inspect.signature(self.pipeline.__call__).parameters
         stage_arguments = {**self.decode.arguments, **self.denoise.arguments}
         seed = self._value(stage_arguments.pop("seed", 0))
         arguments = {name: "None" for name in ("prompt", "negative_prompt") if name in known}
         arguments |= {"num_inference_steps" if n == "steps" else n: self._value(v) for n, v in stage_arguments.items()}
         arguments |= {"generator": f'torch.Generator("cpu").manual_seed({seed})'}
         left_out = ("embeds", "latents", "num_images", "tiling")
-        shown = ", ".join(f"{n}={text}" for n, text in arguments.items() if n in known and n not in left_out)
+        shown = _shown({n: text for n, text in arguments.items() if n in known and n not in left_out})
         yield f"images = pipe(**embeds, {shown}, return_dict=False)[0]"
         yield "first = images[0]"
         yield "if isinstance(first, list):"
@@ -230,8 +223,8 @@ class _Script:
             return f"INPUTS[{value.name!r}]" if value.kind == "input" else value.output
         return repr(value)
 
-    def _resolved_argument(self, stage: Stage, name: str) -> Any:
-        value = stage.arguments.get(name)
+    def _resolved_argument(self, name: str) -> Any:
+        value = self.encode.arguments.get(name)
         return self.inputs[value.name] if isinstance(value, Reference) and value.kind == "input" else value
 
 
@@ -240,8 +233,12 @@ def _source_arguments(source: str) -> str:
     if source.startswith("/"):
         return repr(source)
     repository, revision, inside = split_source(source)
-    pinned: Mapping[str, str] = {"revision": revision} if revision else {}
     if inside.endswith((".safetensors", ".gguf")):
-        return ", ".join([repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inside}")])
-    named = {**({"subfolder": inside} if inside else {}), **pinned}
+        return repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inside}")
+    named = {**({"subfolder": inside} if inside else {}), **({"revision": revision} if revision else {})}
     return ", ".join([repr(repository), *(f"{key}={value!r}" for key, value in named.items())])
+
+
+def _shown(arguments: Mapping[str, str]) -> str:
+    """The keyword arguments of a call, as Python source."""
+    return ", ".join(f"{name}={text}" for name, text in arguments.items())

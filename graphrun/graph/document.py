@@ -6,8 +6,8 @@ Accepted: a single document, safe tags, unique keys, bounded alias expansion. Kn
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,40 @@ Location = Sequence[str | int]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """``data`` as read from ``path``."""
+    """``data`` as read from ``path``. Collects the problems of its entries, to report all of them at once."""
 
     path: Path
     data: Any
     root: yaml.Node
+    problems: dict[str, int] = field(default_factory=dict)  # text -> line
 
     def where(self, location: Location) -> str:
         """``path:line`` of the entry at ``location``, or of the nearest enclosing entry that the file has."""
+        return f"{self.path}:{self._line(location)}"
+
+    def _line(self, location: Location) -> int:
         node, line = self.root, self.root.start_mark.line
         for step in location:
-            found = _child(node, step)
-            if found is None:
+            if isinstance(node, yaml.MappingNode):
+                found = [(key, value) for key, value in node.value if key.value == str(step)]
+            else:
+                items = node.value if isinstance(node, yaml.SequenceNode) else []
+                found = [(item, item) for number, item in enumerate(items) if number == step]
+            if not found:
                 break
-            line, node = found
-        return f"{self.path}:{line + 1}"
+            key, node = found[-1]
+            line = key.start_mark.line
+        return line + 1
+
+    def add(self, location: Location, text: str, *, line_of: Location | None = None) -> None:
+        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or of the one at ``line_of``."""
+        line, entry = self._line(line_of or location), ".".join(map(str, location))
+        self.problems.setdefault(": ".join([f"{self.path}:{line}", *filter(None, [entry]), text]), line)
+
+    def raise_if_any(self) -> None:
+        """Raises GraphError with one line per problem, ordered by line number; nothing where there is none."""
+        if self.problems:
+            raise GraphError("\n".join(sorted(self.problems, key=self.problems.__getitem__)))
 
 
 def read_document(path: Path) -> Document:
@@ -48,10 +67,10 @@ def read_document(path: Path) -> Document:
         root = loader.get_single_node()
         if root is None:
             raise GraphError("the file is empty", str(path))
-        _count(path, root, {}, ())
-        problems = [f"{path}:{line}: key {key!r} is given twice" for line, key in _repeated(root, set())]
-        if problems:
-            raise GraphError("\n".join(problems))
+        repeated: list[str] = []
+        _check(path, root, {}, (), repeated)
+        if repeated:
+            raise GraphError("\n".join(repeated))
         return Document(path, loader.construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -90,61 +109,23 @@ def read_text(path: Path) -> str:
         raise GraphError(f"cannot be read: {getattr(error, 'strerror', None) or error}", str(path)) from None
 
 
-def _child(node: yaml.Node, step: str | int) -> tuple[int, yaml.Node] | None:
-    if isinstance(node, yaml.MappingNode):
-        found = [(key.start_mark.line, value) for key, value in node.value if key.value == str(step)]
-        return found[-1] if found else None
-    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-        return node.value[step].start_mark.line, node.value[step]
-    return None
+def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[int, ...], repeated: list[str]) -> int:
+    """The number of nodes below ``node`` with aliases expanded; adds keys that are given twice to ``repeated``.
 
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
-
-
-def _count(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[int, ...]) -> int:
-    """The number of nodes below ``node`` with aliases expanded. Raises GraphError for too many, or an alias within itself."""
+    Raises GraphError for too many nodes, or an alias within itself.
+    """
     where = f"{path}:{node.start_mark.line + 1}"
     if id(node) in above:
         raise GraphError("an alias that contains itself", where)
     if id(node) not in counted:
-        counted[id(node)] = 1 + sum(_count(path, child, counted, (*above, id(node))) for child in _children(node))
+        children: list[yaml.Node] = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+        keys: set[str] = set()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.value in keys and key.value != "<<":
+                repeated.append(f"{path}:{key.start_mark.line + 1}: key {key.value!r} is given twice")
+            keys.add(str(key.value))
+            children += [key, value]
+        counted[id(node)] = 1 + sum(_check(path, child, counted, (*above, id(node)), repeated) for child in children)
         if counted[id(node)] > MOST_NODES:
             raise GraphError("too large once its aliases are expanded", where)
     return counted[id(node)]
-
-
-def _repeated(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in keys and key.value != "<<":
-                yield key.start_mark.line + 1, key.value
-            keys.add(str(key.value))
-    for child in _children(node):
-        yield from _repeated(child, seen)
-
-
-class Problems:
-    """Collects the problems of a document, to report all of them at once."""
-
-    def __init__(self, document: Document) -> None:
-        self._document = document
-        self._found: list[tuple[int, str]] = []
-
-    def add(self, location: Location, text: str, *, line_of: Location | None = None) -> None:
-        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or of the one at ``line_of``."""
-        where = self._document.where(line_of or location)
-        entry = ".".join(str(step) for step in location)
-        self._found.append((int(where.rsplit(":", 1)[1]), f"{where}: {entry}: {text}" if entry else f"{where}: {text}"))
-
-    def raise_if_any(self) -> None:
-        """Raises GraphError with one line per problem, ordered by line number; nothing where there is none."""
-        if self._found:
-            raise GraphError("\n".join(dict.fromkeys(line for _, line in sorted(self._found, key=lambda found: found[0]))))

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.graph.digests import file_digest, header_digest
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import Input, did_you_mean, fit
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import networkx
 
 DEFAULT_ALLOW = ("diffusers", "transformers")
+HEADER_BYTES = 100_000_000  # the longest header that safetensors reads (its MAX_HEADER_SIZE)
 
 # The prompt of plans without one: texts are padded to a fixed length, so that no size depends on it.
 PLANNING_TEXT = "a photo"
@@ -44,16 +44,8 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
-    """A LoRA: the absolute path of its file, and the factor of its weight difference."""
-
-    file: str
-    scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class IpAdapter:
-    """An IP-Adapter: the absolute path of its file, and the weight of its image prompts."""
+class Adapter:
+    """A LoRA or an IP-Adapter: the absolute path of its file, and the factor of its weight difference or of its image prompts."""
 
     file: str
     scale: float = 1.0
@@ -79,10 +71,10 @@ class Component:
     precision: tuple[str, ...]
     seed: int = 0
     backing_store: tuple[str, ...] = ()
-    loras: tuple[Lora, ...] = ()
+    loras: tuple[Adapter, ...] = ()
     variant: str = ""
     gguf: str = ""
-    ip_adapters: tuple[IpAdapter, ...] = ()
+    ip_adapters: tuple[Adapter, ...] = ()
     where: str = field(default="", compare=False)
 
     def source_in(self, precision: str) -> str | None:
@@ -163,6 +155,8 @@ class Graph:
     precomputed: tuple[Reference, ...] = ()  # stage outputs that a run gets ready-made, in place of these stages
     fps: float | None = None  # frame rate of video files; None: from the pipeline's arguments
     where: str = field(default="", compare=False)
+    # Meta modules that nothing uses now, for the next run (`graphrun.modules.build`); a graph and its parts share them.
+    spare: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def component(self, name: str) -> Component:
         """The component called ``name``. Raises KeyError."""
@@ -179,10 +173,6 @@ class Graph:
     def producers(self, name: str) -> tuple[str, ...]:
         """Names of the stages whose outputs the stage ``name`` reads, each once."""
         return tuple(dict.fromkeys(r.name for r in self.stage(name).references if r.kind == "stage"))
-
-    def consumers(self, name: str) -> tuple[str, ...]:
-        """Names of the stages that read outputs of the stage ``name``, in topological order."""
-        return tuple(stage.name for stage in self.stages if name in self.producers(stage.name))
 
     def to_networkx(self, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
         """The graph as a `networkx.DiGraph`; nodes, edges and attributes are as `graphrun.graph.nx` lists them.
@@ -211,37 +201,34 @@ class Graph:
 
     def _resolve(self, inputs: Mapping[str, Any], *, planning: bool) -> dict[str, Any]:
         problems = [f"unknown input {name!r}{did_you_mean(name, self.inputs)}" for name in inputs if name not in self.inputs]
-        values: dict[str, Any] = {}
-        for declared in self.inputs.values():
-            try:
-                if declared.name in inputs:
-                    values[declared.name] = fit(declared, inputs[declared.name], text=True)
-                elif not declared.required:
-                    values[declared.name] = declared.default
-                elif planning and (declared.type == "str" or declared.sizes):
-                    values[declared.name] = PLANNING_TEXT
-                elif media.is_media(declared.type):
-                    raise InputError(f"input {declared.name!r} is missing; it is {media.AN[declared.type]}: give a file")
-                else:
-                    raise InputError(f"input {declared.name!r} is missing; it is a {declared.type} and has no default")
-            except InputError as error:
-                problems.append(str(error))
+        values: dict[str, Any] = dict.fromkeys(self.inputs)
+        blank: list[Input] = []
+        for name, declared in self.inputs.items():
+            if name in inputs:
+                try:
+                    values[name] = fit(declared, inputs[name], text=True)
+                except ValueError as error:
+                    problems.append(f"input {name!r}: {error}")
+            elif not declared.required:
+                values[name] = declared.default
+            elif planning and declared.sizes:
+                blank.append(declared)
+            elif planning and declared.type == "str":
+                values[name] = PLANNING_TEXT
+            elif declared.type in media.AN:
+                problems.append(f"input {name!r} is missing; it is {media.AN[declared.type]}: give a file")
+            else:
+                problems.append(f"input {name!r} is missing; it is a {declared.type} and has no default")
         if problems:
             raise InputError("\n".join(problems))
-        return {**values, **self._blanks(values)}
-
-    def _blanks(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Placeholders for images, masks, videos and audio that are missing."""
-        absent = [declared for declared in self.inputs.values() if declared.sizes and values[declared.name] is PLANNING_TEXT]
         images = (media.size_of(values[name]) for name, declared in self.inputs.items() if declared.type == "image")
         size = next(filter(None, images), None)
-        found = {}
-        for declared in absent:
+        for declared in blank:
             sizes = {name: values[of] if isinstance(of, str) else of for name, of in declared.sizes.items()}
             if declared.type == "mask" and size is not None:
                 sizes |= {"width": size[0], "height": size[1]}
-            found[declared.name] = media.blank(declared.type, sizes)
-        return found
+            values[declared.name] = media.blank(declared.type, sizes)
+        return values
 
     def directed(
         self, keep: Iterable[str] = (), exclude: Iterable[str] = (), reserve_bytes: int | None = None, pin: Iterable[str] = ()
@@ -250,9 +237,9 @@ class Graph:
 
         Raises InputError for unknown components, and for one that is in both ``keep`` and ``exclude``.
         """
-        kept = tuple(dict.fromkeys((*self.directives.keep, *keep)))
-        excluded = tuple(dict.fromkeys((*self.directives.exclude, *exclude)))
-        pinned = tuple(dict.fromkeys((*self.directives.pin, *pin)))
+        own = self.directives
+        pairs = ((own.keep, keep), (own.exclude, exclude), (own.pin, pin))
+        kept, excluded, pinned = (tuple(dict.fromkeys((*mine, *more))) for mine, more in pairs)
         problems = [
             f"{verb} {name}: no such component{did_you_mean(name, self.components)}"
             for verb, names in (("keep", kept), ("exclude", excluded), ("pin", pinned))
@@ -262,7 +249,7 @@ class Graph:
         problems += [f"keep and exclude {name}: leave one of them out" for name in kept if name in excluded]
         if problems:
             raise InputError("\n".join(problems))
-        reserve = self.directives.reserve_bytes if reserve_bytes is None else reserve_bytes
+        reserve = own.reserve_bytes if reserve_bytes is None else reserve_bytes
         return replace(self, directives=Directives(kept, excluded, reserve, pinned))
 
     def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -278,19 +265,19 @@ class Graph:
             raise InputError(f"allow {', '.join(unknown)}: this graph knows {', '.join((*known, 'precision'))}")
         return tuple(sorted({*asked, *(precisions if "precision" in asked else ())} - {"precision"}))
 
-    def until(self, name: str) -> Graph:
+    def until(self, name: str | None) -> Graph:
         """The graph that ends with the stage ``name``: the stages it needs, the inputs these read, and all outputs of ``name``.
+        Without a name, the graph itself.
 
         Components and parts stay, since pipelines read sizes even from those that they do not call. Directives stay for components
         that are used. Raises InputError where there is no such stage.
         """
+        if not name:
+            return self
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
             raise InputError(f"until {name}: no such stage{did_you_mean(name, stages)}")
-        needed = {name}
-        for stage in reversed(self.stages):  # consumers before producers
-            needed |= {r.name for r in stage.references if r.kind == "stage" and stage.name in needed}
-        kept = tuple(stage for stage in self.stages if stage.name in needed)
+        kept = self._needed({name})
         read = {reference.name for stage in kept for reference in stage.references if reference.kind == "input"}
         read |= {of for i in read for of in self.inputs[i].sizes.values() if isinstance(of, str)}
         made = {Reference("stage", name, output) for output in stages[name].outputs}
@@ -308,10 +295,7 @@ class Graph:
             raise InputError(f"precomputed {unknown[0]}: no such stage{did_you_mean(unknown[0], stages)}")
         if not done:
             return self
-        needed = {reference.name for reference in self.outputs.values()} - done
-        for stage in reversed(self.stages):  # consumers before producers
-            needed |= {name for name in self.producers(stage.name) if stage.name in needed} - done
-        kept = tuple(stage for stage in self.stages if stage.name in needed)
+        kept = self._needed({reference.name for reference in self.outputs.values()}, done)
         if not kept:
             raise InputError(f"precomputed {', '.join(sorted(done))}: no stage is left to run")
         read = dict.fromkeys(reference for stage in kept for reference in stage.references if reference.name in done)
@@ -327,6 +311,14 @@ class Graph:
         outputs = {name: reference for name, reference in self.outputs.items() if reference.name in chosen}
         outputs |= {str(reference)[1:]: reference for reference in sorted(wanted, key=str)}
         return replace(self._of(kept), precomputed=tuple(sorted(read, key=str)), outputs=outputs)
+
+    def _needed(self, wanted: set[str], done: Collection[str] = ()) -> tuple[Stage, ...]:
+        """The stages ``wanted`` and those whose outputs they need, without those in ``done`` and what only these need."""
+        needed = wanted.difference(done)
+        for stage in reversed(self.stages):  # consumers before producers
+            if stage.name in needed:
+                needed.update(name for name in self.producers(stage.name) if name not in done)
+        return tuple(stage for stage in self.stages if stage.name in needed)
 
     def _of(self, kept: tuple[Stage, ...]) -> Graph:
         """The graph with only the stages ``kept``, and the directives for components they use."""
@@ -359,7 +351,15 @@ class Graph:
         content = {
             "pipeline": [self.pipeline, self.pipeline_config],
             "inputs": {
-                i.name: [i.type, i.default, i.required, *i.bounds, *([i.many, i.sizes] if i.sizes else [])]
+                i.name: [
+                    i.type,
+                    i.default,
+                    i.required,
+                    i.multiple_of,
+                    i.minimum,
+                    i.maximum,
+                    *([i.many, i.sizes] if i.sizes else []),
+                ]
                 for i in self.inputs.values()
             },
             "components": {
@@ -369,11 +369,14 @@ class Graph:
                     c.dtype,
                     *c.precision,
                     *([c.backing_store] if c.backing_store else []),
-                    *map(header_digest, c.ip_adapters),
+                    *(_header_digest(Path(adapter.file)) for adapter in c.ip_adapters),
                 ]
                 for c in self.components.values()
             },
-            "parts": {p.name: [p.class_path, p.config, p.file and file_digest(p.file)] for p in self.parts.values()},
+            "parts": {
+                p.name: [p.class_path, p.config, p.file and hashlib.sha256(p.file.read_bytes()).hexdigest()]
+                for p in self.parts.values()
+            },
             "stages": {
                 s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}, *([s.options] if s.options else [])]
                 for s in self.stages
@@ -383,6 +386,12 @@ class Graph:
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _header_digest(path: Path) -> str:
+    """SHA-256 of the header of a safetensors file: names, shapes and dtypes of its tensors."""
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(min(HEADER_BYTES, int.from_bytes(file.read(8), "little")))).hexdigest()
 
 
 def _plain(value: Any) -> Any:

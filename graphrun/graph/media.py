@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.graph.ops import MEDIA_KINDS
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")  # of 8 bits a channel, which PIL converts
@@ -123,11 +123,6 @@ def size_of(value: Any) -> tuple[int, int] | None:
     return (value.size[0], value.size[1]) if _is_picture(value) else None
 
 
-def is_media(kind: str) -> bool:
-    """Whether an input of ``kind`` is a file."""
-    return kind in MEDIA_KINDS
-
-
 def _is_picture(value: Any) -> bool:
     return hasattr(value, "mode") and hasattr(value, "size") and hasattr(value, "tobytes")
 
@@ -164,7 +159,7 @@ def _file(kind: str, paths: tuple[Path, ...], rate: int | None) -> File:
     except InputError as error:
         raise ValueError(str(error)) from None
     if kind == "audio":
-        found = _rate(paths[0])
+        found, _ = _sound(paths[0])
         if rate is not None and found != rate:
             raise ValueError(f"{paths[0]}: has {found} samples per second, and {rate} are needed: convert it")
     return File(kind, paths, told(content), digest)
@@ -196,81 +191,65 @@ def _content(kind: str, paths: tuple[Path, ...]) -> Any:
     return frames
 
 
+@contextmanager
+def _reading(path: Path, what: str, *more: type[Exception]) -> Iterator[None]:
+    """Turns OSError, ValueError and ``more`` into an InputError that says what ``path`` is not."""
+    errors: tuple[type[Exception], ...] = (OSError, ValueError, *more)
+    try:
+        yield
+    except errors as error:
+        raise InputError(f"{path}: is no {what} that can be read: {error}") from None
+
+
 def _picture(path: Path, mode: str) -> Any:
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(path) as found:
-            if found.mode not in MODES:
-                raise InputError(f"{path}: has pixels of mode {found.mode}: save it with 8 bits a channel")
-            return ImageOps.exif_transpose(found).convert(mode)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path}: is no image that can be read: {error}") from None
+    with _reading(path, "image", SyntaxError, Image.DecompressionBombError), Image.open(path) as found:
+        if found.mode not in MODES:
+            raise InputError(f"{path}: has pixels of mode {found.mode}: save it with 8 bits a channel")
+        return ImageOps.exif_transpose(found).convert(mode)
 
 
 def _film(path: Path) -> list[Any]:
-    from PIL import Image, ImageSequence
-
     if path.suffix.lower() == ".gif":
-        try:
-            with Image.open(path) as found:
-                return [frame.convert("RGB") for frame in ImageSequence.Iterator(found)]
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InputError(f"{path}: is no animation that can be read: {error}") from None
+        from PIL import Image, ImageSequence
+
+        with _reading(path, "animation", SyntaxError, Image.DecompressionBombError), Image.open(path) as found:
+            return [frame.convert("RGB") for frame in ImageSequence.Iterator(found)]
     import av
 
-    try:
-        with av.open(str(path)) as container:
-            frames = [_picture_of(frame) for frame in container.decode(video=0)] if container.streams.video else []
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise InputError(f"{path}: is no video that can be read: {error}") from None
+    with _reading(path, "video", av.FFmpegError), av.open(str(path)) as container:
+        decoded: Iterable[Any] = container.decode(video=0) if container.streams.video else ()
+        frames = [frame.to_image() for frame in decoded]
     if not frames:
         raise InputError(f"{path}: holds no pictures")
     return frames
-
-
-def _picture_of(frame: Any) -> Any:
-    return frame.to_image()
-
-
-def _rate(path: Path) -> int:
-    return _sound(path)[0]
 
 
 def _sound(path: Path) -> tuple[int, Any]:
     """Samples per second, and the samples, float32 [channels samples]."""
     import numpy as np
 
-    if path.suffix.lower() != ".wav":
-        return _other_sound(path)
-    from scipy.io import wavfile
+    if path.suffix.lower() == ".wav":
+        from scipy.io import wavfile
 
-    try:
-        rate, samples = wavfile.read(path)
-    except (OSError, ValueError, EOFError, TypeError, struct.error) as error:
-        raise InputError(f"{path}: is no wav file that can be read: {error}") from None
-    samples = samples.T if samples.ndim == 2 else samples[None]
-    if samples.dtype.kind == "u":
-        samples = (samples.astype(np.float32) - 128) / 128
-    elif samples.dtype.kind == "i":
-        samples = samples.astype(np.float64) / -float(np.iinfo(samples.dtype).min)
-    if samples.size == 0:
-        raise InputError(f"{path}: holds no samples")
-    return int(rate), np.ascontiguousarray(samples, dtype=np.float32)
-
-
-def _other_sound(path: Path) -> tuple[int, Any]:
-    import numpy as np
-
-    try:
-        import soundfile
-    except ImportError:
-        raise InputError(f"{path}: only wav is read where the package soundfile is not installed") from None
-    try:
-        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except (RuntimeError, OSError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: is no sound that can be read: {error}") from None
-    return int(rate), np.ascontiguousarray(samples.T)
+        with _reading(path, "wav file", EOFError, TypeError, struct.error):
+            rate, samples = wavfile.read(path)
+        samples = samples if samples.ndim == 2 else samples[:, None]
+        if samples.dtype.kind == "u":
+            samples = (samples.astype(np.float32) - 128) / 128
+        elif samples.dtype.kind == "i":
+            samples = samples.astype(np.float64) / -float(np.iinfo(samples.dtype).min)
+        if samples.size == 0:
+            raise InputError(f"{path}: holds no samples")
+    else:
+        try:
+            import soundfile
+        except ImportError:
+            raise InputError(f"{path}: only wav is read where the package soundfile is not installed") from None
+        with _reading(path, "sound", RuntimeError, TypeError):
+            samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    return int(rate), np.ascontiguousarray(samples.T, dtype=np.float32)
 
 
 def parse_list(text: str) -> Any:

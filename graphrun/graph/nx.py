@@ -23,34 +23,17 @@ Import this module inside functions only: a plan that comes from the cache must 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import networkx
 
 from graphrun.graph.ops import OPERATIONS
-from graphrun.graph.values import Input
 
 
-class Pipeline(Protocol):
-    """The part of `Graph` that is read here. `Graph.to_networkx` imports this module, so this one cannot import `Graph`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def inputs(self) -> Mapping[str, Input]: ...
-    @property
-    def components(self) -> Mapping[str, Any]: ...
-    @property
-    def stages(self) -> tuple[Any, ...]: ...
-    @property
-    def outputs(self) -> Mapping[str, Any]: ...
-    @property
-    def precomputed(self) -> tuple[Any, ...]: ...
-
-
-def to_networkx(graph: Pipeline, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
-    """Inputs, components, stages, values and outputs of ``graph`` as nodes, in the order of the file; ``name`` is its name.
+def to_networkx(graph: Any, estimate: Mapping[str, Any] | None = None) -> networkx.DiGraph:
+    """Inputs, components, stages, values and outputs of ``graph`` (a `Graph`, which imports this module) as nodes, in the order
+    of the file; ``name`` is its name.
 
     ``estimate``, as `graphrun.survey` returns it, adds ``bytes``, ``parameters`` and ``seconds`` to the nodes that it knows.
     """
@@ -117,16 +100,11 @@ def _name(reference: Any) -> str:
 
 
 def _add_estimate(graph: networkx.DiGraph, estimate: Mapping[str, Any]) -> None:
+    found = {f"value:{row['name']}": {"bytes": row["bytes"]} for row in estimate["values"]}
     for row in estimate["components"]:
         weights = row["weights"][row["dtype"]]["bytes"]
-        _set(graph, f"component:{row['name']}", (("bytes", weights), ("parameters", row["parameters"])))
-    for row in estimate["values"]:
-        _set(graph, f"value:{row['name']}", (("bytes", row["bytes"]),))
-    for stage in {row["stage"]: None for row in estimate["phases"]}:
-        seconds = sum(row["seconds"] for row in estimate["phases"] if row["stage"] == stage)
-        _set(graph, f"stage:{stage}", (("seconds", seconds),))
-
-
-def _set(graph: networkx.DiGraph, node: str, attributes: Iterable[tuple[str, Any]]) -> None:
-    if node in graph:
-        graph.nodes[node].update(attributes)
+        found[f"component:{row['name']}"] = {"bytes": weights, "parameters": row["parameters"]}
+    for row in estimate["phases"]:
+        times = found.setdefault(f"stage:{row['stage']}", {"seconds": 0})
+        times["seconds"] += row["seconds"]
+    networkx.set_node_attributes(graph, found)

@@ -15,10 +15,23 @@ from graphrun.graph.ops import OPERATIONS
 
 # Names become parts of file names: characters of POSIX's portable file name set, and at most 64 of them, since suffixes are added
 # and most file systems limit a name to 255 bytes.
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-GraphName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
-ClassPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$")]
-Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+_NAME, _GRAPH_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$", r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+_CLASS_PATH, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", r"^[^\x00-\x1f]+$"
+_FILE_VARIANT = r"^[A-Za-z0-9_]+$"
+_NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
+# What is said of a text that does not match a pattern, after the text.
+PATTERNS = {
+    _NAME: _NO_NAME,
+    _FILE_VARIANT: _NO_NAME,
+    _GRAPH_NAME: "cannot be a graph's name, since output files are named by it: letters, digits, dots, dashes and underscores, "
+    "at most 64, no dot or dash first",
+    _CLASS_PATH: "is not a class path such as diffusers.AutoencoderKL",
+    _TEXT: "holds control characters",
+}
+Name = Annotated[str, StringConstraints(pattern=_NAME)]
+GraphName = Annotated[str, StringConstraints(pattern=_GRAPH_NAME)]
+ClassPath = Annotated[str, StringConstraints(pattern=_CLASS_PATH)]
+Text = Annotated[str, StringConstraints(min_length=1, pattern=_TEXT)]
 Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
 Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "gguf"]
@@ -42,7 +55,7 @@ Revision = Annotated[
 ]
 FileVariant = Annotated[
     str,
-    StringConstraints(pattern=r"^[A-Za-z0-9_]+$"),
+    StringConstraints(pattern=_FILE_VARIANT),
     Field(description="Which files of a folder: fp16 reads model.fp16.safetensors."),
 ]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from graphrun.errors import PlanError
 from graphrun.graph.graph import Graph, Reference
-from graphrun.graph.media import is_media, told
+from graphrun.graph.media import told
+from graphrun.graph.ops import MEDIA_KINDS
 
 
 def seeds_of(graph: Graph) -> set[str]:
@@ -39,7 +40,7 @@ def completed(graph: Graph, settings: Iterable[tuple[str, str]], inputs: Mapping
     plain = {
         name: text
         for name, text in planned.items()
-        if not (own[name].many or is_media(own[name].type)) and (text != told(None) or own[name].required)
+        if not (own[name].many or own[name].type in MEDIA_KINDS) and (text != told(None) or own[name].required)
     }
     values = graph.resolve({**plain, **inputs})
     now = dict(settings_of(graph, values))

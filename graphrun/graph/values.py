@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from graphrun.errors import InputError
 from graphrun.graph import media
 
 InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
@@ -32,11 +31,6 @@ class Input:
     maximum: float | None = None
     many: bool = False
     sizes: Mapping[str, float | str] = field(default_factory=dict)
-
-    @property
-    def bounds(self) -> tuple[float | None, ...]:
-        """``multiple_of``, ``minimum`` and ``maximum``."""
-        return self.multiple_of, self.minimum, self.maximum
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -77,43 +71,34 @@ def of_type(kind: str, value: Any) -> Any:
 def fit(declared: Input, value: Any, *, text: bool = False) -> Any:
     """``value`` converted to the input's type and checked against its bounds; with ``text`` strings are parsed.
 
-    The path of an image, mask, video or audio becomes a `media.File`; an input with ``many`` accepts a list too. Raises InputError
+    The path of an image, mask, video or audio becomes a `media.File`; an input with ``many`` accepts a list too. Raises ValueError
     saying which values are accepted.
     """
     if declared.many:
-        try:
-            value = media.parse_list(value) if text and isinstance(value, str) else value
-        except ValueError as error:
-            raise InputError(f"input {declared.name!r}: {error}") from None
+        value = media.parse_list(value) if text and isinstance(value, str) else value
         if isinstance(value, (list, tuple)):
             if not value:
-                raise InputError(f"input {declared.name!r}: an empty list")
+                raise ValueError("an empty list")
             return [_one(declared, item, text) for item in value]
     return _one(declared, value, text)
 
 
 def _one(declared: Input, value: Any, text: bool) -> Any:
-    if media.is_media(declared.type):
-        try:
-            rate = declared.sizes.get("rate")
-            return media.accept(declared.type, value, rate if isinstance(rate, int) else None)
-        except ValueError as error:
-            raise InputError(f"input {declared.name!r}: {error}") from None
-    try:
-        if text and isinstance(value, str) and declared.type != "str":
-            value = _read(declared.type, value)
-        value = of_type(declared.type, value)
-    except ValueError as error:
-        raise InputError(f"input {declared.name!r}: {error}") from None
+    if declared.type in media.AN:
+        rate = declared.sizes.get("rate")
+        return media.accept(declared.type, value, rate if isinstance(rate, int) else None)
+    if text and isinstance(value, str) and declared.type != "str":
+        value = _read(declared.type, value)
+    value = of_type(declared.type, value)
     step, low, high = declared.multiple_of, declared.minimum, declared.maximum
     if step is not None and value % step:
         below = value - value % step
         choices = [str(n) for n in (below, below + step) if (low is None or n >= low) and (high is None or n <= high)]
-        raise InputError(f"input {declared.name!r}: {value} is not a multiple of {step}; use {' or '.join(choices) or step}")
+        raise ValueError(f"{value} is not a multiple of {step}; use {' or '.join(choices) or step}")
     if low is not None and value < low:
-        raise InputError(f"input {declared.name!r}: {value} is less than the minimum, {low:g}")
+        raise ValueError(f"{value} is less than the minimum, {low:g}")
     if high is not None and value > high:
-        raise InputError(f"input {declared.name!r}: {value} is more than the maximum, {high:g}")
+        raise ValueError(f"{value} is more than the maximum, {high:g}")
     return value
 
 

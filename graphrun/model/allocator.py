@@ -81,8 +81,8 @@ class Pool:
         """Bytes of all mapped pages."""
         return sum(self.mapped) * self.page_bytes
 
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """Allocate ``nbytes``: (offset, bytes newly mapped).
+    def take(self, nbytes: int) -> tuple[tuple[int, int], int]:
+        """Allocate ``nbytes``: arguments for `give`, and the bytes newly mapped.
 
         Takes the smallest free range that is large enough; without one, the pool grows at its end. A free range at the end is
         tried last: it can grow, so best fit treats it as the largest.
@@ -100,7 +100,7 @@ class Pool:
             if offset != self.end:
                 self._remove_free(offset)
             self.end = offset + nbytes
-        return offset, self._map(offset, nbytes)
+        return (offset, nbytes), self._map(offset, nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free a range and merge it with adjacent free ranges."""
@@ -142,43 +142,6 @@ class Pool:
         del self.sizes[bisect_left(self.sizes, (size, offset))]
 
 
-class Caching:
-    """PyTorch's caching allocator with expandable segments. `used_bytes` corresponds to `torch.cuda.memory_reserved`.
-
-    ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
-    """
-
-    def __init__(self, page_scale: float = 1.0) -> None:
-        self.used_bytes = 0
-        self._small_bytes, small, large = (
-            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
-        )
-        self._small, self._large = Pool(small), Pool(large)
-        self._live: dict[int, tuple[Pool, int, int]] = {}
-
-    def allocate(self, key: int, nbytes: int) -> None:
-        """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
-        rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
-        pool = self._small if rounded <= self._small_bytes else self._large
-        offset, mapped = pool.take(rounded)
-        self._live[key] = pool, offset, rounded
-        self.used_bytes += mapped
-
-    def release(self, key: int) -> None:
-        """Release the allocation ``key``; its pages stay reserved."""
-        pool, offset, nbytes = self._live.pop(key)
-        pool.give(offset, nbytes)
-
-    def trim(self) -> None:
-        """Unmap unused pages, as `torch.cuda.empty_cache` does."""
-        self.used_bytes -= self._small.trim() + self._large.trim()
-
-    @property
-    def state(self) -> Hashable:
-        """Equal states answer equal allocations and releases alike."""
-        return tuple((pool.end, tuple(pool.sizes), bytes(pool.mapped)) for pool in (self._small, self._large))
-
-
 class Segments:
     """Segments returned by `cudaMalloc`, split into blocks, with a best-fit search over the free blocks.
 
@@ -194,16 +157,13 @@ class Segments:
         self.blocks: list[tuple[int, int, int]] = []  # (bytes, segment, offset) of every free block, sorted
         self._next = 0
 
-    def take(self, nbytes: int, segment_bytes: int) -> tuple[int, int, int, int]:
-        """Allocate ``nbytes`` from a free block, else from a new segment of ``segment_bytes``.
-
-        Returns (segment, offset, bytes of the block, bytes newly reserved).
-        """
-        index = bisect_left(self.blocks, (nbytes, -1, -1))
-        reserved = 0
+    def take(self, nbytes: int) -> tuple[tuple[int, int, int], int]:
+        """Allocate ``nbytes`` from a free block, else from a new segment: arguments for `give`, and the bytes newly reserved."""
+        index, reserved = bisect_left(self.blocks, (nbytes, -1, -1)), 0
         if index == len(self.blocks):
-            self.sizes[self._next], self.free[self._next], reserved = segment_bytes, {}, segment_bytes
-            self._add_free(self._next, 0, segment_bytes)
+            reserved = self.sizes[self._next] = segment_bytes(nbytes)
+            self.free[self._next] = {}
+            self._add_free(self._next, 0, reserved)
             self._next += 1
             index = bisect_left(self.blocks, (nbytes, -1, -1))
         size, segment, offset = self.blocks[index]
@@ -211,7 +171,7 @@ class Segments:
         if size - nbytes >= self.min_split_bytes:
             self._add_free(segment, offset + nbytes, size - nbytes)
             size = nbytes
-        return segment, offset, size, reserved
+        return (segment, offset, size), reserved
 
     def give(self, segment: int, offset: int, nbytes: int) -> None:
         """Free a block and merge it with adjacent free blocks."""
@@ -242,8 +202,54 @@ class Segments:
         del self.blocks[bisect_left(self.blocks, (size, segment, offset))]
 
 
-class Native:
-    """PyTorch's caching allocator with native segments, its default. `used_bytes` corresponds to `torch.cuda.memory_reserved`.
+class _Cached:
+    """Small and large allocations in a pool each. `used_bytes` corresponds to `torch.cuda.memory_reserved`."""
+
+    def __init__(self, small: Pool | Segments, large: Pool | Segments, small_bytes: int = SMALL_BYTES) -> None:
+        self.used_bytes = 0
+        self._small_bytes = small_bytes
+        self._small, self._large = small, large
+        self._live: dict[int, tuple[Pool | Segments, tuple[int, ...]]] = {}
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        """Allocate ``nbytes``, rounded up to 512, from the small or the large pool."""
+        rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
+        pool = self._small if rounded <= self._small_bytes else self._large
+        block, reserved = pool.take(rounded)
+        self._live[key] = pool, block
+        self.used_bytes += reserved
+
+    def release(self, key: int) -> None:
+        """Release the allocation ``key``; its pages or segment stay reserved."""
+        pool, block = self._live.pop(key)
+        pool.give(*block)
+
+    def trim(self) -> None:
+        """Return unused pages or segments, as `torch.cuda.empty_cache` does."""
+        self.used_bytes -= self._small.trim() + self._large.trim()
+
+
+class Caching(_Cached):
+    """PyTorch's caching allocator with expandable segments.
+
+    ``page_scale``: factor on the sizes of pages, and on that up to which an allocation is small; for models in small.
+    """
+
+    def __init__(self, page_scale: float = 1.0) -> None:
+        small_bytes, *pages = (
+            round_up(max(1, int(page_scale * nbytes)), ROUND_BYTES) for nbytes in (SMALL_BYTES, SMALL_PAGE_BYTES, LARGE_PAGE_BYTES)
+        )
+        self._pools = [Pool(nbytes) for nbytes in pages]
+        super().__init__(self._pools[0], self._pools[1], small_bytes)
+
+    @property
+    def state(self) -> Hashable:
+        """Equal states answer equal allocations and releases alike."""
+        return tuple((pool.end, tuple(pool.sizes), bytes(pool.mapped)) for pool in self._pools)
+
+
+class Native(_Cached):
+    """PyTorch's caching allocator with native segments, its default.
 
     Sizes up to 1 MiB come from segments of 2 MiB, sizes below 10 MiB from segments of 20 MiB; a larger size gets a segment of that
     size, rounded up to 2 MiB. A small block is split if at least 512 bytes remain, a large one only if more than 1 MiB remains
@@ -251,26 +257,7 @@ class Native:
     """
 
     def __init__(self) -> None:
-        self.used_bytes = 0
-        self._small, self._large = Segments(ROUND_BYTES), Segments(SMALL_BYTES + 1)
-        self._live: dict[int, tuple[Segments, int, int, int]] = {}
-
-    def allocate(self, key: int, nbytes: int) -> None:
-        """Allocate ``nbytes``, rounded up to 512, from the small or the large segments."""
-        rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
-        pool = self._small if rounded <= SMALL_BYTES else self._large
-        segment, offset, size, reserved = pool.take(rounded, segment_bytes(rounded))
-        self._live[key] = pool, segment, offset, size
-        self.used_bytes += reserved
-
-    def release(self, key: int) -> None:
-        """Release the allocation ``key``; its segment stays reserved."""
-        pool, *block = self._live.pop(key)
-        pool.give(*block)
-
-    def trim(self) -> None:
-        """Release unused segments, as `torch.cuda.empty_cache` does."""
-        self.used_bytes -= self._small.trim() + self._large.trim()
+        super().__init__(Segments(ROUND_BYTES), Segments(SMALL_BYTES + 1))
 
 
 def segment_bytes(nbytes: int) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.cache
 def keep_order(count: int) -> tuple[int, ...]:
     """A permutation of ``0 .. count - 1``: blocks by priority. To keep K blocks, keep the first K; kept sets are nested.
 

@@ -18,8 +18,6 @@ from graphrun.model.plan import Part
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.units import round_up
 
-# Blocks for which a ring must have room so that the next one is copied while one computes.
-DEPTH = 2
 # The slots of a phase that compute.
 PARTS: tuple[Part, ...] = ("first", "steady")
 

@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from graphrun.errors import PlanError
 from graphrun.units import GIB, KIB, MIB
@@ -184,14 +184,8 @@ def action_text(action: Action) -> str:
             return f"stream {component} keep {blocks_text(keep)} ring {ring_bytes // UNITS[unit]} {unit}"
         case Run():
             return "run"
-        case Spill(value):
-            return f"spill {value}"
-        case Restore(value):
-            return f"restore {value}"
-        case Read(component):
-            return f"read {component}"
-        case Drop(component):
-            return f"drop {component}"
+        case Spill(name) | Restore(name) | Read(name) | Drop(name):
+            return f"{type(action).__name__.lower()} {name}"
 
 
 def slot_text(slot: Slot) -> str:
@@ -206,10 +200,8 @@ def plan_text(plan: Plan) -> str:
     lines += [f"variant {component} {name}" for component, name in plan.variants]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
-    for slot in plan.slots:
-        lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
-    lines += ["again"] if plan.again else []
-    for slot in plan.again:
+    for number, slot in enumerate((*plan.slots, *plan.again)):
+        lines += ["again"] if number == len(plan.slots) else []
         lines += [slot_text(slot), *(f"  {action_text(action)}" for action in slot.actions)]
     return "\n".join(lines)
 
@@ -283,39 +275,36 @@ def _parse_slot(line: str, where: str) -> tuple[str, Part, int]:
     return phase, cast(Part, part), int(calls) if calls else PART_CALLS[part]
 
 
+# First word of an action's line -> its type, its pattern, and the form shown in errors.
+_ACTIONS: Mapping[str, tuple[type[Action], str, str]] = {
+    "load": (Load, r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
+    "evict": (Evict, r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
+    "stream": (
+        Stream,
+        r"stream (\S+) keep (.+) ring ([0-9]+) (GiB|MiB|KiB|B)",
+        "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B",
+    ),
+    "run": (Run, r"run", "run"),
+    "spill": (Spill, r"spill (\S+)", "spill VALUE"),
+    "restore": (Restore, r"restore (\S+)", "restore VALUE"),
+    "read": (Read, r"read (\S+)", "read COMPONENT"),
+    "drop": (Drop, r"drop (\S+)", "drop COMPONENT"),
+}
+
+
 def _parse_action(line: str, where: str) -> Action:
     verb = line.split()[0]
     if verb not in _ACTIONS:
         raise PlanError(f"expected slot or one of {', '.join(_ACTIONS)}, found {verb!r}", where)
-    pattern, shape = _ACTIONS[verb]
+    kind, pattern, shape = _ACTIONS[verb]
     if not (match := re.fullmatch(pattern, line)):
         raise PlanError(f"expected '{shape}', found {line!r}", where)
-    if verb == "load":
-        return Load(match[1], _parse_blocks(match[2], where), match[3])
-    if verb == "evict":
-        return Evict(match[1], _parse_blocks(match[2], where))
-    if verb == "stream":
-        return Stream(match[1], _parse_blocks(match[2], where), int(match[3]) * UNITS[match[4]])
-    if verb == "spill":
-        return Spill(match[1])
-    if verb == "restore":
-        return Restore(match[1])
-    if verb == "read":
-        return Read(match[1])
-    return Drop(match[1]) if verb == "drop" else Run()
-
-
-# First word of an action's line -> its pattern, and the form shown in errors.
-_ACTIONS: Mapping[str, tuple[str, str]] = {
-    "load": (r"load (\S+) (.+) from (pinned|pageable|disk)", "load COMPONENT BLOCKS from pinned|pageable|disk"),
-    "evict": (r"evict (\S+) (.+)", "evict COMPONENT BLOCKS"),
-    "stream": (r"stream (\S+) keep (.+) ring ([0-9]+) (GiB|MiB|KiB|B)", "stream COMPONENT keep BLOCKS ring SIZE GiB|MiB|KiB|B"),
-    "run": (r"run", "run"),
-    "spill": (r"spill (\S+)", "spill VALUE"),
-    "restore": (r"restore (\S+)", "restore VALUE"),
-    "read": (r"read (\S+)", "read COMPONENT"),
-    "drop": (r"drop (\S+)", "drop COMPONENT"),
-}
+    arguments: list[Any] = list(match.groups())
+    if len(arguments) > 1:
+        arguments[1] = _parse_blocks(arguments[1], where)
+    if kind is Stream:
+        arguments[2:] = [int(arguments[2]) * UNITS[arguments[3]]]
+    return kind(*arguments)
 
 
 def _parse_blocks(text: str, where: str) -> Blocks:

@@ -32,39 +32,6 @@ Placement = Literal["pin", "keep", "exclude", "whole", "drop"]
 # Device allocations are multiples of this many bytes (kMinBlockSize of PyTorch's CUDA caching allocator; sim uses the same).
 ALLOCATION_BYTES = 512
 
-# Field -> default. A field with its default value is not part of the digest, so digests are stable when fields are added.
-OMITTED_DEFAULTS = {
-    "directives": (),
-    "reserve_bytes": 0,
-    "until": "",
-    "precomputed": (),
-    "pinned_bytes": None,
-    "disk_bytes": None,
-    "runs": 1,
-    "precedence": None,
-    "options": (),
-    "allow": (),
-    "commits": (),
-    "read_seconds": (),
-    "disk_seconds": (),
-    "block_seconds": (),
-    "slowdown": 1.0,
-    "scratch_bytes": 0,
-    "transient_bytes": 0,
-    "stored_bytes": 0,
-    "read_bytes": (),
-    "needs": "",
-    "cpu_flops_per_second": 3e11,
-    "memory_bytes_per_second": 1e12,
-    "granularity": "blocks",
-    "layers": None,
-    "passes": (),
-    "beside_bytes": (),
-    "glue_bytes": 0,
-    "trace": PhaseTrace(),
-    "storages": (),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -292,7 +259,7 @@ class StageOption:
     needs: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """Everything a plan depends on. Equal problems have equal digests and equal plans.
 
@@ -357,37 +324,12 @@ class Problem:
             if (not variant.needs or variant.needs in self.allow) and (variant.backing_store == "pinned" or not pinned)
         )
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON form without `OMITTED_DEFAULTS`, first 16 hexadecimal digits."""
-        return _digest_of(_ById(self))
+        """SHA-256 of the canonical JSON form, first 16 hexadecimal digits."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serializable dictionary from which an equal problem can be made."""
         return asdict(self)
-
-
-class _ById:
-    """A cache key that compares problems by identity: 1 == 1.0, but their JSON forms differ."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.problem is other.problem
-
-    def __hash__(self) -> int:
-        return id(self.problem)
-
-
-@functools.lru_cache(maxsize=16)  # read for every plan that is made or checked
-def _digest_of(key: _ById) -> str:
-    text = json.dumps(_without_defaults(asdict(key.problem)), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _without_defaults(content: Any) -> Any:
-    """``content`` without the `OMITTED_DEFAULTS` fields that have their default value, at any depth."""
-    if isinstance(content, dict):
-        return {k: _without_defaults(v) for k, v in content.items() if k not in OMITTED_DEFAULTS or v != OMITTED_DEFAULTS[k]}
-    return [_without_defaults(item) for item in content] if isinstance(content, (list, tuple)) else content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from graphrun.model.problem import Problem
 from graphrun.trace import Event
@@ -152,23 +152,16 @@ class Simulation:
         return tuple(_stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage]) for stage in stages)
 
 
+PEAKS = ("peak_bytes", "resident_bytes", "ring_bytes", "activation_bytes", "values_bytes", "host_bytes", "pinned_bytes")
+SUMS = ("streamed_bytes", "loaded_bytes", "compute_seconds", "disk_bytes_read")
+
+
 def _stage(stage: str, slots: list[SlotReport]) -> StageReport:
-    return StageReport(
-        stage=stage,
-        peak_bytes=max(slot.peak_bytes for slot in slots),
-        resident_bytes=max(slot.resident_bytes for slot in slots),
-        ring_bytes=max(slot.ring_bytes for slot in slots),
-        activation_bytes=max(slot.activation_bytes for slot in slots),
-        values_bytes=max(slot.values_bytes for slot in slots),
-        streamed_bytes=sum(slot.streamed_bytes for slot in slots),
-        loaded_bytes=sum(slot.loaded_bytes for slot in slots),
-        load_seconds=sum(slot.seconds for slot in slots if slot.part == "load"),
-        run_seconds=sum(slot.seconds for slot in slots if slot.part != "load"),
-        compute_seconds=sum(slot.compute_seconds for slot in slots),
-        host_bytes=max(slot.host_bytes for slot in slots),
-        pinned_bytes=max(slot.pinned_bytes for slot in slots),
-        disk_bytes_read=sum(slot.disk_bytes_read for slot in slots),
-    )
+    load_seconds = sum(slot.seconds for slot in slots if slot.part == "load")
+    run_seconds = sum(slot.seconds for slot in slots if slot.part != "load")
+    of = [asdict(slot) for slot in slots]
+    totals = {name: max(slot[name] for slot in of) for name in PEAKS} | {name: sum(slot[name] for slot in of) for name in SUMS}
+    return StageReport(stage=stage, load_seconds=load_seconds, run_seconds=run_seconds, **totals)
 
 
 def _moved(reports: Iterable[SlotReport]) -> int:

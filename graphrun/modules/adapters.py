@@ -9,16 +9,13 @@ module only the header of a file is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
-from graphrun.modules.sources import Source
+from graphrun.modules.classes import refusal
 
 
 def add_ip_adapters(component: Component, module: Any) -> Any:
@@ -27,7 +24,7 @@ def add_ip_adapters(component: Component, module: Any) -> Any:
     """
     if component.ip_adapters:
         with torch.device("meta"):
-            attention, layers = _converted(component, module, _meta_tensors)
+            attention, layers = _converted(component, module, meta=True)
         from diffusers.models.embeddings import MultiIPAdapterImageProjection
 
         for processor in attention.values():
@@ -47,58 +44,33 @@ def adapter_tensors(component: Component, module: Any) -> dict[str, torch.Tensor
     """
     if not component.ip_adapters:
         return {}
-    attention, layers = _converted(component, module, _load_tensors)
+    attention, layers = _converted(component, module, meta=False)
     named: dict[str, nn.Module] = {name: part for name, part in attention.items() if isinstance(part, nn.Module)}
     named |= {f"encoder_hid_proj.image_projection_layers.{number}": layer for number, layer in enumerate(layers)}
     found = {f"{name}.{key}": tensor for name, part in named.items() for key, tensor in part.state_dict().items()}
     return {name: tensor.to(getattr(torch, component.dtype)) for name, tensor in found.items()}
 
 
-def load_ip_adapters(component: Component, module: nn.Module) -> nn.Module:
-    """Gives the IP-Adapter parameters of ``module`` their values from the files. Returns ``module``."""
-    for name, tensor in adapter_tensors(component, module).items():
-        path, _, key = name.rpartition(".")
-        module.get_submodule(path)._parameters[key] = nn.Parameter(tensor, requires_grad=False)
-    return module
-
-
-class AdapterSource:
-    """A source that returns ``tensors``, those of IP-Adapters, by name, and reads every other tensor from ``source``."""
-
-    plain = False
-
-    def __init__(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._source, self._tensors = source, dict(tensors)
-
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``. Returns the bytes read."""
-        if name not in self._tensors:
-            return self._source.into(name, target)
-        target.copy_(self._tensors[name])
-        return target.numel() * target.element_size()
-
-    def close(self) -> None:
-        """Closes the source."""
-        self._source.close()
-
-
-def _converted(
-    component: Component, module: Any, read: Callable[[Path], dict[str, torch.Tensor]]
-) -> tuple[dict[str, Any], list[Any]]:
+def _converted(component: Component, module: Any, *, meta: bool) -> tuple[dict[str, Any], list[Any]]:
     """The attention processors by name and the list of image projections, as diffusers converts them.
 
-    ``read(file)`` returns the tensors of a file by key. Raises GraphError for a file that cannot be read or does not fit the
+    ``meta``: only the headers of the files are read. Raises GraphError for a file that cannot be read or does not fit the
     component.
     """
-    label = f"components.{component.name}.ip_adapters"
+    from safetensors import safe_open
+
     if not hasattr(module, "_convert_ip_adapter_attn_to_diffusers"):
-        raise GraphError(f"{label}: {component.class_path} does not support IP-Adapters", component.where)
+        raise refusal(component, f"{component.class_path} does not support IP-Adapters", ".ip_adapters")
     states = []
     for adapter in component.ip_adapters:
         try:
-            tensors = read(Path(adapter.file))
+            with safe_open(adapter.file, framework="pt") as opened:
+                tensors = {
+                    key: torch.empty(opened.get_slice(key).get_shape(), device="meta") if meta else opened.get_tensor(key)
+                    for key in opened.keys()  # noqa: SIM118
+                }
         except Exception as error:  # noqa: BLE001  (safetensors raises various exception classes)
-            raise GraphError(f"{label}: {adapter.file} cannot be read: {error}", component.where) from error
+            raise refusal(component, f"{adapter.file} cannot be read: {error}", ".ip_adapters") from error
         parts = ("image_proj", "ip_adapter")
         states.append({part: {k[len(part) + 1 :]: t for k, t in tensors.items() if k.startswith(f"{part}.")} for part in parts})
     try:
@@ -107,18 +79,5 @@ def _converted(
     except (KeyError, RuntimeError, IndexError, ValueError) as error:
         names = ", ".join(adapter.file for adapter in component.ip_adapters)
         text = " ".join(str(error).split())[:300]
-        raise GraphError(f"{label}: {names} does not fit {component.class_path}: {text}", component.where) from error
+        raise refusal(component, f"{names} does not fit {component.class_path}: {text}", ".ip_adapters") from error
     return attention, layers
-
-
-def _meta_tensors(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in opened.keys()}  # noqa: SIM118
-
-
-def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(file)

@@ -67,8 +67,8 @@ class BlockLayout:
 class _TensorUses:
     tensor: torch.Tensor
     field: str
-    locations: list[TensorLocation]
-    names: list[str]
+    locations: dict[tuple[int, str, str], TensorLocation]  # by what it refers to, each once
+    names: dict[str, None]
     owners: set[str]
 
 
@@ -86,19 +86,18 @@ def lay_out(module: nn.Module, paths: Sequence[str], *, split_layers: bool = Fal
     for prefix, child in module.named_modules(remove_duplicate=False):
         owner = block_of[prefix] = prefix if prefix in blocks else block_of[prefix.rpartition(".")[0]]
         for tensor, field, location, key in held(child):
-            uses = found.setdefault(id(tensor), _TensorUses(tensor, field, [], [], set()))
+            uses = found.setdefault(id(tensor), _TensorUses(tensor, field, {}, {}, set()))
             uses.owners.add(owner)
-            uses.names.append(f"{prefix}.{key}" if prefix else key)
-            if not any(o.owner is location.owner and (o.kind, o.key) == (location.kind, location.key) for o in uses.locations):
-                uses.locations.append(location)
+            uses.names[f"{prefix}.{key}" if prefix else key] = None
+            uses.locations[id(location.owner), location.kind, location.key] = location
     offsets = dict.fromkeys(("", *blocks), 0)
     entries: dict[str, list[TensorEntry]] = {path: [] for path in offsets}
     for uses in found.values():
         owners = uses.owners - {""} if split_layers else uses.owners
         path = next(iter(owners)) if len(owners) == 1 else ""
         nbytes = uses.tensor.numel() * uses.tensor.element_size()
-        names = tuple(dict.fromkeys(uses.names))
-        entries[path].append(TensorEntry(offsets[path], nbytes, uses.tensor, tuple(uses.locations), names, uses.field))
+        locations, names = tuple(uses.locations.values()), tuple(uses.names)
+        entries[path].append(TensorEntry(offsets[path], nbytes, uses.tensor, locations, names, uses.field))
         offsets[path] = round_up(offsets[path] + nbytes, ALIGNMENT)
     return {path: BlockLayout(path, offsets[path], tuple(entries[path])) for path in offsets}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,14 +28,25 @@ from graphrun.errors import GraphError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph, Part
 from graphrun.graph.values import did_you_mean
-from graphrun.modules.adapters import AdapterSource, adapter_tensors, add_ip_adapters, load_ip_adapters
-from graphrun.modules.classes import resolve_class
-from graphrun.modules.contents import Content, as_stored, content_of, read_as, refuse_missing, replace_layers, scale_name
-from graphrun.modules.lora import LoraSource, deltas_of, fuse
+from graphrun.modules.adapters import adapter_tensors, add_ip_adapters
+from graphrun.modules.blocks import lay_out
+from graphrun.modules.classes import refusal, resolve_class
+from graphrun.modules.contents import (
+    Content,
+    as_stored,
+    content_of,
+    lacking,
+    read_as,
+    refuse_differing,
+    refuse_missing,
+    replace_layers,
+    scale_name,
+)
+from graphrun.modules.lora import deltas_of
 from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.quantize import quantizable_layers
-from graphrun.modules.source_files import config_file, find_folder, local_folder, weight_files
-from graphrun.modules.sources import Composed, FileSource, LoadedSource, RandomSource, Source, Writer, fill
+from graphrun.modules.source_files import config_file, find_folder, local_folder
+from graphrun.modules.sources import FileSource, LoadedSource, RandomSource, Source, Writer
 from graphrun.modules.stored import local_weights
 from graphrun.modules.texts import measured
 
@@ -140,7 +151,7 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
 
     Raises GraphError at the component's line for an invalid class or config.
     """
-    kind = _module_class(component, trust)
+    kind = resolve_class(component.class_path, trust, component.where, "component")
     with on_meta():
         module = add_ip_adapters(component, _construct(kind, component))
     if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -148,43 +159,58 @@ def meta_module(component: Component, trust: Sequence[str]) -> nn.Module:
     return _freeze(module, component)
 
 
+@contextmanager
+def meta_modules(graph: Graph) -> Iterator[dict[str, nn.Module]]:
+    """The `meta_module` of every component of ``graph``, to read sizes from and never to call.
+
+    A module that a dry run, or an earlier context, left behind is used again. Nothing else uses it until the context ends.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, component in graph.components.items():
+        made_of, module = graph.spare.pop(name, (None, None))
+        found[name] = module if made_of == _made_of(component) else meta_module(component, graph.trust)
+    yield found
+    leave_behind(graph, found)
+
+
+def leave_behind(graph: Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Keeps the meta modules ``modules`` for the next `meta_modules` of ``graph``."""
+    graph.spare.update({name: (_made_of(graph.components[name]), module) for name, module in modules.items()})
+
+
+def _made_of(component: Component) -> tuple[Any, ...]:
+    """All that the `meta_module` of ``component`` depends on."""
+    return component.class_path, _config_of(component), component.dtype, component.ip_adapters
+
+
 @on_host()
-def held_meta_module(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content | None]:
-    """The `meta_module` of ``component`` with its layers replaced for ``precision``, and the content of its local files (None
+def held_meta_module(component: Component, trust: Sequence[str], precision: str) -> tuple[nn.Module, Content]:
+    """The `meta_module` of ``component`` with its layers replaced for ``precision``, and the content of its local files (nothing
     without any).
 
     Its tensors have exactly the shapes and dtypes of those that `draft` returns. Raises GraphError for files that are broken or
     belong to another model.
     """
     module, place = meta_module(component, trust), local_weights(component, precision)
-    content = content_of(component, module, place, precision) if place is not None else None
+    content = content_of(component, module, place, precision) if place is not None else Content(Path(), {})
     replace_layers(module, precision, getattr(torch, component.dtype), content)
     return module, content
 
 
 @on_host()
-def build(component: Component, graph: Graph, *, random: Callable[[nn.Module, str], None] = fill) -> nn.Module:
+def build(component: Component, graph: Graph) -> nn.Module:
     """``component`` on the CPU with its weights, LoRAs fused: those of its source, or random ones that depend on its name and seed
-    only.
-
-    ``random(module, seed)`` sets random weights; ``seed`` is a text. Shapes and dtypes are those of the `meta_module`. Raises
-    GraphError at the component's line for a missing folder or tensor, a corrupt file, or a source whose shapes differ from the
-    config's.
+    only. The values are those that the writer of `draft` writes, and the errors those of `draft`.
     """
-    kind = _module_class(component, graph.trust)
-    if component.source is not None:
-        place = find_folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
-        module = _load_folder(kind, component, graph.trust) if place.is_dir() else _load_single_file(component, graph)
-        fuse(component, module)
-        return module
-    with empty_parameters():
-        module = add_ip_adapters(component, _construct(kind, component))
-    if hasattr(module, "tie_weights"):
-        module.tie_weights()
-    module = _freeze(module, component)
-    random(module, f"{component.seed}/{component.name}")
-    fuse(component, module)
-    return load_ip_adapters(component, module)
+    module, writer = draft(component, graph, component.dtype)
+    for entry in lay_out(module, ())[""].entries:
+        tensor = torch.empty_like(entry.tensor, device="cpu")
+        writer.into(entry.names[0], tensor)
+        made = nn.Parameter(tensor, requires_grad=False) if isinstance(entry.tensor, nn.Parameter) else tensor
+        for location in entry.locations:
+            location.put(made)
+    writer.close()
+    return module
 
 
 @on_host()
@@ -194,48 +220,48 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
     A precision that is a dtype replaces the component's own; any other replaces its linear layers. Weights are read or generated
     when the writer is called, so no checkpoint is ever in memory whole. One exception: where the files of a folder name tensors
     differently than the module, the library's own loader reads them all and holds the module for as long as blocks are written.
-    Raises what `build` raises.
+    Raises GraphError at the component's line for a missing folder or tensor, a corrupt file, or a source whose shapes differ from
+    the config's.
     """
     if precision not in QUANTIZED:
         component = replace(component, dtype=precision)
-    kind, own = _module_class(component, graph.trust), getattr(torch, component.dtype)
+    kind = resolve_class(component.class_path, graph.trust, component.where, "component")
+    own = getattr(torch, component.dtype)
     with empty_parameters():
         module = add_ip_adapters(component, _construct(kind, component))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     module = _freeze(module, component)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    saved = module.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    adapters = adapter_tensors(component, module)
+    read: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     source: Source = RandomSource(module, f"{component.seed}/{component.name}")
-    names, content, adapters = list(parameters), None, adapter_tensors(component, module)
+    content = Content(Path(), {})
     if (location := component.source_in(precision)) is not None:
         place = find_folder(location, ("*.json", "*.safetensors"), component.where, component.variant)
         content = content_of(component, module, place, precision)
-        names = list(dict.fromkeys((*parameters, *saved, *(scale_name(name) for name in content.scales))))
-        if place.is_dir() and not saved.keys() - adapters.keys() <= content.pieces.keys():
-            content, source = None, LoadedSource(partial(_load_folder, kind, component, graph.trust))
-        else:
-            refuse_missing(content, saved.keys() - adapters.keys(), component)
+        saved = module.state_dict(keep_vars=True)
+        read |= saved
+        needed = saved.keys() - adapters.keys()
+        if needed <= content.pieces.keys() or place.is_file() or not hasattr(kind, "from_pretrained"):
+            refuse_missing(content, needed, component)
+            read |= dict.fromkeys(map(scale_name, content.scales))
             source = FileSource(read_as(content, module, precision, own))
+        else:
+            wanted = {name: tensor.shape for name, tensor in read.items() if name not in adapters}
+            content, source = Content(place, {}), LoadedSource(partial(_load_folder, kind, component, place, wanted))
     elif precision == "gguf":
-        raise GraphError(
-            f"components.{component.name}: gguf has no random weights: add gguf: with the path of a file", component.where
-        )
-    if component.loras:
-        if precision in ("gguf", "fp8"):
-            text = f"a LoRA cannot be fused into weights in {precision}: take another precision, or leave loras: out"
-            raise GraphError(f"components.{component.name}: {text}", component.where)
-        source = LoraSource(source, deltas_of(component, module))
-    if adapters:
-        source = AdapterSource(source, adapters)
+        raise refusal(component, "gguf has no random weights: add gguf: with the path of a file")
+    if component.loras and precision in ("gguf", "fp8"):
+        raise refusal(component, f"a LoRA cannot be fused into weights in {precision}: take another precision, or leave loras: out")
+    deltas = deltas_of(component, module)
+    buffers = {name: tensor for name, tensor in module.named_buffers(remove_duplicate=False) if name not in read}
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if precision in QUANTIZED:
         weights = {f"{path}.weight": layer.weight for path, layer in quantizable_layers(module, own).items()}
-        if content is None or precision not in as_stored(content, weights):
+        if precision not in as_stored(content, weights):
             shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
         replace_layers(module, precision, own, content)
-    return module, Writer(Composed(source, buffers, names), precision, shapes)
+    return module, Writer(source, precision, shapes, buffers, adapters, deltas)
 
 
 @on_host()
@@ -247,25 +273,24 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     because a plan must hold for every prompt. Every other part comes from its config, or from its source without one. Raises
     GraphError at the part's line.
     """
-    kind = resolve_class(part.class_path, graph.trust, part.where, "part")
-    with _graph_errors(f"parts.{part.name}", part.class_path, part.where, part.source):
+    kind, label, said = resolve_class(part.class_path, graph.trust, part.where, "part"), f"parts.{part.name}", part.where
+    with _graph_errors(label, part.class_path, part.where, part.source):
         if part.file is not None and (planning or part.source is None):
-            return measured(_tokenizer(part, part.file), f"parts.{part.name}", part.where, part.where, longest=planning)
-        if part.has_config and part.file is None:
-            if hasattr(kind, "from_config"):
-                if not _SAVED_KEYS & part.config.keys():
-                    _check_keys(part.config, _parameters_of(kind), f"parts.{part.name}", part.where)
-                return kind.from_config(part.config)
-            return measured(kind(**part.config), f"parts.{part.name}", part.where, part.where, longest=planning)
-        if part.source is None or not hasattr(kind, "from_pretrained"):
-            raise GraphError(f"parts.{part.name}: {part.class_path} needs a config or a source", part.where)
-        local = local_folder(part.source) if planning else None
-        folder = local or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
-        # diffusers' schedulers run no remote code and do not take the argument
-        transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
-        made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))
-        said = f"{folder}/tokenizer_config.json"
-        return measured(made, f"parts.{part.name}", said, part.where, longest=planning)
+            made = _tokenizer(part, part.file)
+        elif part.has_config and part.file is None:
+            if hasattr(kind, "from_config") and not _SAVED_KEYS & part.config.keys():
+                _check_keys(part.config, _parameters_of(kind), label, part.where)
+            made = kind.from_config(part.config) if hasattr(kind, "from_config") else kind(**part.config)
+        elif part.source is None or not hasattr(kind, "from_pretrained"):
+            raise GraphError(f"{label}: {part.class_path} needs a config or a source", part.where)
+        else:
+            local = local_folder(part.source) if planning else None
+            folder = local or find_folder(part.source, ("*.json", "*.txt", "*.model"), part.where)
+            # diffusers' schedulers run no remote code and do not take the argument
+            transformers_class = any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+            made = kind.from_pretrained(folder, local_files_only=True, **(_NO_REMOTE_CODE if transformers_class else {}))
+            said = f"{folder}/tokenizer_config.json"
+        return measured(made, label, said, part.where, longest=planning)
 
 
 def _tokenizer(part: Part, file: Path) -> Any:
@@ -278,22 +303,10 @@ def _tokenizer(part: Part, file: Path) -> Any:
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)), **part.config)
 
 
-def _module_class(component: Component, trust: Sequence[str]) -> type[Any]:
-    kind = resolve_class(component.class_path, trust, component.where, "component")
-    if not issubclass(kind, nn.Module):
-        raise GraphError(f"components.{component.name}: {component.class_path} is not a torch module", component.where)
-    return kind
-
-
 def _construct(kind: type[Any], component: Component) -> Any:
     """The module as `from_pretrained` constructs it before it reads weights, with tensors in the component's dtype."""
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
-    config = copy.deepcopy(component.config)
-    if not component.has_config:
-        found = config_file(component.source)
-        if found is None:
-            found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
-        config = read_json(found)
+    config = _config_of(component)
     if not _SAVED_KEYS & config.keys():
         _check_keys(config, _parameters_of(kind), label, component.where)
     with _graph_errors(label, component.class_path, component.where, component.source), default_dtype(dtype):
@@ -304,75 +317,41 @@ def _construct(kind: type[Any], component: Component) -> Any:
         return kind(**config)
 
 
-def _load_single_file(component: Component, graph: Graph) -> nn.Module:
-    """``component`` with the weights of a single file, read tensor by tensor."""
-    module, writer = draft(replace(component, loras=()), graph, component.dtype)
-    made: dict[int, nn.Parameter] = {}
-    for prefix, child in module.named_modules():
-        for key, parameter in child._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
-                    writer.source.into(f"{prefix}.{key}" if prefix else key, made[id(parameter)].data)
-                child._parameters[key] = made[id(parameter)]
-    for name, buffer in module.named_buffers():
-        if name in module.state_dict():
-            writer.source.into(name, buffer)
-    writer.close()
-    return module
+def _config_of(component: Component) -> dict[str, Any]:
+    """A copy of the configuration of ``component``, its own or that of its source."""
+    if component.has_config:
+        return copy.deepcopy(component.config)
+    found = config_file(component.source)
+    if found is None:
+        found = find_folder(component.source or "", ("config.json",), component.where) / "config.json"
+    return read_json(found)
 
 
-def _load_folder(kind: type[Any], component: Component, trust: Sequence[str]) -> nn.Module:
-    folder = find_folder(component.source or "", ("*.json", "*.safetensors"), component.where, component.variant)
-    files = weight_files(folder, component.where, component.variant)
+def _load_folder(kind: type[Any], component: Component, folder: Path, wanted: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """The tensors in ``folder`` by name, as the library's own loader reads them. Raises GraphError where they are not those that
+    are ``wanted``, which plans are computed from.
+    """
     label, dtype = f"components.{component.name}", getattr(torch, component.dtype)
-    reading = {**_LOAD_OPTIONS, "variant": component.variant or None}
+    options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True, "variant": component.variant or None}
+    options |= {"torch_dtype": dtype} if hasattr(kind, "load_config") else {"dtype": dtype, **_NO_REMOTE_CODE}
     with _graph_errors(label, component.class_path, component.where, component.source), no_progress_bars():
-        if hasattr(kind, "load_config"):  # diffusers
-            module, found = kind.from_pretrained(folder, torch_dtype=dtype, **reading)
-        elif getattr(kind, "config_class", None) is not None:  # transformers
-            module, found = kind.from_pretrained(folder, dtype=dtype, **reading, **_NO_REMOTE_CODE)
-        else:
-            module, found = _load_plain(kind, component, files)
-    if missing := sorted(found["missing_keys"]):
-        raise GraphError(f"{label}: {folder} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}", component.where)
-    if component.ip_adapters:
-        module = _freeze(add_ip_adapters(component, module), component)
-    _refuse_differing_tensors(module, meta_module(component, trust), component)
-    return load_ip_adapters(component, _freeze(module, component))
+        module, report = kind.from_pretrained(folder, **options)
+    if missing := sorted(report["missing_keys"]):
+        raise lacking(component, folder, missing)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    found = {name: tensor.detach() for name, tensor in named}
+    shapes = {name: list(found[name].shape) if name in found else None for name in wanted}
+    refuse_differing(folder, [(n, f"{shapes[n]}", list(like)) for n, like in wanted.items() if shapes[n] != list(like)], component)
+    return found
 
 
 _NO_REMOTE_CODE = {"trust_remote_code": False}  # the default of transformers is to ask on stdin
-_LOAD_OPTIONS = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-
-
-def _load_plain(kind: type[Any], component: Component, files: Sequence[Path]) -> tuple[nn.Module, dict[str, list[str]]]:
-    """Loads a class that has no `from_pretrained`: the tensors of ``files`` under their own names."""
-    from safetensors.torch import load_file
-
-    with empty_parameters():
-        module: nn.Module = _construct(kind, component)
-    module = _freeze(module, component)
-    like = module.state_dict()
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    tensors = {name: tensor.to(like[name].dtype) if name in like else tensor for name, tensor in tensors.items()}
-    found = module.load_state_dict(tensors, strict=False, assign=True)
-    return module, {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
 
 
 def _freeze(module: Any, component: Component) -> nn.Module:
     """Freezes ``module`` in eval mode and casts it to the dtypes of `from_pretrained`: fp32 where the class keeps it."""
-    dtype = getattr(torch, component.dtype)
-    made: dict[int, torch.Tensor] = {}
-    for prefix, child in module.named_modules():
-        for tensors, buffers in ((child._parameters, False), (child._buffers, True)):
-            for key, tensor in tensors.items():
-                if tensor is None or (buffers and key in child._non_persistent_buffers_set):
-                    continue
-                wanted = _dtype_of(module, f"{prefix}.{key}" if prefix else key, tensor.dtype, dtype)
-                if wanted != tensor.dtype:
-                    new = tensor.detach().to(wanted)
-                    tensors[key] = made.setdefault(id(tensor), new if buffers else nn.Parameter(new))
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(_dtype_of(module, name, tensor.dtype, getattr(torch, component.dtype)))
     frozen: nn.Module = module.requires_grad_(False).eval()
     return frozen
 
@@ -393,25 +372,6 @@ def _dtype_of(module: Any, name: str, own: torch.dtype, dtype: torch.dtype) -> t
         kept = ()
     kept = [*kept, *(getattr(module, "_keep_in_fp32_modules_strict", None) or ())]
     return torch.float32 if any(re.search(keep.replace("*", ".*"), name) for keep in kept) else own
-
-
-def _refuse_differing_tensors(module: nn.Module, wanted: nn.Module, component: Component) -> None:
-    """Raises GraphError where ``module``'s tensors differ from those of the meta module ``wanted``, which plans are computed
-    from.
-    """
-    described = [
-        {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in (*m.named_parameters(), *m.named_buffers())}
-        for m in (module, wanted)
-    ]
-    found, config = described
-    differing = [f"{name} is {found.get(name)}, not {config.get(name)}" for name in config if found.get(name) != config.get(name)]
-    differing += [f"{name} is {found[name]}, not None" for name in found if name not in config]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise GraphError(
-            f"components.{component.name}: {component.source} does not match its config: {'; '.join(differing[:3])}{more}",
-            component.where,
-        )
 
 
 def _parameters_of(kind: type[Any]) -> frozenset[str]:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.graph.graph import DEFAULT_ALLOW, Component
 from graphrun.graph.values import did_you_mean, outside, to_trust
 
 Kind = Literal["component", "part", "pipeline", "blocks"]
@@ -28,20 +28,27 @@ _BASES: dict[str, frozenset[tuple[str, str]]] = {
     "pipeline": frozenset({("diffusers", "DiffusionPipeline"), ("diffusers", "ModularPipeline")}),
     "blocks": frozenset({("diffusers", "ModularPipelineBlocks")}),
 }
+# What each kind is, and what every class of it has: of a trusted package too, since it is what such a class is used by.
 _DESCRIPTIONS = {
-    "component": "a module with weights",
-    "part": "a scheduler, guider, tokenizer or processor",
-    "pipeline": "a pipeline",
-    "blocks": "blocks of a modular pipeline",
+    "component": ("a module with weights", "is a torch.nn.Module"),
+    "part": ("a scheduler, guider, tokenizer or processor", "has from_config or from_pretrained"),
+    "pipeline": ("a pipeline", "is a DiffusionPipeline or ModularPipeline of diffusers"),
+    "blocks": ("blocks of a modular pipeline", "is a ModularPipelineBlocks of diffusers"),
 }
+
+
+def refusal(component: Component, text: str, member: str = "") -> GraphError:
+    """The error that says ``text`` about ``component``, or about its ``member`` such as ``.loras``, at the component's line."""
+    return GraphError(f"components.{component.name}{member}: {text}", component.where)
 
 
 def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "", *kinds: Kind) -> type[Any]:
     """The class that ``class_path`` names, such as ``diffusers.AutoencoderKL``.
 
     It must be defined in diffusers or transformers and be one of ``kinds`` (any kind where none is given), or be defined in a
-    package that the caller trusts. The package that counts is the one that defines the class:
-    ``diffusers.utils.x.subprocess.Popen`` belongs to subprocess. Raises GraphError at ``where``.
+    package that the caller trusts, and be usable as one of ``kinds`` (see `_DESCRIPTIONS`).
+    The package that counts is the one that defines the class: ``diffusers.utils.x.subprocess.Popen`` belongs to subprocess.
+    Raises GraphError at ``where``.
     """
     package, *steps = class_path.split(".")
     packages = dict.fromkeys((*DEFAULT_ALLOW, *trust))
@@ -56,9 +63,16 @@ def resolve_class(class_path: str, trust: Collection[str] = (), where: str = "",
     if own not in packages:
         raise GraphError(f"{class_path} is {found.__module__}.{found.__qualname__}, {outside(own, packages)}", where)
     if own not in trust and not any(_is_kind(found, kind) for kind in kinds or _BASES):
-        wanted = " nor ".join(_DESCRIPTIONS[kind] for kind in kinds or _BASES)
+        wanted = " nor ".join(_DESCRIPTIONS[kind][0] for kind in kinds or _BASES)
         raise GraphError(f"{class_path} is not {wanted}, and a file may name no other class here; {to_trust(own)}", where)
+    if kinds and not any(_is_kind(found, kind) or (kind == "part" and _can_be_part(found)) for kind in kinds):
+        needed = " or ".join(f"{what}: such a class {has}" for what, has in (_DESCRIPTIONS[kind] for kind in kinds))
+        raise GraphError(f"{class_path} is not {needed}", where)
     return found
+
+
+def _can_be_part(found: type[Any]) -> bool:
+    return hasattr(found, "from_config") or hasattr(found, "from_pretrained")
 
 
 def _is_kind(found: type[Any], kind: str) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Component
+from graphrun.modules.classes import refusal
 from graphrun.modules.conversions import Derivation, Piece, SymbolicTensors, converted
 from graphrun.modules.gguf import dequantized, gguf_tensors, shape_of
 from graphrun.modules.precisions import QUANTIZED
@@ -52,17 +53,16 @@ class Content:
 
     def kind(self, name: str) -> str:
         """The type of a quantized GGUF tensor; "" for any other."""
-        return next((leaf.quant for leaf in _leaves(self.pieces[name]) if leaf.quant), "")
+        return next((leaf.quant for leaf in self.pieces[name].leaves if leaf.quant), "")
 
     def plain(self, name: str) -> Piece:
         """The piece ``name`` as numbers: a quantized GGUF tensor is dequantized when it is read."""
         piece, kind = self.pieces[name], self.kind(name)
         if not kind:
             return piece
-        if isinstance(piece, Stored):
-            return Derivation(name, "float16", shape_of(piece.shape, kind), (piece,), lambda values: dequantized(values[0], kind))
-        made = piece.make
-        return replace(piece, shape=shape_of(piece.shape, kind), make=lambda values: dequantized(made(values), kind))
+        return Derivation(
+            name, "float16", shape_of(piece.shape, kind), piece.leaves, lambda values: dequantized(piece.make(values), kind)
+        )
 
 
 def tensors_in(place: Path, component: Component, precision: str) -> tuple[Stored, ...]:
@@ -94,12 +94,16 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
                 tensors[name] = tensors[name].to(own) * row.to(own)
     named = _by_module_name(module, symbols, tensors, place, component)
     content = Content(place, {name: symbols.piece(name, tensor) for name, tensor in named.items()}, stored)
-    _refuse_other_shapes(module, content, component)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+    found = {name: content.plain(name).shape for name in content.pieces}
+    differing = [name for name in found if found[name] != shapes[name]]
+    types = {name: content.kind(name) or content.pieces[name].dtype for name in differing}
+    refuse_differing(place, [(name, f"{list(found[name])} {types[name]}", list(shapes[name])) for name in differing], component)
     if not scaled or precision != "fp8":
         return content
     scales: dict[str, Piece] = {}
     for name, tensor in _by_module_name(module, symbols, expanded, place, component).items():
-        if {leaf.name for leaf in _leaves(content.pieces[name])} & scaled.keys():
+        if {leaf.name for leaf in content.pieces[name].leaves} & scaled.keys():
             with symbols:
                 row = tensor[:, :1].contiguous()
             scales[name] = symbols.piece(name, row)
@@ -116,15 +120,10 @@ def as_stored(content: Content, weights: Collection[str]) -> tuple[str, ...]:
     return ("fp8",) if pieces and all(piece is not None and piece.dtype == FP8 for piece in pieces) else ()
 
 
-def replace_layers(module: nn.Module, precision: str, own: torch.dtype, content: Content | None) -> None:
-    """Replaces the layers of ``module`` by those of ``precision``, with the shapes that ``content`` has. ``content`` None: random
-    weights.
-    """
-    rows, scaled = {}, set[str]()
-    if content is not None:
-        rows = {name: (kind, piece.shape[-1]) for name, piece in content.pieces.items() if (kind := content.kind(name))}
-        scaled = set(content.scales)
-    convert(module, precision, own, rows, scaled)
+def replace_layers(module: nn.Module, precision: str, own: torch.dtype, content: Content) -> None:
+    """Replaces the layers of ``module`` by those of ``precision``, with the shapes that ``content`` has."""
+    rows = {name: (kind, piece.shape[-1]) for name, piece in content.pieces.items() if (kind := content.kind(name))}
+    convert(module, precision, own, rows, content.scales)
 
 
 def read_as(content: Content, module: nn.Module, precision: str, own: torch.dtype) -> dict[str, Piece]:
@@ -132,8 +131,9 @@ def read_as(content: Content, module: nn.Module, precision: str, own: torch.dtyp
     layers that hold quantized tensors, else numbers.
     """
     layers = {f"{path}.weight" for path in quantizable_layers(module, own)} if precision in QUANTIZED else set()
-    raw = layers if precision == "gguf" else set()
-    found = {name: content.pieces[name] if name in raw else content.plain(name) for name in content.pieces}
+    found = {
+        name: piece if precision == "gguf" and name in layers else content.plain(name) for name, piece in content.pieces.items()
+    }
     for name, scale in content.scales.items():
         if name in layers:
             found[scale_name(name)] = scale
@@ -151,10 +151,21 @@ def refuse_missing(content: Content, needed: Collection[str], component: Compone
     """Raises GraphError naming the tensors of ``needed`` that the files lack."""
     if missing := sorted(set(needed) - content.pieces.keys()):
         if not content.pieces:
-            text = f"{content.place} has no tensors for it: give it its own source:"
-        else:
-            text = f"{content.place} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}"
-        raise GraphError(f"components.{component.name}: {text}", component.where)
+            raise refusal(component, f"{content.place} has no tensors for it: give it its own source:")
+        raise lacking(component, content.place, missing)
+
+
+def lacking(component: Component, place: Path, missing: Sequence[str]) -> GraphError:
+    """The error for ``missing`` tensors."""
+    return refusal(component, f"{place} lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
+
+
+def refuse_differing(place: Path, differing: Sequence[tuple[str, str, object]], component: Component) -> None:
+    """Raises GraphError naming the tensors that differ from the module's: (name, what it is in the files, what it should be)."""
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        text = "; ".join(f"{name} is {found}, not {wanted}" for name, found, wanted in differing[:3])
+        raise refusal(component, f"{place} does not match its config: {text}{more}")
 
 
 def saved_as(name: str, module: nn.Module, saved: Mapping[str, Any]) -> str:
@@ -177,7 +188,7 @@ def _by_module_name(
         try:
             tensors = converted(module, symbols, tensors)
         except InputError as error:
-            raise GraphError(f"components.{component.name}: {place} cannot be used: {error}", component.where) from error
+            raise refusal(component, f"{place} cannot be used: {error}") from error
     found: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
         if (stored := tensors.get(saved_as(name, module, tensors))) is not None:
@@ -187,20 +198,12 @@ def _by_module_name(
 
 def _product(weight: Piece, scale: Piece, own: torch.dtype) -> Derivation:
     """``weight`` times ``scale``, each cast to ``own`` first, as a layer computes it."""
-    leaves, others = _leaves(weight), _leaves(scale)
+    count = len(weight.leaves)
 
     def make(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _value_of(weight, values[: len(leaves)]).to(own) * _value_of(scale, values[len(leaves) :]).to(own)
+        return weight.make(values[:count]).to(own) * scale.make(values[count:]).to(own)
 
-    return Derivation(weight.name, str(own).removeprefix("torch."), weight.shape, (*leaves, *others), make)
-
-
-def _value_of(piece: Piece, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return piece.make(values) if isinstance(piece, Derivation) else values[0]
-
-
-def _leaves(piece: Piece) -> tuple[Stored, ...]:
-    return piece.leaves if isinstance(piece, Derivation) else (piece,)
+    return Derivation(weight.name, str(own).removeprefix("torch."), weight.shape, (*weight.leaves, *scale.leaves), make)
 
 
 def _scales(by_name: Mapping[str, Stored], place: Path, component: Component) -> dict[str, str]:
@@ -212,21 +215,6 @@ def _scales(by_name: Mapping[str, Stored], place: Path, component: Component) ->
             shape = by_name[weight].shape
             if math.prod(scale.shape) not in (1, shape[0]) or len(shape) != 2:
                 what = f"{key} {list(scale.shape)} is not a supported scale of {weight} {list(shape)}"
-                text = f"{place}: {what}: it must have one element, or one per row"
-                raise GraphError(f"components.{component.name}: {text}", component.where)
+                raise refusal(component, f"{place}: {what}: it must have one element, or one per row")
             found[weight] = key
     return found
-
-
-def _refuse_other_shapes(module: nn.Module, content: Content, component: Component) -> None:
-    differing = []
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if (piece := content.pieces.get(name)) is not None:
-            kind = content.kind(name)
-            shape = shape_of(piece.shape, kind) if kind else piece.shape
-            if shape != tuple(tensor.shape):
-                differing.append(f"{name} is {list(shape)} {kind or piece.dtype}, not {list(tensor.shape)}")
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        text = f"{content.place} does not match its config: {'; '.join(differing[:3])}{more}"
-        raise GraphError(f"components.{component.name}: {text}", component.where)

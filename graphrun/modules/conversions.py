@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphrun.errors import InputError
 from graphrun.modules.source_files import Stored
@@ -59,7 +59,8 @@ class SymbolicTensors(TorchFunctionMode):
         self._alive: list[Any] = []  # keeps the tensors whose ids are keys below
         self._leaves = {id(tensor): stored[name] for name, tensor in self.tensors.items()}
         self._by_storage = {tensor.untyped_storage()._cdata: stored[name] for name, tensor in self.tensors.items()}
-        self._operations: dict[int, tuple[Callable[..., Any], Any, Any, int]] = {}
+        # id of a result -> the operation, its arguments, and the result's number among several (None for a single one)
+        self._operations: dict[int, tuple[Callable[..., Any], Any, int | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,9 +69,9 @@ class SymbolicTensors(TorchFunctionMode):
         if func is torch.cat and len(args[0]) == 1:  # FLUX's conversion concatenates single tensors
             return args[0][0]
         out = func(*args, **kwargs)
-        for index, one in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
+        for index, one in enumerate(out) if isinstance(out, (list, tuple)) else ((None, out),):
             if isinstance(one, torch.Tensor) and id(one) not in self._leaves:
-                self._operations[id(one)] = (func, args, kwargs, index if isinstance(out, (list, tuple)) else -1)
+                self._operations[id(one)] = func, (args, kwargs), index
                 self._alive.append(one)
         return out
 
@@ -80,34 +81,31 @@ class SymbolicTensors(TorchFunctionMode):
         if leaf is not None and tensor.is_contiguous() and str(tensor.dtype).removeprefix("torch.") == leaf.dtype:
             begin = leaf.begin + int(tensor.storage_offset()) * tensor.element_size()
             return replace(leaf, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size(), begin=begin)
-        leaves: dict[int, Stored] = {}
-        self._gather(tensor, leaves)
-        keys = list(leaves)
+        leaves = self._leaves_of(tensor)
 
         def make(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            return self._value(tensor, dict(zip(keys, values, strict=True)))
+            return self._value(tensor, dict(zip(leaves, values, strict=True)))
 
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Derivation(name, dtype, tuple(tensor.shape), tuple(leaves.values()), make)
 
-    def _gather(self, tensor: torch.Tensor, found: dict[int, Stored]) -> None:
+    def _leaves_of(self, tensor: torch.Tensor) -> dict[int, Stored]:
+        """The stored tensors that ``tensor`` is computed from, by the ids of their meta tensors."""
         if id(tensor) in self._leaves:
-            found[id(tensor)] = self._leaves[id(tensor)]
-        elif id(tensor) in self._operations:
-            _, args, kwargs, _ = self._operations[id(tensor)]
-            tree_map_only(torch.Tensor, lambda one: self._gather(one, found), (args, kwargs))
+            return {id(tensor): self._leaves[id(tensor)]}
+        found: dict[int, Stored] = {}
+        for one in tree_leaves(self._operations[id(tensor)][1]) if id(tensor) in self._operations else ():
+            found |= self._leaves_of(one) if isinstance(one, torch.Tensor) else {}
+        return found
 
-    def _value(self, tensor: torch.Tensor, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _value(self, tensor: torch.Tensor, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The value of ``tensor``; a constant, which depends on no leaf, is returned as it is."""
-        key = id(tensor)
-        if key not in values:
-            if key not in self._operations or not tensor.is_meta:
-                return tensor
-            func, args, kwargs, index = self._operations[key]
-            args, kwargs = tree_map_only(torch.Tensor, lambda one: self._value(one, values), (args, kwargs))
-            out = func(*args, **kwargs)
-            values[key] = out[index] if index >= 0 else out
-        return values[key]
+        if id(tensor) in values or id(tensor) not in self._operations or not tensor.is_meta:
+            return values.get(id(tensor), tensor)
+        func, arguments, index = self._operations[id(tensor)]
+        args, kwargs = tree_map_only(torch.Tensor, lambda one: self._value(one, values), arguments)
+        out = func(*args, **kwargs)
+        return out if index is None else out[index]  # type: ignore[no-any-return]
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -137,6 +135,7 @@ def converted(module: nn.Module, symbols: SymbolicTensors, tensors: Tensors) -> 
 def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
     import diffusers
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+    from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
 
     model: Any = module
     for name, functions in SINGLE_FILE_LOADABLE_CLASSES.items():
@@ -145,16 +144,7 @@ def _conversion(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[s
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if kinds & {"CLIPTextModel", "CLIPTextModelWithProjection"}:
         return lambda checkpoint: _clip(module, checkpoint)
-    if "T5EncoderModel" in kinds:
-        return _t5
-    return None
-
-
-def _t5(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    from diffusers.loaders.single_file_utils import convert_sd3_t5_checkpoint_to_diffusers
-
-    found: dict[str, torch.Tensor] = convert_sd3_t5_checkpoint_to_diffusers(checkpoint)
-    return found
+    return convert_sd3_t5_checkpoint_to_diffusers if "T5EncoderModel" in kinds else None
 
 
 def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -170,18 +160,19 @@ def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.T
         key = single_file_utils.CHECKPOINT_KEY_NAMES[kind]
         return key in checkpoint and checkpoint[key].shape[-1] == width
 
+    open_clips = (
+        (single_file_utils.is_open_clip_model(checkpoint), "cond_stage_model.model."),
+        (fits("open_clip_sdxl"), "conditioner.embedders.1.model."),
+        (single_file_utils.is_open_clip_sdxl_refiner_model(checkpoint), "conditioner.embedders.0.model."),
+    )
     found: dict[str, torch.Tensor]
     if single_file_utils.is_clip_model(checkpoint) or fits("clip_sdxl"):
         found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint)
     elif fits("clip_sd3"):
         found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint, "text_encoders.clip_l.transformer.")
         found["text_projection.weight"] = torch.eye(width, device="cpu")  # the file has none: diffusers uses the identity
-    elif single_file_utils.is_open_clip_model(checkpoint):
-        found = single_file_utils.convert_open_clip_checkpoint(module, checkpoint, prefix="cond_stage_model.model.")
-    elif fits("open_clip_sdxl"):
-        found = single_file_utils.convert_open_clip_checkpoint(module, checkpoint, prefix="conditioner.embedders.1.model.")
-    elif single_file_utils.is_open_clip_sdxl_refiner_model(checkpoint):
-        found = single_file_utils.convert_open_clip_checkpoint(module, checkpoint, prefix="conditioner.embedders.0.model.")
+    elif prefixes := [prefix for there, prefix in open_clips if there]:
+        found = single_file_utils.convert_open_clip_checkpoint(module, checkpoint, prefix=prefixes[0])
     elif fits("open_clip_sd3"):
         found = single_file_utils.convert_ldm_clip_checkpoint(checkpoint, "text_encoders.clip_g.transformer.")
     else:

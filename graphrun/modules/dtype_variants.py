@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from graphrun.modules.blocks import TensorEntry, lay_out
+
 Dtypes = tuple[torch.dtype, ...]
 """The dtypes of a module's distinct tensors, in the order of `nn.Module.modules`."""
 Switched = Callable[[str], None]
@@ -46,6 +48,10 @@ class DtypeVariant:
         return f"{self.component}@{'+'.join(floating)}{suffix}"
 
 
+def _nothing(_: str) -> None:
+    """The default for what `DtypeVariants` calls."""
+
+
 class DtypeVariants:
     """The dtype variants that the components ``modules`` have had. A module's own parameters and buffers are those of its current
     variant.
@@ -54,7 +60,7 @@ class DtypeVariants:
     put in.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], leave: Switched | None = None, join: Switched | None = None) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], leave: Switched = _nothing, join: Switched = _nothing) -> None:
         self._modules = dict(modules)
         self._leave, self._join = leave, join
         own = {name: tuple(tensor.dtype for tensor in _distinct(module)) for name, module in modules.items()}
@@ -87,13 +93,11 @@ class DtypeVariants:
         if dtype_variant != before:
             self.known[dtype_variant.name] = dtype_variant
             module = self._modules[dtype_variant.component]
-            if self._leave is not None:
-                self._leave(before.name)
+            self._leave(before.name)
             self._tensors[before.name] = _distinct(module)
             _replace_tensors(module, self._values(dtype_variant))
             self._now[dtype_variant.component] = dtype_variant
-            if self._join is not None:
-                self._join(dtype_variant.name)
+            self._join(dtype_variant.name)
         return dtype_variant
 
     @contextmanager
@@ -160,23 +164,17 @@ def _like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
-def _tensor_locations(module: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
-    """(table, key) of every parameter and buffer of ``module``; a tied tensor has several."""
-    for child in module.modules():
-        tables: tuple[dict[str, torch.Tensor | None], ...] = (child._parameters, child._buffers)  # type: ignore[assignment]
-        for table in tables:
-            yield from ((table, key) for key, tensor in table.items() if tensor is not None)
+def _entries(module: nn.Module) -> list[TensorEntry]:
+    """The distinct parameters and buffers of ``module``, in order, each with its locations."""
+    return [entry for entry in lay_out(module, ())[""].entries if entry.locations[0].kind != "__dict__"]
 
 
 def _distinct(module: nn.Module) -> list[torch.Tensor]:
-    """The distinct tensors of ``module``, in order."""
-    tensors_of_module = (table[key] for table, key in _tensor_locations(module))
-    return list({id(tensor): tensor for tensor in tensors_of_module if tensor is not None}.values())
+    return [entry.tensor for entry in _entries(module)]
 
 
 def _replace_tensors(module: nn.Module, tensors: list[torch.Tensor]) -> None:
     """Replaces the distinct tensors of ``module`` by ``tensors``, in the same order."""
-    locations = list(_tensor_locations(module))
-    order = {id(tensor): number for number, tensor in enumerate(_distinct(module))}
-    for table, key in locations:
-        table[key] = tensors[order[id(table[key])]]
+    for entry, tensor in zip(_entries(module), tensors, strict=True):
+        for location in entry.locations:
+            location.put(tensor)

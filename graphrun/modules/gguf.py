@@ -11,6 +11,7 @@ Format: ggml's docs/gguf.md, versions 2 and 3.
 from __future__ import annotations
 
 import io
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from graphrun.errors import GraphError
-from graphrun.modules.source_files import Stored
+from graphrun.modules.source_files import Stored, broken
 
 # Types that torch has: used as they are, or cast to the component's dtype when they are read.
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -34,7 +35,12 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
 
     Raises GraphError for a file that is not GGUF or is truncated, or has a tensor of a type that diffusers cannot compute with.
     """
-    sizes = _sizes(where)
+    try:
+        import gguf
+    except ImportError as error:
+        raise GraphError("precision gguf needs the package gguf: pip install graphrun[gguf]", where) from error
+    sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    known = _PLAIN.keys() | quantized_types().keys()
     try:
         length = file.stat().st_size
         with file.open("rb") as opened:
@@ -46,28 +52,21 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
     except OSError as error:
         raise GraphError(f"{file} cannot be read: {error.strerror}", where) from error
     except (ValueError, struct.error, KeyError, EOFError, OverflowError) as error:
-        raise GraphError(f"{file} is truncated or corrupt: its header is not a GGUF header; download it again", where) from error
+        raise broken(file, "is truncated or corrupt: its header is not a GGUF header", where) from error
     found = []
     for name, shape, number, offset in tensors:
         kind, block, size = sizes.get(number, (f"type {number}", 0, 0))
-        if not block or (kind not in _PLAIN and kind not in quantized_types()):
+        if kind not in known:
             raise GraphError(f"{file}: {name} is {kind}, which diffusers cannot compute with", where)
-        elements, row = 1, shape[-1] if shape else 1
-        for n in shape:
-            elements *= n
-        nbytes = elements // block * size
-        if row % block or start + offset + nbytes > length:
-            what = (
-                f"{name} has rows of {row} elements, not a multiple of {block}"
-                if row % block
-                else f"it ends at {length} bytes, inside {name}"
-            )
-            raise GraphError(f"{file} is truncated or corrupt: {what}; download it again", where)
-        if kind in _PLAIN:
-            found.append(Stored(name, _PLAIN[kind], shape, nbytes, str(file), start + offset))
-        else:
-            rows = (*shape[:-1], row // block * size)
-            found.append(Stored(name, "uint8", rows, nbytes, str(file), start + offset, kind))
+        row, nbytes = shape[-1] if shape else 1, math.prod(shape) // block * size
+        what = f"{name} has rows of {row} elements, not a multiple of {block}" if row % block else ""
+        if start + offset + nbytes > length:
+            what = what or f"it ends at {length} bytes, inside {name}"
+        if what:
+            raise broken(file, f"is truncated or corrupt: {what}", where)
+        plain = kind in _PLAIN
+        held = shape if plain else (*shape[:-1], row // block * size)
+        found.append(Stored(name, _PLAIN.get(kind, "uint8"), held, nbytes, str(file), start + offset, "" if plain else kind))
     return tuple(found)
 
 
@@ -99,27 +98,18 @@ def _block(kind: str) -> tuple[int, int]:
     return block, size
 
 
-def _sizes(where: str) -> dict[int, tuple[str, int, int]]:
-    """Number of a type -> (name, elements per block, bytes per block)."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise GraphError("precision gguf needs the package gguf: pip install graphrun[gguf]", where) from error
-    return {int(kind): (kind.name, block, size) for kind, (block, size) in gguf.GGML_QUANT_SIZES.items()}
-
-
 def _header(opened: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
     """(name, shape with the slowest-varying dimension first, type, offset) of every tensor, and the file offset of the data."""
     read = _Reader(opened)
     if opened.read(4) != b"GGUF" or read.number("I") not in (2, 3):
         raise ValueError("no GGUF")
-    tensors, keys = read.count(), read.count()
+    tensors, keys = read.number("Q"), read.number("Q")
     alignment = _ALIGNMENT
-    for _ in range(keys):
+    for _ in read.entries(keys):
         key, value = read.text(), read.value(read.number("I"))
         alignment = int(value) if key == "general.alignment" else alignment
     found = []
-    for _ in range(tensors):
+    for _ in read.entries(tensors):
         name = read.text()
         shape = tuple(read.number("Q") for _ in range(read.number("I")))
         found.append((name, shape[::-1], read.number("I"), read.number("Q")))
@@ -138,12 +128,11 @@ class _Reader:
         (value,) = struct.unpack(f"<{kind}", self._opened.read(length))
         return value
 
-    def count(self) -> int:
-        count = int(self.number("Q"))
-        if count > self._left:
-            raise ValueError("too many entries")
+    def entries(self, count: int) -> range:
         self._left -= count
-        return count
+        if self._left < 0:
+            raise ValueError("too many entries")
+        return range(count)
 
     def text(self) -> str:
         length = self.number("Q")
@@ -163,9 +152,6 @@ class _Reader:
         if inner in _SCALARS:  # such as a language model's token scores: not needed
             self._opened.seek(length * struct.calcsize(f"<{_SCALARS[inner]}"), io.SEEK_CUR)
             return None
-        self._left -= length
-        if self._left < 0:
-            raise ValueError("too many entries")
-        for _ in range(length):
+        for _ in self.entries(length):
             self.value(inner)
         return None

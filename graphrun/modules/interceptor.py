@@ -16,7 +16,8 @@ part of the component that is called is named by the call's *entry*:
   computes.
 - ``module.to(device)`` does nothing if that is the interceptor's device, since pipelines move components there. It does nothing
   either if code outside a component moves it to the CPU, as pipelines do to offload it. Any other move is refused. A cast is
-  refused unless a `Casts` carries it out.
+  refused unless ``casts`` carries it out.
+- A method that changes weights (``fuse_lora``, ``load_state_dict``) is refused, except for components at rest.
 - A module without weights may compute a floating-point table on the CPU, as those for the rotary embeddings of CogView4 and
   GLM-Image do. The table is moved once to the device of the module's inputs. Otherwise the model's code would copy it in every
   attention layer.
@@ -25,14 +26,17 @@ part of the component that is called is named by the call's *entry*:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from graphrun.errors import BrokenPlan
+from graphrun.errors import BrokenPlan, InputError
+from graphrun.modules.dtype_variants import AtRest, DtypeVariants
 from graphrun.modules.trees import tensors_in, walk
 
 # Methods besides `__call__` that diffusers' pipelines call on components. A call of one is always intercepted; a call of another
@@ -53,22 +57,28 @@ Reads = Callable[[str, str, torch.Tensor], torch.Tensor]
 """(component, name of the weight, its tensor) -> the tensor that the reading code gets."""
 
 
-class Casts(Protocol):
-    """Carries out casts to another dtype that code outside a component makes. `dtype_variants.DtypeVariants` implements it."""
+# Modules of the libraries whose methods with these prefixes add, remove or overwrite weights. Their other methods set what a
+# forward reads.
+LOADERS = ("diffusers.loaders", "transformers.integrations.peft", "peft.")
+WEIGHT_CHANGING = ("load_", "unload_", "add_", "delete_", "fuse_", "unfuse_", "merge", "unmerge")
 
-    def now(self, component: str) -> Any:
-        """The `DtypeVariant` that the component is in. Only its ``name`` is used here."""
 
-    def cast(self, component: str, change: Callable[[], object]) -> Any:
-        """Carries out a cast. ``change`` casts the component's tensors in place."""
+def changes_weights(method: Callable[..., Any]) -> bool:
+    """Whether ``method``, of a pipeline or module, adds, removes or overwrites weights."""
+    loads = method.__module__.startswith(LOADERS) and method.__name__.startswith(WEIGHT_CHANGING)
+    return loads or method is nn.Module.load_state_dict
+
+
+def refuse_change(name: str) -> NoReturn:
+    """Raises InputError for a call of the method ``name``, which changes weights."""
+    raise InputError(f"weights cannot change while a call of this pipeline runs: call {name}() before or after it")
 
 
 class CallInterceptor:
     """A context manager that passes every call into ``modules`` from outside to a function.
 
     ``around(component, entry, proceed, args, kwargs)`` returns the result of the call; ``proceed(*args, **kwargs)`` runs the
-    component's own code. Instead of ``around``, ``on_enter(component, entry)`` is called before that code, and
-    ``on_exit(component, entry)`` after it has returned.
+    component's own code.
 
     ``entry`` is ``forward``, the name of a method, the path of a module inside the component, or ``path:method`` for a method
     of such a module. ``reads(component, name, tensor)`` returns what code outside the component gets when it reads a weight.
@@ -80,22 +90,20 @@ class CallInterceptor:
         self,
         modules: Mapping[str, nn.Module],
         device: torch.device,
-        on_enter: Callable[[str, str], None] | None = None,
-        on_exit: Callable[[str, str], None] | None = None,
+        around: Around,
         *,
-        around: Around | None = None,
         reads: Reads | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
-        casts: Casts | None = None,
+        casts: DtypeVariants | AtRest | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
-        self._around = around or functools.partial(_notify, on_enter, on_exit)
+        self._around = around
         self._reads = reads
         self._dtypes = dict(dtypes or {})
         self.casts = casts
         self._inside = False  # whether a component is being called
-        self._casting = False  # whether `Casts` is carrying out a cast
+        self._casting = False  # whether ``casts`` is carrying out a cast
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []  # each module with its original class
         self._paths: dict[int, tuple[str, str]] = {}  # id of a module -> component, path in it
         self._without_weights: set[int] = set()  # ids of modules without weights
@@ -155,18 +163,18 @@ class CallInterceptor:
         """A copied module is not intercepted, so it needs no copy of the interceptor."""
         return self
 
-    # In the following methods, ``kind`` is the original class of ``module``.
+    # In the following methods, ``own`` is the method of the original class of ``module``.
 
-    def dtype(self, kind: Any, module: nn.Module) -> Any:
+    def dtype(self, own: Callable[..., Any], module: nn.Module) -> Any:
         """The value of ``module.dtype``."""
         component, path = self._paths.get(id(module), ("", ""))
         outside = not self._inside and not path and component in self._dtypes
-        return self._dtypes[component] if outside else kind.dtype.fget(module)
+        return self._dtypes[component] if outside else own(module)
 
-    def move(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def move(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Carries out or refuses ``module.to(...)``."""
         if self._casting:
-            return kind.to(module, *args, **kwargs)  # type: ignore[no-any-return]
+            return own(module, *args, **kwargs)  # type: ignore[no-any-return]
         torch_kwargs = {key: value for key, value in kwargs.items() if key in ("device", "dtype", "non_blocking", "memory_format")}
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **torch_kwargs)
         same_device = device is None or (device.type == self.device.type and device.index in (None, self.device.index or 0))
@@ -176,23 +184,29 @@ class CallInterceptor:
         if not same_device or (not same_dtype and self.casts is None):
             self.refuse(module, device if not same_device else dtype)
         layout = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
-        return module if same_dtype and not layout else kind.to(module, dtype, **layout)
+        return module if same_dtype and not layout else own(module, dtype, **layout)
 
-    def change(self, kind: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def change(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Carries out or refuses ``module._apply(...)``, through which torch carries out every move and cast (``cuda``,
         ``half``)."""
         if self._casting:
-            return kind._apply(module, *args, **kwargs)  # type: ignore[no-any-return]
+            return own(module, *args, **kwargs)  # type: ignore[no-any-return]
         if self.casts is None or self._inside:
             self.refuse(module)
         self._casting = True
         try:
-            self.casts.cast(self._paths[id(module)][0], lambda: kind._apply(module, *args, **kwargs))
+            self.casts.cast(self._paths[id(module)][0], lambda: own(module, *args, **kwargs))
         except NotImplementedError:  # `DtypeVariants` tries the change on meta tensors, which cannot be moved: not a cast
             self.refuse(module)
         finally:
             self._casting = False
         return module
+
+    def change_weights(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Carries out or refuses a method of ``module`` that changes weights."""
+        if self._inside or isinstance(self.casts, AtRest):
+            return own(module, *args, **kwargs)
+        refuse_change(own.__name__)
 
     def refuse(self, module: nn.Module, wanted: object = None) -> NoReturn:
         """Raises BrokenPlan for a move or cast of the component that ``module`` belongs to. ``wanted``: the device or dtype."""
@@ -210,7 +224,7 @@ class CallInterceptor:
         among its arguments, too.
         """
         location = self._paths.get(id(module))  # None for a copy of a registered module
-        if self._inside or location is None or not (always or _holds_tensor((*args, *kwargs.values()))):
+        if self._inside or location is None or not (always or _holds_tensor((args, kwargs))):
             return method(module, *args, **kwargs)
         component, path = self._dtype_variant(location[0]), location[1]
         entry = f"{path}:{name}" if path and name else path or name or "forward"
@@ -257,17 +271,22 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
         "__call__": _entry_method(key, "", kind.__call__, tables),
         "graphrun_interceptor": key,
         "__reduce_ex__": lambda module, protocol: reduced_as(kind, super(kind, module).__reduce_ex__(protocol)),
-        "to": _override(key, kind.to, lambda interceptor, *args, **kwargs: interceptor.move(kind, *args, **kwargs)),
-        "_apply": _override(key, kind._apply, lambda interceptor, *args, **kwargs: interceptor.change(kind, *args, **kwargs)),
+        "to": _override(key, kind.to, CallInterceptor.move),
+        "_apply": _override(key, kind._apply, CallInterceptor.change),
     }
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        if isinstance(method, FunctionType) and changes_weights(method):
+            members[name] = _override(key, method, CallInterceptor.change_weights)
+        elif isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
+            members[name] = _entry_method(key, name, method)
     if reads:
         members["__getattr__"] = _reading_getattr(key, kind.__getattr__)
     if dtypes and isinstance(getattr(kind, "dtype", None), property):
-        members["dtype"] = property(_override(key, kind.dtype.fget, lambda interceptor, module: interceptor.dtype(kind, module)))
+        members["dtype"] = property(_override(key, kind.dtype.fget, CallInterceptor.dtype))
     if add_device or hasattr(kind, "device"):
         own = kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
-        members["device"] = property(_override(key, own, lambda interceptor, _: interceptor.device))
-    members |= {name: _entry_method(key, name, method) for name, method in _methods(kind)}
+        members["device"] = property(_override(key, own, lambda interceptor, *_: interceptor.device))
     return type(kind.__name__, (kind,), members)
 
 
@@ -276,14 +295,15 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _override(key: str, own: Any, change: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls ``change(interceptor, module, ...)`` for intercepted modules, and ``own(module, ...)`` for others.
+    """A method that calls ``change(interceptor, own, module, ...)`` for intercepted modules, and ``own(module, ...)`` for others.
     ``key``: name of the attribute that holds the interceptor."""
 
+    @functools.wraps(own)
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         interceptor: CallInterceptor | None = module.__dict__.get(key)
         if interceptor is None or id(module) not in interceptor._paths:
             return own(module, *args, **kwargs)
-        return change(interceptor, module, *args, **kwargs)
+        return change(interceptor, own, module, *args, **kwargs)
 
     return method
 
@@ -347,45 +367,11 @@ def entry_of(module: nn.Module, entry: str) -> Callable[..., Any]:
     if entry == "forward":
         return module
     path, _, method = entry.rpartition(":")
-    if path:
+    if path or callable(getattr(type(module), entry, None)):
         return getattr(module.get_submodule(path), method)  # type: ignore[no-any-return]
-    is_method = "." not in entry and callable(getattr(type(module), entry, None))
-    return getattr(module, entry) if is_method else module.get_submodule(entry)
+    return module.get_submodule(entry)
 
 
-def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The public methods of ``kind`` that `nn.Module` does not have."""
-    seen = set[str]()
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and not name.startswith("_") and name not in seen and not hasattr(nn.Module, name):
-                yield name, value
-            seen.add(name)
-
-
-def _holds_tensor(values: tuple[Any, ...]) -> bool:
-    """Whether a tensor is among ``values``, or in lists, tuples and dicts inside it."""
-    for value in values:
-        if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _holds_tensor(tuple(value))):
-            return True
-        if isinstance(value, dict) and _holds_tensor(tuple(value.values())):
-            return True
-    return False
-
-
-def _notify(
-    on_enter: Callable[[str, str], None] | None,
-    on_exit: Callable[[str, str], None] | None,
-    component: str,
-    entry: str,
-    proceed: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """An ``around`` that calls ``on_enter`` and ``on_exit``."""
-    if on_enter is not None:
-        on_enter(component, entry)
-    result = proceed(*args, **kwargs)
-    if on_exit is not None:
-        on_exit(component, entry)
-    return result
+def _holds_tensor(values: Any) -> bool:
+    """Whether a tensor is in ``values``, a nest of lists, tuples and dicts."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values))

@@ -9,7 +9,7 @@ weight's dtype and added in that.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Lora
-from graphrun.modules.sources import Source
+from graphrun.graph.graph import Adapter, Component
+from graphrun.modules.classes import refusal
 
 _SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
 
@@ -55,35 +54,7 @@ def deltas_of(component: Component, module: nn.Module) -> dict[str, list[Delta]]
     return found
 
 
-def fuse(component: Component, module: nn.Module) -> None:
-    """Adds the LoRAs of ``component`` to ``module``'s weights in place."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, deltas in deltas_of(component, module).items():
-        for delta in deltas:
-            delta.add_to(parameters[name].data)
-
-
-class LoraSource:
-    """A source that adds ``deltas`` to the weights that it reads from ``source``."""
-
-    plain = False
-
-    def __init__(self, source: Source, deltas: Mapping[str, Sequence[Delta]]) -> None:
-        self._source, self._deltas = source, dict(deltas)
-
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the fused tensor ``name`` to ``target``. Returns the bytes read from the source."""
-        nbytes = self._source.into(name, target)
-        for delta in self._deltas.get(name, ()):
-            delta.add_to(target)
-        return nbytes
-
-    def close(self) -> None:
-        """Closes the source."""
-        self._source.close()
-
-
-def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
+def _deltas(component: Component, lora: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Delta]:
     """The deltas of one LoRA by weight name; ``shapes`` are those of the component's parameters."""
     sizes, alphas, metadata = _contents(component, lora)
     prefix = f"{component.name}."
@@ -92,33 +63,31 @@ def _deltas(component: Component, lora: Lora, shapes: Mapping[str, tuple[int, ..
     start = len(prefix) if prefixed else 0
     halves: dict[str, dict[str, str]] = {}
     for key in keys:
-        suffix = next((suffix for suffix in _SUFFIXES if key.endswith(suffix)), "")
-        if suffix:
+        for suffix in filter(key.endswith, _SUFFIXES):
             halves.setdefault(key[start : -len(suffix)], {})[_SUFFIXES[suffix]] = key
-    label = f"components.{component.name}.loras"
     if not halves:
         named = ", ".join(sorted(sizes)[:3])
-        raise GraphError(f"{label}: {lora.file} has no tensors for {component.name}: it has {named}, ...", component.where)
+        raise refusal(component, f"{lora.file} has no tensors for {component.name}: it has {named}, ...", ".loras")
     found = {}
     for path, pair in halves.items():
         name, shape = f"{path}.weight", shapes.get(f"{path}.weight")
         if shape is None:
-            raise GraphError(f"{label}: {lora.file} changes {path}, which {component.class_path} does not have", component.where)
+            raise refusal(component, f"{lora.file} changes {path}, which {component.class_path} does not have", ".loras")
         if pair.keys() != {"down", "up"} or sizes[pair["up"]][0] != shape[0] or sizes[pair["down"]][1] != shape[1]:
             text = ", ".join(f"{half} {list(sizes[key])}" for half, key in sorted(pair.items()))
-            raise GraphError(f"{label}: {lora.file} does not fit {name} {list(shape)}: it has {text}", component.where)
+            raise refusal(component, f"{lora.file} does not fit {name} {list(shape)}: it has {text}", ".loras")
         rank = sizes[pair["down"]][0]
         alpha = alphas.get(f"{prefix if prefixed else ''}{path}.alpha", metadata.get("lora_alpha", rank))
         found[name] = Delta(lora.file, pair["down"], pair["up"], lora.scale * float(alpha) / rank)
     return found
 
 
-def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
+def _contents(component: Component, lora: Adapter) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
     """Shapes by key, alphas by key, and the settings of this component's adapter in the metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not Path(lora.file).is_file():
-        raise GraphError(f"components.{component.name}.loras: no such file: {lora.file}", component.where)
+        raise refusal(component, f"no such file: {lora.file}", ".loras")
     try:
         with safe_open(lora.file, framework="pt") as opened:
             sizes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
@@ -126,6 +95,6 @@ def _contents(component: Component, lora: Lora) -> tuple[dict[str, tuple[int, ..
             text = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
         settings = json.loads(text)
     except (SafetensorError, OSError, ValueError) as error:
-        raise GraphError(f"components.{component.name}.loras: {lora.file} cannot be read: {error}", component.where) from error
+        raise refusal(component, f"{lora.file} cannot be read: {error}", ".loras") from error
     prefix = f"{component.name}."
     return sizes, alphas, {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}

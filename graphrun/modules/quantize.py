@@ -10,7 +10,9 @@ int8 and nf4 are bitsandbytes'. CPU and meta only; weights come from a `sources.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,11 +32,7 @@ def quantizable_layers(module: nn.Module, own: torch.dtype) -> dict[str, nn.Line
     Excludes the same layers as the libraries: modules that a class keeps in fp32 in any precision (`_keep_in_fp32_modules`), and in
     transformers' models the output embedding and the last module (`transformers.quantizers.base.get_keys_to_not_convert`).
     """
-    users: dict[int, int] = {}
-    for child in module.modules():
-        for parameter in child._parameters.values():
-            if parameter is not None:
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
+    users = Counter(id(parameter) for child in module.modules() for parameter in child._parameters.values())
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     last = _last_of_transformers(module)
     return {
@@ -52,29 +50,22 @@ def convert(
     module: nn.Module,
     precision: str,
     own: torch.dtype,
-    rows: Mapping[str, tuple[str, int]] | None = None,
+    rows: Mapping[str, tuple[str, int]] = MappingProxyType({}),
     scaled: Collection[str] = (),
-) -> tuple[str, ...]:
+) -> None:
     """Replaces `quantizable_layers` by layers of ``precision`` whose weights are on meta, with their final shapes.
 
     ``rows``: for gguf, the type and bytes per row of each weight that the file has quantized; other layers stay. ``scaled``: for
-    fp8, the weights that have a scale. Returns the names of the replaced weights. Biases stay as they are.
+    fp8, the weights that have a scale. Biases stay as they are.
     """
-    made = []
     for path, layer in quantizable_layers(module, own).items():
-        parent, _, key = path.rpartition(".")
         name = f"{path}.weight"
-        if precision == "gguf":
-            if rows is None or name not in rows:
-                continue
-            new = gguf_linear(layer, own, *rows[name])
-        else:
-            new = _layer(layer, precision, own)
+        if precision == "gguf" and name not in rows:
+            continue
+        new = gguf_linear(layer, own, *rows[name]) if precision == "gguf" else _layer(layer, precision, own)
         if name in scaled:
             new.register_parameter("scale", nn.Parameter(torch.empty(layer.out_features, 1, device="meta"), requires_grad=False))
-        setattr(module.get_submodule(parent), key, new)
-        made.append(f"{path}.weight")
-    return tuple(made)
+        module.set_submodule(path, new)
 
 
 def quantized(weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
@@ -152,13 +143,23 @@ def _layer(layer: nn.Linear, precision: str, own: torch.dtype) -> nn.Linear:
         weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), requires_grad=False)
         weight.CB = weight.SCB = None  # so that the layer uses those of its state
         made.state.CB, made.state.SCB = weight, torch.empty(outputs, dtype=torch.float32, device="meta")
-    made._parameters["weight"] = weight
-    made._parameters["bias"] = bias
-    frozen: nn.Linear = made.requires_grad_(False).eval()
-    return frozen
+    return _with_tensors(made, weight, bias)
 
 
-class _Fp8Linear(nn.Linear):
+def _with_tensors(made: nn.Linear, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """``made`` with this weight and bias, frozen and in eval mode."""
+    made._parameters["weight"], made._parameters["bias"] = weight, bias
+    return made.requires_grad_(False).eval()
+
+
+class _Linear(nn.Linear):
+    """A linear layer that computes its weight in each call."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing: the values are set later."""
+
+
+class _Fp8Linear(_Linear):
     """A linear layer with an 8-bit weight that is cast in each call, as diffusers' layerwise casting does.
 
     Where the file has a scale, the cast weight is multiplied by it in the compute dtype (ComfyUI's scaled fp8).
@@ -170,36 +171,27 @@ class _Fp8Linear(nn.Linear):
             weight *= scale.to(input.dtype)
         return nn.functional.linear(input, weight, self.bias)
 
-    def reset_parameters(self) -> None:
-        """Does nothing: the values are set later."""
 
-
-class _GgufLinear(nn.Linear):
+class _GgufLinear(_Linear):
     """A linear layer whose weight is rows of bytes of a GGUF type, dequantized in each call; computes the same as diffusers'
     `GGUFLinear`.
 
     The weight is a plain parameter. diffusers' parameter subclass cannot be a view of a block's buffer.
     """
 
-    def __init__(self, like: nn.Linear, own: torch.dtype, kind: str) -> None:
-        super().__init__(like.in_features, like.out_features, like.bias is not None, device="meta")
-        self.kind, self.own = kind, own
+    kind: str  # of the weight
+    own: torch.dtype  # in which it computes
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(input, dequantized(self.weight, self.kind).to(self.own), self.bias)
 
-    def reset_parameters(self) -> None:
-        """Does nothing: the values are set later."""
-
 
 def gguf_linear(layer: nn.Linear, own: torch.dtype, kind: str, row_bytes: int) -> nn.Linear:
     """A layer on meta that replaces ``layer`` and computes in ``own`` with a weight of type ``kind``, ``row_bytes`` per row."""
-    made = _GgufLinear(layer, own, kind)
+    made = _GgufLinear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    made.kind, made.own = kind, own
     weight = torch.empty(layer.out_features, row_bytes, dtype=torch.uint8, device="meta")
-    made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    made._parameters["bias"] = layer.bias
-    frozen: nn.Linear = made.requires_grad_(False).eval()
-    return frozen
+    return _with_tensors(made, nn.Parameter(weight, requires_grad=False), layer.bias)
 
 
 def _last_of_transformers(module: nn.Module) -> set[str]:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
+
+if TYPE_CHECKING:
+    import torch
 
 # Half-precision copies and exports for other frameworks that many repositories have beside the weights.
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
@@ -37,6 +40,7 @@ _DTYPES = {
     **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
 }
 _MAX_HEADER_BYTES = 100_000_000
+_INDEX, _WEIGHTS = "*.safetensors.index*.json", "*.safetensors"
 _FILES = (".safetensors", ".gguf")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -55,6 +59,15 @@ class Stored:
     file: str = ""
     begin: int = 0
     quant: str = ""
+
+    @property
+    def leaves(self) -> tuple[Stored, ...]:
+        """The tensors in files that it is made of: itself."""
+        return (self,)
+
+    def make(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor, from the values of its leaves."""
+        return values[0]
 
 
 def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str = "") -> Path:
@@ -97,16 +110,7 @@ def split_source(source: str) -> tuple[str, str | None, str]:
 
 def commit_of(source: str) -> str:
     """The commit of a hub path's revision in the local hub cache; "" for an absolute path or a revision that is not cached."""
-    if Path(source).is_absolute():
-        return ""
-    from huggingface_hub import constants
-
-    repository, revision, _ = split_source(source)
-    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-    try:
-        return (root / "refs" / (revision or "main")).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return revision if revision is not None and (root / "snapshots" / revision).is_dir() else ""
+    return snapshot.name if (snapshot := _snapshot(source)) is not None else ""
 
 
 def local_place(source: str) -> Path | None:
@@ -114,74 +118,67 @@ def local_place(source: str) -> Path | None:
 
     No network. A snapshot may be incomplete. None where nothing is local.
     """
-    if Path(source).is_absolute():
-        return Path(source) if Path(source).exists() else None
+    snapshot = Path("/") if Path(source).is_absolute() else _snapshot(source)
+    inside = source if Path(source).is_absolute() else split_source(source)[2]
+    return place if snapshot is not None and (place := snapshot / inside).exists() else None
+
+
+def _snapshot(source: str) -> Path | None:
+    """The folder of a hub path's revision in the local hub cache, named after the commit; None for an absolute path."""
     from huggingface_hub import constants
 
-    repository, _, inside = split_source(source)
-    if not (commit := commit_of(source)):
-        return None
+    repository, revision, _ = split_source(source)
     root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-    place = root.joinpath("snapshots", commit, inside)
-    return place if place.exists() else None
+    try:
+        commit = (root / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision or ""
+    return folder if commit and (folder := root / "snapshots" / commit).is_dir() else None
 
 
-def local_folder(source: str) -> Path | None:
+def local_folder(source: str | None) -> Path | None:
     """`local_place`, if it is a folder."""
-    place = local_place(source)
+    place = local_place(source) if source is not None else None
     return place if place is not None and place.is_dir() else None
 
 
 def config_file(source: str | None) -> Path | None:
     """The ``config.json`` of a component in its source's folder, if that is local."""
-    folder = local_folder(source) if source is not None else None
-    file = folder / "config.json" if folder is not None else None
-    return file if file is not None and file.is_file() else None
+    folder = local_folder(source)
+    return file if folder is not None and (file := folder / "config.json").is_file() else None
 
 
 def has_weights(place: Path, variant: str = "") -> bool:
     """Whether ``place`` is a file, or a folder with safetensors or an index of them, complete or not."""
-    return place.is_file() or bool(_indices(place, variant) or _single(place, variant))
-
-
-def weight_files(folder: Path, where: str, variant: str = "") -> tuple[Path, ...]:
-    """The safetensors files in ``folder``, shards in order, each checked to be complete.
-
-    Raises GraphError when there is none, a shard of the index is missing, or a file is truncated or corrupt.
-    """
-    files = tuple(_listed(folder, where, variant))
-    for file in files:
-        _header(file, where)
-    return files
-
-
-def weights_in(place: Path, where: str, variant: str = "") -> list[Path]:
-    """The files that `weight_files` returns, without opening them."""
-    return _listed(place, where, variant)
+    return place.is_file() or bool(_of_variant(place, _INDEX, variant) or _of_variant(place, _WEIGHTS, variant))
 
 
 def stored_tensors(place: Path, where: str, variant: str = "") -> tuple[Stored, ...]:
-    """Every tensor in the safetensors of ``place``, from their headers. Raises what `weight_files` raises."""
+    """Every tensor in the safetensors of ``place``, from their headers. Raises
+    GraphError where there is none, a shard of the index is missing, or a file is truncated or corrupt."""
     return tuple(tensor for file in _listed(place, where, variant) for tensor in _header(file, where))
 
 
 def file_stamps(place: Path, where: str, variant: str = "") -> list[list[Any]]:
-    """Name, bytes and modification time (ns) of each file that `weight_files` finds; the name only where a file is missing."""
-    found: list[list[Any]] = []
-    for file in _listed(place, where, variant) if has_weights(place, variant) else ():
-        try:
-            status = file.stat()
-            found.append([file.name, status.st_size, status.st_mtime_ns])
-        except OSError:
-            found.append([file.name])
-    return found
+    """Name, bytes and modification time (ns) of each safetensors file; the name only where a file is missing."""
+    files = _listed(place, where, variant) if has_weights(place, variant) else ()
+    return [[file.name, *_stamp(file)] for file in files]
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Bytes and modification time (ns) of ``file``; nothing where it is missing."""
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns
 
 
 def _listed(place: Path, where: str, variant: str) -> list[Path]:
     if place.is_file():
         return [place]
-    indices = _indices(place, variant)
-    if files := [place / name for name in _shards(indices[0], where)] if indices else _single(place, variant):
+    indices = _of_variant(place, _INDEX, variant)
+    if files := [place / name for name in _shards(indices[0], where)] if indices else _of_variant(place, _WEIGHTS, variant):
         return files
     others = sorted({name for path in place.glob("*.safetensors*") if (name := _variant_of(path.name)) != variant})
     pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
@@ -195,12 +192,8 @@ def _listed(place: Path, where: str, variant: str) -> list[Path]:
     raise GraphError(text, where)
 
 
-def _indices(folder: Path, variant: str) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors.index*.json") if _variant_of(path.name) == variant)
-
-
-def _single(folder: Path, variant: str) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors") if _variant_of(path.name) == variant)
+def _of_variant(folder: Path, pattern: str, variant: str) -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if _variant_of(path.name) == variant)
 
 
 def _variant_of(name: str) -> str:
@@ -228,21 +221,19 @@ def _header(file: Path, where: str) -> list[Stored]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise _broken(
-                    file, f"is truncated or corrupt: its header should have {length} bytes and the file has {size}", where
-                )
+                raise broken(file, f"is truncated or corrupt: its header should have {length} bytes and the file has {size}", where)
             header = json.loads(opened.read(length))
         items = {name: item for name, item in header.items() if name != "__metadata__"}
         end = 8 + length + max((item["data_offsets"][1] for item in items.values()), default=0)
         tensors = [_stored(name, item, str(file), 8 + length) for name, item in items.items()]
     except FileNotFoundError as error:
-        raise _broken(file, "is missing", where) from error
+        raise broken(file, "is missing", where) from error
     except OSError as error:
-        raise _broken(file, f"cannot be read: {error.strerror}", where) from error
+        raise broken(file, f"cannot be read: {error.strerror}", where) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise _broken(file, "is corrupt: its header is not a safetensors header", where) from error
+        raise broken(file, "is corrupt: its header is not a safetensors header", where) from error
     if end != size:
-        raise _broken(file, f"is truncated or corrupt: its header describes {end} bytes and the file has {size}", where)
+        raise broken(file, f"is truncated or corrupt: its header describes {end} bytes and the file has {size}", where)
     return tensors
 
 
@@ -255,7 +246,8 @@ def _stored(name: str, item: Any, file: str, start: int) -> Stored:
     return Stored(name, dtype, shape, end - begin, file, start + begin)
 
 
-def _broken(file: Path, what: str, where: str) -> GraphError:
+def broken(file: Path, what: str, where: str) -> GraphError:
+    """The error for a damaged ``file``."""
     return GraphError(f"{file} {what}; download it again", where)
 
 
@@ -273,9 +265,9 @@ def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
     place = local_place(source) if source is not None else None
     if source is None or place is None:
         return None
-    files = [place] if place.is_file() else weights_in(place, component.where, component.variant)
+    files = [place] if place.is_file() else _listed(place, component.where, component.variant)
     read = [*files, *(Path(lora.file) for lora in component.loras)]
-    return {"component": component.name, "source": source, "commit": commit_of(source), "files": [_file(path) for path in read]}
+    return {"component": component.name, "source": source, "commit": commit_of(source), "files": [_origin(path) for path in read]}
 
 
 def commits_of(components: Iterable[Component]) -> tuple[tuple[str, str], ...]:
@@ -297,7 +289,6 @@ def blob(path: Path) -> str:
     return name if path.is_symlink() and len(name) == 64 and path.resolve().parent.name == "blobs" else ""
 
 
-def _file(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    named = {"name": path.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+def _origin(path: Path) -> dict[str, Any]:
+    named = dict(zip(("name", "bytes", "mtime_ns"), (path.name, *_stamp(path)), strict=True))
     return {**named, "sha256": content} if (content := blob(path)) else named

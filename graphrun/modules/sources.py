@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,26 +23,14 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.modules.blocks import BlockLayout
-from graphrun.modules.conversions import Derivation, Piece
+from graphrun.modules.conversions import Piece
+from graphrun.modules.lora import Delta
 from graphrun.modules.quantize import quantized
 from graphrun.modules.source_files import Stored
 
 # Tensors with more elements repeat a tile of this many: 12 billion parameters then fill at memory speed instead of that of the
 # generator (one thread, about 10**8 numbers a second). The number is odd, so that rows of usual lengths differ.
 TILE = 2**20 - 3
-
-
-def fill(module: nn.Module, seed: str) -> None:
-    """Allocates every parameter of ``module`` on the CPU with random values; shapes, dtypes and ties stay."""
-    made: dict[int, nn.Parameter] = {}
-    for prefix, child in module.named_modules():
-        for key, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                values = values_of(child, key, parameter, f"{seed}/{prefix}.{key}")
-                made[id(parameter)] = nn.Parameter(values, requires_grad=False)
-            child._parameters[key] = made[id(parameter)]
 
 
 def values_of(owner: nn.Module, key: str, like: torch.Tensor, seed: str) -> torch.Tensor:
@@ -83,25 +72,23 @@ class Source(Protocol):
 
 
 class RandomSource:
-    """The random weights of ``module``, whose parameters may be on meta: the values that `fill` sets."""
+    """The random weights of ``module``, whose parameters may be on meta."""
 
     plain = False
 
     def __init__(self, module: nn.Module, seed: str) -> None:
         self._seed = seed
         self._makers: dict[str, tuple[nn.Module, str, torch.Tensor, str]] = {}
-        made: dict[int, str] = {}
-        for prefix, child in module.named_modules():
-            for key, parameter in child._parameters.items():
-                if parameter is not None:
-                    first = made.setdefault(id(parameter), f"{prefix}.{key}")
-                    self._makers[f"{prefix}.{key}" if prefix else key] = (child, key, parameter, first)
+        first: dict[int, str] = {}  # tied parameters have the values of the first
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            path, _, key = name.rpartition(".")
+            self._makers[name] = module.get_submodule(path), key, parameter, first.setdefault(id(parameter), f"{path}.{key}")
 
     def into(self, name: str, target: torch.Tensor) -> int:
         """Counts as if it had been read."""
         owner, key, like, first = self._makers[name]
         target.copy_(values_of(owner, key, like, f"{self._seed}/{first}"))
-        return target.numel() * target.element_size()
+        return target.nbytes
 
     def close(self) -> None:
         """Nothing is open."""
@@ -118,8 +105,8 @@ class FileSource:
 
     def __init__(self, stored: Mapping[str, Piece]) -> None:
         self._stored = dict(stored)
-        leaves = [leaf for piece in self._stored.values() for leaf in (piece.leaves if isinstance(piece, Derivation) else (piece,))]
-        self._stamps = {file: _stamp(os.stat(file)) for file in {leaf.file for leaf in leaves}}
+        files = {leaf.file for piece in self._stored.values() for leaf in piece.leaves}
+        self._stamps = {file: _stamp(os.stat(file)) for file in files}
         self._opened: dict[str, int] = {}
 
     def into(self, name: str, target: torch.Tensor) -> int:
@@ -179,56 +166,58 @@ class FileSource:
 
 
 class LoadedSource:
-    """The tensors of the module that ``load`` returns, which is called for the first tensor. `close` releases the module."""
+    """The tensors that ``load`` returns by name. It is called for the first tensor; `close` releases them."""
 
     plain = False
 
-    def __init__(self, load: Callable[[], nn.Module]) -> None:
+    def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._load = load
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: Mapping[str, torch.Tensor] = {}
 
     def into(self, name: str, target: torch.Tensor) -> int:
         """Writes the tensor ``name`` to ``target``. Returns its bytes, as if they were read now."""
-        if not self._tensors:
-            module = self._load()
-            named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-            self._tensors = {key: tensor.detach() for key, tensor in named}
+        self._tensors = self._tensors or self._load()
         target.copy_(self._tensors[name])
-        return target.numel() * target.element_size()
+        return target.nbytes
 
     def close(self) -> None:
-        """Releases the module."""
+        """Releases the tensors."""
         self._tensors = {}
 
 
-class Composed:
-    """A source that reads ``names`` from ``source``, and takes other names from ``buffers``, computed when the module was built."""
-
-    def __init__(self, source: Source, buffers: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-        self._source, self._buffers, self._names = source, dict(buffers), frozenset(names)
-        self.plain = source.plain
-
-    def into(self, name: str, target: torch.Tensor) -> int:
-        """Writes the tensor ``name`` to ``target``. Returns the bytes read; 0 for a buffer."""
-        if name in self._names:
-            return self._source.into(name, target)
-        target.copy_(self._buffers[name])
-        return 0
-
-    def close(self) -> None:
-        """Closes the source."""
-        self._source.close()
-
-
+@dataclass(slots=True)
 class Writer:
-    """Writes a component's blocks. ``shapes``: shape and dtype of the weights that are quantized to ``precision`` after reading, by
-    name.
+    """Writes a component's blocks. Values come from ``source``, unless they are in memory: ``buffers``, which were computed when
+    the module was built, and ``adapters``, tensors of IP-Adapters.
+
+    ``shapes``: shape and dtype of the weights that are quantized to ``precision`` after reading, by name. ``deltas``: what LoRAs
+    add to weights, by name.
     """
 
-    def __init__(self, source: Source, precision: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        self.source = source
-        self._precision, self._shapes = precision, dict(shapes)
-        self.plain = source.plain and not self._shapes
+    source: Source
+    precision: str = ""
+    shapes: Mapping[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    deltas: Mapping[str, Sequence[Delta]] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all values are read as stored in files, so that reading them again takes no extra work."""
+        return self.source.plain and not (self.shapes or self.adapters or self.deltas)
+
+    def into(self, name: str, target: torch.Tensor) -> int:
+        """Writes the tensor ``name`` to ``target``, before it is quantized. Returns the bytes read; 0 for a buffer."""
+        if name in self.buffers:
+            target.copy_(self.buffers[name])
+            return 0
+        if name in self.adapters:
+            target.copy_(self.adapters[name])
+            return target.nbytes
+        nbytes = self.source.into(name, target)
+        for delta in self.deltas.get(name, ()):
+            delta.add_to(target)
+        return nbytes
 
     def write(self, layout: BlockLayout, buffer: torch.Tensor, count: Callable[[torch.Tensor], Any] = lambda _: None) -> int:
         """Writes the block to ``buffer`` (flat uint8, in host memory). Returns the bytes read. ``count(tensor)`` is called for each
@@ -239,14 +228,14 @@ class Writer:
             view = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.tensor.dtype).view(entry.tensor.shape)
             name = entry.names[0]
             if not entry.field:
-                read_bytes += self.source.into(name, view)
+                read_bytes += self.into(name, view)
                 continue
             if name not in fields:
-                shape, dtype = self._shapes[name]
+                shape, dtype = self.shapes[name]
                 weight = torch.empty(shape, dtype=dtype, device="cpu")
                 count(weight)
-                read_bytes += self.source.into(name, weight)
-                fields = {name: quantized(weight, self._precision)}
+                read_bytes += self.into(name, weight)
+                fields = {name: quantized(weight, self.precision)}
                 del weight
             view.copy_(fields[name][entry.field].view(entry.tensor.shape))
         return read_bytes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from graphrun.errors import GraphError
 from graphrun.graph.graph import Component
-from graphrun.modules.contents import content_of, refuse_missing, tensors_in
-from graphrun.modules.source_files import Stored, has_weights, local_place
+from graphrun.modules.classes import refusal
+from graphrun.modules.contents import content_of, refuse_missing
+from graphrun.modules.source_files import has_weights, local_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,6 @@ class Holding:
     missing: int
 
 
-def stored_in(component: Component, precision: str = "") -> tuple[Stored, ...] | None:
-    """The tensors in the source of ``component``, None where its files are not local. Raises GraphError for a broken file."""
-    place = local_weights(component, precision)
-    return None if place is None else tensors_in(place, component, precision)
-
-
 def local_weights(component: Component, precision: str) -> Path | None:
     """The local path of ``component``'s weights in ``precision``, None where they are not local.
 
@@ -44,7 +39,7 @@ def local_weights(component: Component, precision: str) -> Path | None:
     place = local_place(source) if source is not None else None
     if place is None and precision == "gguf":
         text = f"{source} is not on this machine, and its header is needed to plan: get it, or leave gguf out of precision:"
-        raise GraphError(f"components.{component.name}: {text}", component.where)
+        raise refusal(component, text)
     return place if place is not None and (precision == "gguf" or has_weights(place, component.variant)) else None
 
 
@@ -61,11 +56,10 @@ def holding(component: Component, module: nn.Module) -> Holding | None:
     if place.is_file():
         refuse_missing(content, module.state_dict(), component)
     state = module.state_dict(keep_vars=True)
-    missing = {id(tensor) for tensor in state.values()} - {id(state[name]) for name in content.pieces}
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for tensor in content.tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        sizes[tensor.dtype] += tensor.nbytes
     used = {id(state[name]): piece.nbytes for name, piece in content.pieces.items()}
-    return Holding(
-        str(place), len(content.tensors), sum(sizes.values()), tuple(sorted(sizes.items())), sum(used.values()), len(missing)
-    )
+    missing = {id(tensor) for tensor in state.values()} - used.keys()
+    dtypes = tuple(sorted(sizes.items()))
+    return Holding(str(place), len(content.tensors), sizes.total(), dtypes, sum(used.values()), len(missing))

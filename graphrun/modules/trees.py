@@ -11,26 +11,19 @@ import torch
 from torch import nn
 
 
-def walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of ``value`` with ``change`` applied to every tensor in it."""
-    if isinstance(value, torch.Tensor):
+def walk(value: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
+    """A copy of ``value`` with ``change`` applied to every tensor in it, or to every instance of ``kind``."""
+    if isinstance(value, kind):
         return change(value)
-    if isinstance(value, tuple):
-        items = [walk(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [walk(item, change) for item in value]
-    if isinstance(value, dict):
-        if not hasattr(value, "to_tuple"):
-            return {key: walk(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [walk(item, change, kind) for item in value]
+        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict) and not hasattr(value, "to_tuple"):
+        return {key: walk(item, change, kind) for key, item in value.items()}
+    if isinstance(value, dict) or _is_library_object(value):
         twin = copy.copy(value)
-        for key in list(twin):
-            twin[key] = walk(twin[key], change)
-        return twin
-    if _is_library_object(value):
-        twin = copy.copy(value)
-        for key, item in vars(twin).items():
-            setattr(twin, key, walk(item, change))
+        for key, item in (value if isinstance(value, dict) else vars(value)).items():
+            setattr(twin, key, walk(item, change, kind))
         return twin
     return value
 
@@ -49,11 +42,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def computing_on(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every device except the CPU replaced by ``place``."""
-
-    def on_place(value: Any) -> Any:
-        return place if isinstance(value, torch.device) and value.type != "cpu" else value
-
-    return tuple(map(on_place, args)), {name: on_place(value) for name, value in kwargs.items()}
+    there = walk((args, kwargs), lambda own: own if own.type == "cpu" else place, torch.device)
+    return there  # type: ignore[no-any-return]
 
 
 def _is_library_object(value: Any) -> bool:

@@ -3,6 +3,6 @@
 An op gets its pipeline, its device and its arguments. It knows nothing of memory or plans.
 """
 
-from graphrun.ops.runner import Stages, run_stages
+from graphrun.ops.runner import Stages
 
-__all__ = ["Stages", "run_stages"]
+__all__ = ["Stages"]

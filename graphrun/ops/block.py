@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphrun.graph.graph import Reference
-from graphrun.graph.media import is_media
+from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.call import graph_errors, output_field, refuse
 from graphrun.ops.diffusion import StageContext, without_pictures
@@ -28,7 +28,7 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     Raises GraphError at the stage's line where the pipeline is not modular, for unknown blocks, arguments or outputs, and for
     errors of the pipeline's own code.
     """
-    pipeline, wanted = context.pipeline, context.declared.outputs if context.declared is not None else ("image",)
+    pipeline, wanted = context.pipeline, context.stage.outputs
     if not is_modular_class(type(pipeline)):
         refuse(context, f"{type(pipeline).__name__} is not a modular pipeline, so it has no blocks: use the op call")
     whole = pipeline._blocks
@@ -36,8 +36,8 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     for name in blocks:
         if name not in whole.sub_blocks:
             refuse(context, f"with.blocks: {type(whole).__name__} has no {name!r}{did_you_mean(name, list(whole.sub_blocks))}")
-    declared = context.declared.arguments if context.declared is not None else {}
-    from_stages = {name for name, value in declared.items() if isinstance(value, Reference) and value.kind == "stage"} - {GENERATOR}
+    given = context.stage.arguments.items()
+    from_stages = {name for name, value in given if isinstance(value, Reference) and value.kind == "stage"} - {GENERATOR}
     inputs = {name: value for name, value in arguments.items() if value is not None and name not in from_stages}
     inputs |= _generator(context, inputs.get(GENERATOR), seed)
     accepted = _input_names(whole)
@@ -76,7 +76,7 @@ def _output(context: StageContext, state: Any, name: str) -> Any:
     """The output ``name`` of the final ``state``. Raises GraphError where the blocks did not compute it."""
     if name == GENERATOR:
         return state.values[GENERATOR].get_state()
-    if is_media(name):
+    if name in MEDIA_KINDS:
         return output_field(context, state.values, name)
     if name not in state.values:
         refuse(context, f"its blocks do not compute {name}{did_you_mean(name, sorted(state.values))}")

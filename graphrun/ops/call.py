@@ -13,13 +13,14 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from graphrun.errors import GraphError, GraphrunError, InputError
-from graphrun.graph.media import is_media, size_of
+from graphrun.graph.media import size_of
+from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
 from graphrun.ops.diffusion import StageContext, without_pictures
 
@@ -48,13 +49,12 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
     that the pipeline's `__call__` does not have, an output that it does not return, and for errors of the pipeline's own code.
     Raises InputError for a mask whose size differs from the image's.
     """
-    pipeline, wanted = context.pipeline, context.declared.outputs if context.declared is not None else ("image",)
+    pipeline, wanted = context.pipeline, context.stage.outputs
     known = inspect.signature(type(pipeline).__call__).parameters
     _refuse_unknown(context, known, arguments, seed)
     _refuse_mask_size(context, arguments)
-    declared = context.declared.arguments if context.declared is not None else {}
     # Optional inputs that are not set.
-    unset = {name for name, value in arguments.items() if value is None and declared.get(name) is not None}
+    unset = {name for name, value in arguments.items() if value is None and context.stage.arguments.get(name) is not None}
     inputs = {name: _sound_as_tensor(value) for name, value in arguments.items() if name not in unset}
     if "generator" in known:
         inputs["generator"] = torch.Generator("cpu").manual_seed(seed or 0)
@@ -64,7 +64,7 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
         without_pictures(pipeline)
     with graph_errors(context), torch.no_grad():
         made = pipeline(**inputs)
-    fields = dict(made) if isinstance(made, Mapping) else {} if not hasattr(made, "__dict__") else dict(vars(made))
+    fields = made if isinstance(made, Mapping) else getattr(made, "__dict__", {})
     return {name: output_field(context, fields, name) for name in wanted}
 
 
@@ -91,7 +91,7 @@ def _refuse_mask_size(context: StageContext, arguments: Mapping[str, Any]) -> No
     image, mask = (size_of(arguments.get(name)) for name in ("image", "mask_image"))
     if image is not None and mask is not None and image != mask:
         names = "x".join(map(str, mask)), "x".join(map(str, image))
-        raise InputError(f"stages.{context.stage}: the mask is {names[0]} and the image {names[1]}: make them the same size")
+        raise InputError(f"stages.{context.stage.name}: the mask is {names[0]} and the image {names[1]}: make them the same size")
 
 
 def _sound_as_tensor(value: Any) -> Any:
@@ -106,7 +106,7 @@ def _output_type(context: StageContext, wanted: tuple[str, ...]) -> str | None:
     others.
     """
     if "latents" in wanted:
-        if others := [name for name in wanted if is_media(name)]:
+        if others := [name for name in wanted if name in MEDIA_KINDS]:
             refuse(context, f"a call returns either latents or {others[0]}: read only one of them")
         return "latent"
     return "pil" if "image" in wanted or "video" in wanted else None
@@ -123,7 +123,6 @@ def output_field(context: StageContext, fields: Mapping[str, Any], name: str) ->
         output_of = {each: output for output, names in FIELDS.items() for each in names}
         known = {output_of.get(each, each) for each in fields}
         refuse(context, f"{_class_of(context)} returns no {name}{did_you_mean(name, known)}")
-        return None
     value = fields[field]
     if name == "audio":
         sounds = [Sound(samples, _rate(context)) for samples in _samples(value)]
@@ -146,7 +145,6 @@ def _rate(context: StageContext) -> int:
             if isinstance(rate := getattr(owner, "sampling_rate", None), int):
                 return rate
     refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
-    return 0
 
 
 @contextmanager
@@ -162,17 +160,13 @@ def graph_errors(context: StageContext) -> Iterator[None]:
     except kinds as error:
         text = " ".join(str(error).split())
         what = f"{_class_of(context)} fails: {type(error).__name__}: {text[:600]}"
-        raise GraphError(f"stages.{context.stage}: {what}", _where(context)) from error
+        raise GraphError(f"stages.{context.stage.name}: {what}", context.stage.where) from error
 
 
 def _class_of(context: StageContext) -> str:
     return type(context.pipeline).__name__
 
 
-def _where(context: StageContext) -> str:
-    return context.declared.where if context.declared is not None else ""
-
-
-def refuse(context: StageContext, text: str) -> None:
+def refuse(context: StageContext, text: str) -> NoReturn:
     """Raises GraphError at the stage's line."""
-    raise GraphError(f"stages.{context.stage}: {text}", _where(context))
+    raise GraphError(f"stages.{context.stage.name}: {text}", context.stage.where)

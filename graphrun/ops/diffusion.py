@@ -24,17 +24,20 @@ from graphrun.ops.steps import Steps, journaled
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an op works with: the pipeline assembled for its stage, the device, and the states of denoising loops (``steps``).
+    """What an op works with: its stage in the graph, the pipeline assembled for it, the device, and the states of denoising loops.
 
-    ``planning``: a dry run, in which pictures are not needed. ``declared``: the stage in the graph.
+    ``steps`` is None in a dry run, in which pictures are not needed either.
     """
 
-    stage: str
+    stage: Stage
     pipeline: Any
     device: torch.device
-    planning: bool = False
-    steps: Steps | None = None
-    declared: Stage | None = None
+    steps: Steps | None
+
+    @property
+    def planning(self) -> bool:
+        """Whether this is a dry run."""
+        return self.steps is None
 
 
 def encode_prompt(
@@ -66,17 +69,21 @@ def encode_prompt(
         "do_classifier_free_guidance": None if guidance_scale is None else guidance_scale > 1,
         **settings,
     }
-    embeds = _encode(pipeline, arguments)
-    scale = _default(call, "true_cfg_scale", 1.0) if true_cfg_scale is None else true_cfg_scale
+    embeds = _encode(pipeline, own, arguments)
+    scale = true_cfg_scale
+    if scale is None:
+        scale = call["true_cfg_scale"].default if "true_cfg_scale" in call else 1.0
     if "negative_prompt" not in own and negative_prompt is not None and scale > 1:
-        negative = _encode(pipeline, {**arguments, "prompt": negative_prompt})
+        negative = _encode(pipeline, own, {**arguments, "prompt": negative_prompt})
         embeds |= {f"negative_{name}": value for name, value in negative.items()}
     return {"embeds": {name: value for name, value in embeds.items() if name in call and value is not None}}
 
 
-def _encode(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of ``pipeline.encode_prompt`` by name; called once per text encoder where it has a ``text_encoder_index``."""
-    own = inspect.signature(pipeline.encode_prompt).parameters
+def _encode(pipeline: Any, own: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of ``pipeline.encode_prompt`` by name; called once per text encoder where it has a ``text_encoder_index``.
+
+    ``own``: the parameters of ``encode_prompt``.
+    """
     required = {name: None for name, parameter in own.items() if parameter.default is parameter.empty and name != "kwargs"}
     suffixes = ("", "_2") if "text_encoder_index" in own else ("",)
     embeds: dict[str, Any] = {}
@@ -88,10 +95,6 @@ def _encode(pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         names = returned_names(inspect.unwrap(type(pipeline).encode_prompt), len(found))
         embeds |= {f"{name}{suffix}": value for name, value in zip(names, found, strict=True)}
     return embeds
-
-
-def _default(parameters: Mapping[str, inspect.Parameter], name: str, otherwise: Any) -> Any:
-    return parameters[name].default if name in parameters else otherwise
 
 
 def denoise(
@@ -117,7 +120,7 @@ def denoise(
         "return_dict": False,
         **settings,
     }
-    with journaled(context.pipeline, context.stage, generator, context.steps) as more:
+    with journaled(context.pipeline, context.stage.name, generator, context.steps) as more:
         return {"latents": _call(context.pipeline, {**arguments, **more})}
 
 

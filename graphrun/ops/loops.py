@@ -16,7 +16,6 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 # Arguments of `__call__` that take a step callback, the preferred one first.
@@ -62,69 +61,50 @@ def _is_timestep_loop(loop: ast.For) -> bool:
 def _loop_carried(loop: ast.For) -> set[str]:
     """Names and attributes of the pipeline that a step may read as an earlier step left them, except latents."""
     stores = Counter(name for node in (loop.target, *loop.body) for name in _stores(node))
-    steps = _ExposedReads(set(_stores(loop.target)), stores)
-    steps.block(loop.body)
-    return (steps.exposed & stores.keys()) - {"latents", REMEMBERED}
+    exposed = _exposed(loop.body, set(_stores(loop.target)), stores)
+    return (exposed & stores.keys()) - {"latents", REMEMBERED}
 
 
-@dataclass
-class _ExposedReads:
-    """Walks statements in order and collects ``exposed``: names that may be read before this step assigns them.
+def _exposed(statements: Iterable[ast.stmt], assigned: set[str], stores: Counter[str]) -> set[str]:
+    """The names that may be read in ``statements`` before this step assigns them.
 
-    ``assigned``: names assigned so far in this step. ``stores``: how often each name is assigned in the loop.
+    ``assigned``: the names assigned so far in this step; those that the statements always assign are added. ``stores``: how often
+    each name is assigned in the loop.
     """
-
-    assigned: set[str]
-    stores: Counter[str]
-    exposed: set[str] = field(default_factory=set)
-
-    def block(self, statements: Iterable[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
-
-    def statement(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.If):
-            self.branch(node)
+    found = set[str]()
+    for node in statements:
+        if isinstance(node, ast.If) and _calls_callback(node):
+            found |= _exposed(node.orelse, assigned, stores)
+        elif isinstance(node, ast.If):
+            found |= _read(node.test) - assigned
+            one, other = set(assigned), set(assigned)
+            found |= _exposed(node.body, one, stores) | _exposed(node.orelse, other, stores)
+            assigned |= one & other
+            # Names that only this `if` assigns, where its condition does not change in the loop.
+            if not set(map(_name_of, ast.walk(node.test))) & stores.keys():
+                own = Counter(_stores(node))
+                assigned |= {name for name in one ^ other if own[name] == stores[name] and not _assigned_in_both(name, node)}
         elif isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                self.read(item)
-            self.block(node.body)
+            found |= set().union(*map(_read, node.items)) - assigned
+            found |= _exposed(node.body, assigned, stores)
         elif isinstance(node, (ast.For, ast.While, ast.Try)):
-            self.read(node.iter if isinstance(node, ast.For) else node.test if isinstance(node, ast.While) else ast.Pass())
-            before = set(self.assigned)
-            self.assigned |= set(_stores(node.target)) if isinstance(node, ast.For) else set()
-            for part in ("body", "handlers", "orelse", "finalbody"):
-                for child in getattr(node, part, []):
-                    self.block(child.body if isinstance(child, ast.ExceptHandler) else [child])
-            self.assigned = before  # the body may not run at all
+            found |= _read(getattr(node, "iter", None) or getattr(node, "test", None) or ast.Pass()) - assigned
+            inside = assigned | set(_stores(node.target) if isinstance(node, ast.For) else ())  # the body may not run at all
+            handlers = [handler.body for handler in getattr(node, "handlers", [])]
+            for part in (node.body, *handlers, node.orelse, getattr(node, "finalbody", [])):
+                found |= _exposed(part, inside, stores)
         else:
-            self.read(node)
-            self.assigned |= set(_stores(node))
+            found |= _read(node) - assigned
+            assigned |= set(_stores(node))
+    return found
 
-    def branch(self, node: ast.If) -> None:
-        """After an ``if``, names are assigned that both branches assign; or that only this ``if`` assigns, where its condition does
-        not change in the loop.
-        """
-        if _calls_callback(node):
-            self.block(node.orelse)
-            return
-        self.read(node.test)
-        before = set(self.assigned)
-        self.block(node.body)
-        one, self.assigned = self.assigned, before
-        self.block(node.orelse)
-        either, own = one ^ self.assigned, Counter(_stores(node))
-        self.assigned &= one
-        if not set(map(_name_of, ast.walk(node.test))) & self.stores.keys():
-            self.assigned |= {name for name in either if own[name] == self.stores[name] and not _assigned_in_both(name, node)}
 
-    def read(self, node: ast.AST) -> None:
-        targets = {id(node.target)} if isinstance(node, ast.AugAssign) else set[int]()
-        own = {name for child in ast.walk(node) if isinstance(child, ast.comprehension) for name in _stores(child.target)}
-        for child in ast.walk(node):
-            name = _name_of(child)
-            if name and (id(child) in targets or isinstance(getattr(child, "ctx", None), ast.Load)):
-                self.exposed |= {name} - self.assigned - own
+def _read(node: ast.AST) -> set[str]:
+    """The names that ``node`` reads, except those that its own comprehensions assign."""
+    targets = {id(node.target)} if isinstance(node, ast.AugAssign) else set[int]()
+    own = {name for child in ast.walk(node) if isinstance(child, ast.comprehension) for name in _stores(child.target)}
+    read = (child for child in ast.walk(node) if id(child) in targets or isinstance(getattr(child, "ctx", None), ast.Load))
+    return set(map(_name_of, read)) - own - {""}
 
 
 def _calls_callback(node: ast.AST) -> bool:

@@ -65,9 +65,14 @@ def assemble_blocks(
     for block in blocks_in(pipeline._blocks):
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(disable=True)
-    fixed = property(lambda _: device)
-    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed})
+    fix_device(pipeline, device)
     return pipeline
+
+
+def fix_device(pipeline: Any, device: torch.device) -> None:
+    """Gives ``pipeline`` a subclass of its class that computes on ``device``, wherever its modules' parameters are."""
+    kind, fixed = type(pipeline), property(lambda _: device)
+    pipeline.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "_execution_device": fixed, "device": fixed})
 
 
 def _fresh(part: Any) -> Any:

@@ -9,11 +9,12 @@ length, and these copies, would add to the memory peak of the VAE.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from graphrun.modules.trees import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,17 @@ class Outline:
 
 def outlined(value: Any) -> Any:
     """``value`` with an `Outline` in place of every tensor in it, through mappings, lists and tuples."""
-    return _each(value, lambda item: Outline(_short(item), item.dtype) if isinstance(item, torch.Tensor) else item)
+    return walk(value, lambda tensor: Outline(_short(tensor), tensor.dtype))
 
 
 def materialized(value: Any, device: torch.device) -> Any:
     """``value`` with a tensor on ``device`` for every `Outline` in it: zeros for floating point, ones where it may be a mask."""
 
-    def tensor_of(item: Any) -> Any:
-        if not isinstance(item, Outline):
-            return item
-        make = torch.zeros if item.dtype.is_floating_point else torch.ones
-        return make(item.shape, dtype=item.dtype, device=device)
+    def tensor_of(outline: Outline) -> torch.Tensor:
+        make = torch.zeros if outline.dtype.is_floating_point else torch.ones
+        return make(outline.shape, dtype=outline.dtype, device=device)
 
-    return _each(value, tensor_of)
+    return walk(value, tensor_of, Outline)
 
 
 def _short(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -50,12 +49,3 @@ def _short(tensor: torch.Tensor) -> tuple[int, ...]:
     if dim > 0:
         shape[dim] = min(shape[dim], 1)
     return tuple(shape)
-
-
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies ``change`` to every leaf of ``value``."""
-    if isinstance(value, dict):
-        return {key: _each(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each(item, change) for item in value)
-    return change(value)

@@ -16,7 +16,7 @@ import torch
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph, Reference
 from graphrun.modules.build import resolve_class
-from graphrun.ops.modular import assemble_blocks, is_modular_class
+from graphrun.ops.modular import assemble_blocks, fix_device, is_modular_class
 
 
 def assemble(
@@ -28,6 +28,8 @@ def assemble(
     class needs something that the graph does not have, unless ``partial``: encoding a prompt needs no VAE or transformer, nor their
     sizes.
     """
+    from diffusers import DiffusionPipeline
+
     kind = resolve_class(graph.pipeline, graph.trust, graph.where, "pipeline")
     if is_modular_class(kind):
         return assemble_blocks(graph, kind, modules, parts, device)
@@ -52,18 +54,11 @@ def assemble(
             f"{graph.pipeline} needs {', '.join(missing)}: add them under components: or parts:", str(graph.path or "")
         )
     pipeline = kind(**arguments)
-    for owner in _with_inner(pipeline):
+    inner = (value for value in vars(pipeline).values() if isinstance(value, DiffusionPipeline))  # such as a prior and a decoder
+    for owner in (pipeline, *inner):
         owner.set_progress_bar_config(disable=True)
-        own, fixed = type(owner), property(lambda _: device)
-        owner.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "_execution_device": fixed, "device": fixed})
+        fix_device(owner, device)
     return pipeline
-
-
-def _with_inner(pipeline: Any) -> list[Any]:
-    """``pipeline`` and the pipelines that it combines, such as a prior and a decoder."""
-    from diffusers import DiffusionPipeline
-
-    return [pipeline, *(value for value in vars(pipeline).values() if isinstance(value, DiffusionPipeline))]
 
 
 def known_arguments(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,9 +79,14 @@ def without_steps(scheduler: Any) -> Any:
         kind.set_timesteps(self, *args, **kwargs)
         self.timesteps = self.timesteps[:0]
 
-    members = {"__module__": kind.__module__, "set_timesteps": set_timesteps, "init_noise_sigma": 1.0}
-    ended: Any = type(kind.__name__, (kind,), members)
-    return ended.from_config(scheduler.config)
+    return changed_scheduler(scheduler, set_timesteps=set_timesteps, init_noise_sigma=1.0)
+
+
+def changed_scheduler(scheduler: Any, **members: Any) -> Any:
+    """A new scheduler with the configuration of ``scheduler``, and with ``members`` in place of those of its class."""
+    kind = type(scheduler)
+    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+    return made.from_config(scheduler.config)
 
 
 def frames_per_second(graph: Graph, inputs: Mapping[str, Any]) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from graphrun.errors import GraphError
 from graphrun.modules.interceptor import CallInterceptor
@@ -34,7 +35,7 @@ def apply_option(name: str, pipeline: Any, modules: Mapping[str, nn.Module], dev
     """
     with ExitStack() as stack:
         if name == "split":
-            stack.enter_context(CallInterceptor(modules, device, around=_call_per_sample))
+            stack.enter_context(CallInterceptor(modules, device, _call_per_sample))
         else:
             vaes = {key: module for key, module in modules.items() if hasattr(module, f"enable_{name}")}
             if not vaes:
@@ -65,21 +66,9 @@ def _call_per_sample(component: str, entry: str, proceed: Callable[..., Any], ar
     for number in range(count):
         own_args, own_kwargs = walk((args, kwargs), functools.partial(_sample, count, number))
         results.append(proceed(*own_args, **own_kwargs))
-    return _joined(results)
+    return tree_map(lambda *items: torch.cat(items) if isinstance(items[0], torch.Tensor) else items[0], *results)
 
 
 def _sample(count: int, number: int, tensor: torch.Tensor) -> torch.Tensor:
     """Sample ``number`` of ``tensor`` [count ...], as a batch of one; any other tensor unchanged."""
     return tensor[number : number + 1] if tensor.ndim and tensor.shape[0] == count else tensor
-
-
-def _joined(results: list[Any]) -> Any:
-    """The results of the samples joined along the first dimension, through mappings and sequences."""
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(results)
-    if isinstance(first, Mapping):
-        return type(first)(**{key: _joined([result[key] for result in results]) for key in first})
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(items)) for items in zip(*results, strict=True))
-    return first

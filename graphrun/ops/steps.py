@@ -11,6 +11,7 @@ The state is latents, scheduler and random numbers. A `Journal` keeps states bey
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -23,8 +24,9 @@ from typing import Any, Protocol
 import torch
 
 from graphrun.errors import BrokenPlan
-from graphrun.modules.trees import tensors_in
+from graphrun.modules.trees import tensors_in, walk
 from graphrun.ops.loops import CALLBACKS, REMEMBERED, why_not
+from graphrun.ops.pipeline import changed_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,7 @@ class StepState:
 
     def on_host(self) -> StepState:
         """A copy on the host."""
-        host = torch.device("cpu")
-        scheduler = {name: (_moved(value, host), on_device) for name, (value, on_device) in self.scheduler.items()}
-        return replace(self, latents=_moved(self.latents, host), scheduler=scheduler)
+        return replace(self, latents=_copied(self.latents, "cpu"), scheduler=_copied(self.scheduler, "cpu"))
 
 
 class Journal(Protocol):
@@ -66,32 +66,35 @@ class Steps:
 
     def __init__(self, journal: Journal | None = None) -> None:
         self._journal = journal
-        self._last: dict[str, tuple[StepState, list[tuple[torch.Tensor, int]]]] = {}  # with the version counters of its tensors
+        self._stage = ""  # the stage whose loop ``_last`` is the state of
+        self._last: StepState | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of the state's tensors: their version counters
 
     def state(self, stage: str) -> StepState | None:
         """The state from which the loop of ``stage`` resumes; None to start at its first step."""
-        if stage in self._last:
-            return self._last[stage][0]
+        if stage == self._stage and self._last is not None:
+            return self._last
         return self._journal.state(stage) if self._journal is not None else None
 
     def finish(self, stage: str, state: StepState) -> None:
         """Stores the state of ``stage`` after a step that is not its last."""
-        tensors = tensors_in([state.latents, *(value for value, _ in state.scheduler.values())])
-        self._last = {stage: (state, [(tensor, tensor._version) for tensor in tensors])}
+        tensors = tensors_in([state.latents, state.scheduler])
+        self._stage, self._last, self._versions = stage, state, [(tensor, tensor._version) for tensor in tensors]
         if self._journal is not None and self._journal.wants(stage, state.done, state.steps):
             self._journal.save(stage, state.on_host())
 
     def forget(self, stage: str) -> None:
         """Drops the state of ``stage``, whose loop is done or starts at its first step."""
-        self._last.pop(stage, None)
+        if stage == self._stage:
+            self._last, self._versions = None, []
 
     def leave(self) -> None:
         """Copies the state to the host. Drops it if the unfinished step has changed it in place, or if it cannot be copied."""
-        for stage, (state, versions) in list(self._last.items()):
-            del self._last[stage]
-            if all(tensor._version == version for tensor, version in versions):
-                with contextlib.suppress(RuntimeError):
-                    self._last[stage] = state.on_host(), []
+        state, versions = self._last, self._versions
+        self._last, self._versions = None, []
+        if state is not None and all(tensor._version == version for tensor, version in versions):
+            with contextlib.suppress(RuntimeError):
+                self._last = state.on_host()
 
 
 @contextlib.contextmanager
@@ -118,13 +121,16 @@ def journaled(pipeline: Any, stage: str, generator: torch.Generator, keeper: Ste
         del loop.pipeline
 
 
+@dataclass
 class _Loop:
     """A pipeline's loop over timesteps, resumed from ``keeper``'s state and reported to it step by step."""
 
-    def __init__(self, pipeline: Any, stage: str, generator: torch.Generator, keeper: Steps) -> None:
-        self.pipeline, self.stage, self.generator, self.keeper = pipeline, stage, generator, keeper
-        self.steps = 0
-        self.shape: torch.Size | None = None  # of the latents at the start; only these can be replaced
+    pipeline: Any
+    stage: str
+    generator: torch.Generator
+    keeper: Steps
+    steps: int = 0
+    shape: torch.Size | None = None  # of the latents at the start; only these can be replaced
 
     def resumed_enumerate(self, values: Any, start: int = 0) -> Any:
         """Replaces ``enumerate`` in the pipeline's call. It is called where the loop begins, after the code before the loop has run
@@ -149,7 +155,7 @@ class _Loop:
         # The state's dtype may differ from that of the noise, so the tensors are swapped instead of copied.
         torch.utils.swap_tensors(latents, state.latents.to(device, copy=True))  # type: ignore[no-untyped-call]
         for name, (value, on_device) in state.scheduler.items():
-            setattr(self.pipeline.scheduler, name, _moved(value, device if on_device else torch.device("cpu")))
+            setattr(self.pipeline.scheduler, name, _copied(value, device if on_device else "cpu"))
         self.generator.set_state(state.generator)
         return itertools.islice(enumerate(values, start), state.done, None)
 
@@ -202,16 +208,9 @@ def _latents_of(frame: Any) -> torch.Tensor | None:
     """The loop's latents before its first step; None where there are none, or another variable refers to them too."""
     names = frame.f_locals
     latents = names.get("latents")
-    references = [
-        value for value in names.values() if value is latents or isinstance(value, (list, tuple)) and _contains(value, latents)
-    ]
-    if isinstance(names, dict):
-        names.clear()  # a copy of the variables, which would keep their tensors on the device
+    references = [v for v in names.values() if any(one is latents for one in (v if isinstance(v, (list, tuple)) else (v,)))]
+    _clear_locals(names)
     return latents if isinstance(latents, torch.Tensor) and len(references) == 1 else None
-
-
-def _contains(values: Any, latents: Any) -> bool:
-    return any(value is latents for value in values)
 
 
 def _storing_scheduler(scheduler: Any) -> Any:
@@ -231,8 +230,7 @@ def _storing_scheduler(scheduler: Any) -> Any:
         setattr(self, REMEMBERED, found[1])
         return found
 
-    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "step": step})
-    return made.from_config(scheduler.config)
+    return changed_scheduler(scheduler, step=step)
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
@@ -243,40 +241,23 @@ def _scheduler_state(scheduler: Any) -> dict[str, tuple[Any, bool]] | None:
     for name, value in vars(scheduler).items():
         if name in ("_internal_dict", "timesteps"):  # the configuration; the result of `set_timesteps`
             continue
-        tensors: list[torch.Tensor] = []
-        if not _is_plain(value, tensors):
+        if not _is_plain(value):
             return None
-        found[name] = (_copied_containers(value), any(tensor.device.type != "cpu" for tensor in tensors))
+        tensors = tensors_in(value)
+        copied = copy.deepcopy(value, {id(tensor): tensor for tensor in tensors})
+        found[name] = copied, any(tensor.device.type != "cpu" for tensor in tensors)
     return found
 
 
-def _copied_containers(value: Any) -> Any:
-    """``value`` with containers and numpy arrays copied, which the scheduler may change; tensors are the same."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied_containers(item) for item in value)
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is plain data: numbers, texts, numpy arrays, tensors and containers of these."""
     if isinstance(value, dict):
-        return {key: _copied_containers(item) for key, item in value.items()}
-    return value.copy() if type(value).__module__ == "numpy" else value
+        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor)) or type(value).__module__ == "numpy"
 
 
-def _is_plain(value: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether ``value`` is plain data: numbers, texts, numpy arrays, tensors and containers of these. Appends its tensors to
-    ``tensors``.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return True
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(_is_plain(item, tensors) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item, tensors) for key, item in value.items())
-    return value is None or isinstance(value, (bool, int, float, str)) or type(value).__module__ == "numpy"
-
-
-def _moved(value: Any, device: torch.device) -> Any:
+def _copied(value: Any, device: torch.device | str) -> Any:
     """A copy of ``value`` with its tensors copied to ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
-    return {key: _moved(item, device) for key, item in value.items()} if isinstance(value, dict) else value
+    return walk(value, lambda tensor: tensor.to(device, copy=True))

@@ -24,7 +24,7 @@ from torch import nn
 
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import lay_out
-from graphrun.profile.recorder import layer_paths
+from graphrun.profile.recorder import layer_paths, own_tensors
 from graphrun.profile.recording import Call
 
 # A group of blocks that holds less than this share of its component is not worth a staging ring: it joins the remainder.
@@ -32,6 +32,8 @@ MIN_GROUP_SHARE = 1 / 8
 
 # Largest size ratio within one group: T5's first block also holds the table of relative positions.
 SIZE_TOLERANCE = 1.1
+
+REMAINDER = BlockGroup("remainder", ("",), False)
 
 
 def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
@@ -90,17 +92,11 @@ def _nbytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
-def group_blocks(
-    module: nn.Module,
-    entered: Sequence[str],
-    touched: Sequence[Iterable[str]],
-    routed: Collection[str] = (),
-    loose: Collection[str] = (),
-) -> tuple[BlockGroup, ...]:
-    """The block groups of ``module`` in call order, the remainder first.
+def group_blocks(module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()) -> tuple[BlockGroup, ...]:
+    """The block groups of ``module`` in the order in which ``calls``, its distinct calls, entered them, the remainder first.
 
-    ``entered``: paths from `block_paths` in the order in which a trace entered them. ``touched``: for each distinct call, the
-    names of the parameters and buffers that it read.
+    Blocks that run several times in one call (a video decoder processes the frames one by one) cannot be streamed in one order,
+    so they join the remainder.
 
     Blocks are in one group if they are under the same child of the component and have about equal bytes. A child outside of
     all groups that is read by other calls than the remainder becomes a group of one, named after the child (a VAE's encoder
@@ -108,42 +104,40 @@ def group_blocks(
     block does not run (DiT's last layer calls the first block's timestep embedding). A block whose own tensors are loose, or
     whose modules all are, joins the remainder.
     """
-    candidates = set(block_paths(module, routed))
-    found = [path for path in dict.fromkeys(entered) if path in candidates]
+    repeated = {path for call in calls for path, times in Counter(call.entered).items() if times > 1}
+    candidates = set(block_paths(module, routed)) - repeated
+    found = [path for path in dict.fromkeys(path for call in calls for path in call.entered) if path in candidates]
+    loose = set[str]().union(*(call.loose for call in calls))
     modules = dict(module.named_modules(remove_duplicate=False))
     loose_in = {path: _loose_modules(modules[path], path, loose) if loose else [] for path in found}
     units = [path for path in loose_in if loose_in[path] != [path]]
     sizes = {path: layout.nbytes for path, layout in lay_out(module, units).items()}
-    groups: list[list[str]] = []
+    groups: dict[str, list[str]] = {}  # by first block
     for path in units:
-        for group in groups:
-            near = max(sizes[path], sizes[group[0]]) <= SIZE_TOLERANCE * min(sizes[path], sizes[group[0]])
-            if near and path.split(".")[0] == group[0].split(".")[0]:
-                group.append(path)
-                break
-        else:
-            groups.append([path])
+        alike = (
+            first
+            for first in groups
+            if first.split(".")[0] == path.split(".")[0]
+            and max(sizes[path], sizes[first]) <= SIZE_TOLERANCE * min(sizes[path], sizes[first])
+        )
+        groups.setdefault(next(alike, path), []).append(path)
     least = MIN_GROUP_SHARE * sum(sizes.values())
-    large = [group for group in groups if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
+    large = [group for group in groups.values() if len(group) >= 2 and sum(sizes[path] for path in group) >= least]
     kept = _split_where_interrupted(units, large)
-    separate = _differently_read_children(module, [path for group in kept for path in group], touched)
+    separate = _differently_read_children(module, [path for group in kept for path in group], calls)
     taken = {"remainder", *separate}
-    streamed = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in kept]
+    streamed = _streamed(kept, taken)
     loose_paths = [path for group in kept for block in group for path in loose_in[block]]
     single = [BlockGroup(_unique_name(path.split(".")[-1], taken), (path,), False) for path in loose_paths]
-    return (BlockGroup("remainder", ("",), False), *(BlockGroup(child, (child,), False) for child in separate), *single, *streamed)
+    return (REMAINDER, *(BlockGroup(child, (child,), False) for child in separate), *single, *streamed)
 
 
 def _loose_modules(module: nn.Module, path: str, loose: Collection[str]) -> list[str]:
     """Paths of the largest modules at ``path`` or below whose tensors are all ``loose``."""
-    inside = [name for name, child in module.named_modules(prefix=path) if _owns_tensors(child)]
+    inside = [name for name, child in module.named_modules(prefix=path) if own_tensors(child)]
     if path in loose or (inside and all(name in loose for name in inside)):
         return [path]
     return [found for name, child in module.named_children() for found in _loose_modules(child, f"{path}.{name}", loose)]
-
-
-def _owns_tensors(module: nn.Module) -> bool:
-    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[str] = ()) -> tuple[BlockGroup, ...]:
@@ -156,53 +150,39 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     remainder.
     """
     call_counts = [Counter(span.path for span in call.spans) for call in calls]
-    outside = frozenset().union(*(call.outside for call in calls))
-    called = [path for path in dict.fromkeys(span.path for call in calls for span in call.spans) if path not in outside]
-    called = [path for path in called if not any(path.startswith(f"{of}.") for of in routed)]
+    outside = set[str]().union(*(call.outside for call in calls))
+    without = tuple(f"{path}." for path in routed)
+    spans = dict.fromkeys(span.path for call in calls for span in call.spans)
+    called = [path for path in spans if path not in outside and not path.startswith(without)]
     read = {name.split(".")[0] for call in calls for name in call.touched}
     shared = _paths_with_tied_tensors(module)
     idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
     layouts = lay_out(module, [*called, *idle], split_layers=True)
     room = _room_by_layer(calls)
-    groups: dict[object, list[str]] = {}
-    for path in [path for path in (*called, *idle) if layouts[path].nbytes]:
-        nbytes = layouts[path].nbytes
-        key = path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)
-        groups.setdefault(key, []).append(path)
-    if not groups:
-        return ()
-    taken = {"remainder"}
-    found = [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups.values()]
-    return (BlockGroup("remainder", ("",), False), *found)
+    groups: dict[object, list[str]] = defaultdict(list)
+    for path in (*called, *idle):
+        if nbytes := layouts[path].nbytes:
+            groups[path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)].append(path)
+    return (REMAINDER, *_streamed(groups.values(), {"remainder"})) if groups else ()
 
 
 def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
     """Paths of the modules that hold, directly or in a submodule, a tensor that another module also holds."""
-    users = Counter[int]()
-    for child in module.modules():
-        users.update(id(tensor) for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None)
-    twice = {key for key, count in users.items() if count > 1}
-    if not twice:
-        return frozenset()
-    found = set[str]()
-    for path, child in module.named_modules(remove_duplicate=False):
-        if any(id(tensor) in twice for tensor in (*child._parameters.values(), *child._buffers.values())):
-            found.update(path[:end] for end, letter in enumerate(f"{path}.") if letter == ".")
-            found.add("")
-    return frozenset(found)
+    users = Counter(id(tensor) for child in module.modules() for tensor in own_tensors(child))
+    return frozenset(
+        path[:end]
+        for path, child in module.named_modules(remove_duplicate=False)
+        if any(users[id(tensor)] > 1 for tensor in own_tensors(child))
+        for end, letter in enumerate(f"{path}.")
+        if letter == "."
+    )
 
 
 def _room_by_layer(calls: Sequence[Call]) -> dict[str, int]:
     """For each layer, the smallest difference in bytes between its call's peak and what is live while the layer runs."""
     found: dict[str, int] = {}
     for call in calls:
-        live, levels = 0, [0]
-        sizes: dict[int, int] = {}
-        for key, nbytes in call.events:
-            if nbytes > 0:
-                sizes[key] = nbytes
-            live += nbytes if nbytes > 0 else -sizes.pop(key, 0) if nbytes == 0 else 0
-            levels.append(live)
+        levels = call.levels()
         peak = max(levels)
         for span in call.spans:
             room = peak - max(levels[span.begin : span.end + 1])
@@ -217,24 +197,28 @@ def _split_where_interrupted(units: Sequence[str], groups: Sequence[Sequence[str
     return [list(run) for _, run in groupby(kept, key=number.__getitem__)]
 
 
+def _streamed(groups: Iterable[Sequence[str]], taken: set[str]) -> list[BlockGroup]:
+    """``groups`` of paths, each with a name after its child of the component that is not ``taken``."""
+    return [BlockGroup(_unique_name(group[0].split(".")[0], taken), tuple(group), True) for group in groups]
+
+
 def _unique_name(top: str, taken: set[str]) -> str:
     name = next(name for name in (top, *(f"{top}_{number}" for number in range(2, 1000))) if name not in taken)
     taken.add(name)
     return name
 
 
-def _differently_read_children(module: nn.Module, blocks: Sequence[str], touched: Sequence[Iterable[str]]) -> list[str]:
-    """Names of the children read by other calls than those that read most of the bytes outside of ``blocks``."""
+def _differently_read_children(module: nn.Module, blocks: Sequence[str], calls: Sequence[Call]) -> list[str]:
+    """Names of the children read by others of ``calls`` than those that read most of the bytes outside of ``blocks``."""
     inside = tuple(f"{path}." for path in blocks)
-    names = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)]
-    calls = [frozenset(names_read) for names_read in touched]
     pattern: dict[str, set[int]] = defaultdict(set)
-    weight: dict[str, int] = defaultdict(int)
-    for name, tensor in names:
-        top = name.split(".")[0]
-        pattern[top] |= {number for number, read in enumerate(calls) if name in read}
-        weight[top] += tensor.numel()
-    shares: dict[frozenset[int], int] = defaultdict(int)
+    weight = Counter[str]()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not name.startswith(inside):
+            top = name.split(".")[0]
+            pattern[top] |= {number for number, call in enumerate(calls) if name in call.touched}
+            weight[top] += tensor.numel()
+    shares = Counter[frozenset[int]]()
     for top, found in pattern.items():
         if found:
             shares[frozenset(found)] += weight[top]

@@ -20,7 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+import torch
 
 from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
@@ -40,22 +42,6 @@ SMALL_BYTES, SMALL_COPIES = 512, 256  # for the start-up time of a copy
 CONTEXT_BYTES = range(32 * MIB, 2048 * MIB)
 
 
-class Target(Protocol):
-    """A device to be measured. ``nbytes``: bytes of one copy. Work is queued; `now` waits until all of it is done."""
-
-    nbytes: int
-
-    def now(self) -> float:
-        """Seconds on the device's clock, after all queued work is done."""
-
-    def copy(self, kind: str) -> None:
-        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one in each direction at the same time).
-        ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device."""
-
-    def compute(self, kind: str) -> float:
-        """Runs ``matmul``, ``attention`` or ``convolution`` once and returns its FLOPs."""
-
-
 def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float = 20.0) -> tuple[Hardware, dict[str, float]]:
     """Measures this machine. Returns a `Hardware` with basis ``measured``, and the single figures, by name, from which it was
     computed.
@@ -66,33 +52,31 @@ def calibrate(kind: Kind, folder: Path, name: str = "", allowed_seconds: float =
     before = _cards_used_bytes() if kind == "cuda" else {}  # before torch initializes the driver
     base, target = _open(kind)
     share = allowed_seconds / 9
-    figures = {
-        f"{copy}_bytes_per_second": _rate(target, lambda copy=copy: _copy_bytes(target, copy), share)  # type: ignore[misc]
-        for copy in ("h2d", "d2h", "pageable")
-    }
-    figures["both_bytes_per_second"] = _rate(target, lambda: _copy_bytes(target, "both"), share)
-    small = _rate(target, lambda: _copy_bytes(target, "small") and SMALL_COPIES, share)
-    figures["copy_start_seconds"] = max(0.0, 1 / small - SMALL_BYTES / figures["h2d_bytes_per_second"])
-    figures["disk_bytes_per_second"] = disk_rate(folder, share)
-    for work in ("matmul", "attention"):
-        figures[f"{work}_flops_per_second"] = _rate(target, lambda work=work: target.compute(work), share)  # type: ignore[misc]
+
+    def copied(kind: str) -> float:
+        target.copy(kind)
+        return SMALL_COPIES if kind == "small" else target.nbytes
+
+    rates = {kind: _rate(target, copied, kind, share) for kind in ("h2d", "d2h", "pageable", "both", "small")}
+    flops = {kind: _rate(target, target.compute, kind, share) for kind in ("matmul", "attention")}
     if kind == "cuda":
         base = _with_context(base, before, target)
-    figures["context_bytes"] = float(base.context_bytes)
-    matmul, attention = figures["matmul_flops_per_second"], figures["attention_flops_per_second"]
     measured = replace(
         base,
         name=name or base.name,
-        h2d_bytes_per_second=figures["h2d_bytes_per_second"],
-        d2h_bytes_per_second=figures["d2h_bytes_per_second"],
-        pageable_bytes_per_second=figures["pageable_bytes_per_second"],
-        bidirectional=min(1.0, figures["both_bytes_per_second"] / figures["h2d_bytes_per_second"]),
-        disk_bytes_per_second=figures["disk_bytes_per_second"],
-        copy_start_seconds=figures["copy_start_seconds"],
-        flops_per_second=1 / (LINEAR_SHARE / matmul + (1 - LINEAR_SHARE) / attention),
+        h2d_bytes_per_second=rates["h2d"],
+        d2h_bytes_per_second=rates["d2h"],
+        pageable_bytes_per_second=rates["pageable"],
+        bidirectional=min(1.0, rates["both"] / rates["h2d"]),
+        disk_bytes_per_second=disk_rate(folder, share),
+        copy_start_seconds=max(0.0, 1 / rates.pop("small") - SMALL_BYTES / rates["h2d"]),
+        flops_per_second=1 / (LINEAR_SHARE / flops["matmul"] + (1 - LINEAR_SHARE) / flops["attention"]),
         basis="measured",
     )
-    return measured, figures
+    figures = {f"{kind}_bytes_per_second": rate for kind, rate in rates.items()}
+    figures |= {name: float(getattr(measured, name)) for name in ("copy_start_seconds", "disk_bytes_per_second")}
+    figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
+    return measured, {**figures, "context_bytes": float(measured.context_bytes)}
 
 
 def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_seconds: float = 20.0) -> dict[str, Any]:
@@ -102,8 +86,7 @@ def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_sec
     Raises InputError if ``name`` is the name of a prior (`hardware.priors`), or if the device cannot be measured.
     """
     kind = kind or ("cuda" if any(Path(node).exists() for node in hardware.DEVICE_NODES) else "cpu")
-    if name in hardware.priors():
-        raise InputError(f"{name} is the name of a prior: choose another name with --name")
+    profiles.refuse_taken(name)
     start = time.perf_counter()
     measured, figures = calibrate(kind, cache, name, allowed_seconds)
     card = hardware.found() if kind == "cuda" else None
@@ -118,7 +101,7 @@ def measure_and_keep(kind: Kind | None, cache: Path, name: str = "", allowed_sec
     return {**record, "hardware": asdict(measured), "path": str(path)}
 
 
-def _open(kind: Kind) -> tuple[Hardware, Target]:
+def _open(kind: Kind) -> tuple[Hardware, Processor]:
     if kind == "cuda":
         found = hardware.found()
         if found is None:
@@ -128,21 +111,16 @@ def _open(kind: Kind) -> tuple[Hardware, Target]:
     if kind == "sim":
         return replace(hardware.simulated(), name="sim-measured"), _Sim()
     capacity_bytes = total_ram_bytes()
-    return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), _Cpu()
+    return replace(hardware.simulated(), name="cpu", device="cpu", capacity_bytes=capacity_bytes), Processor()
 
 
-def _copy_bytes(target: Target, kind: str) -> float:
-    target.copy(kind)
-    return float(target.nbytes)
-
-
-def _rate(target: Target, work: Callable[[], float], seconds: float) -> float:
-    """The best amount per second of ``work``, which returns its amount: at least three repetitions after one to warm up."""
-    work()
+def _rate(target: Processor, work: Callable[[str], float], kind: str, seconds: float) -> float:
+    """The best amount per second of ``work(kind)``, which returns its amount: at least three repetitions after one to warm up."""
+    work(kind)
     best, repetitions, end = 0.0, 0, time.perf_counter() + seconds
     while repetitions < 3 or (time.perf_counter() < end and repetitions < 50):
         begin = target.now()
-        amount = work()
+        amount = work(kind)
         best = max(best, amount / max(target.now() - begin, 1e-9))
         repetitions += 1
     return best
@@ -175,39 +153,47 @@ def disk_rate(folder: Path, seconds: float) -> float:
         raise InputError(f"{folder}: cannot measure the disk: {error.strerror}") from error
 
 
-class _Cpu:
-    """This processor. Host and device are both RAM, so pinned and pageable memory are the same."""
+class Processor:
+    """A device to be measured: this processor. Host and device are both RAM, so pinned and pageable memory are the same.
+
+    ``nbytes``: bytes of one copy. Work may be queued; `now` waits until all of it is done.
+    """
 
     nbytes = 64 * MIB
 
     def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
         self._source, self._destination = (torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(n) for n in range(2))
         shapes = ((512, 512), (512, 2048), (1, 8, 512, 64))
         self._left, self._right, self._heads = (torch.randn(shape, dtype=torch.bfloat16, device="cpu") for shape in shapes)
 
     def now(self) -> float:
-        """Wall-clock seconds."""
+        """Seconds on the device's clock, after all queued work is done: wall-clock seconds."""
         return time.perf_counter()
 
     def copy(self, kind: str) -> None:
-        """One copy within RAM; for ``both`` two, one after the other; for ``small`` many small ones."""
-        for _ in range(SMALL_COPIES if kind == "small" else 0):
-            self._destination[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
-        if kind == "small":
-            return
-        self._destination.copy_(self._source)
+        """One copy of ``nbytes``: ``h2d``, ``d2h``, ``pageable``, or ``both`` (one in each direction at the same time; here one
+        after the other). ``small``: instead ``SMALL_COPIES`` copies of ``SMALL_BYTES`` from pinned memory to the device."""
+        _transfer(self._destination, self._source, small=kind == "small")
         if kind == "both":
-            self._source.copy_(self._destination)
+            _transfer(self._source, self._destination)
 
     def compute(self, kind: str) -> float:
-        """The kernels, with smaller tensors than on a card."""
-        return _run_kernel(self._torch, kind, self._left, self._right, self._heads)
+        """Runs one kernel and returns its FLOPs: a ``matmul`` [m k] [k n], 2 m k n; a fused ``attention`` [b h s d], 4 b h s s d;
+        or a ``convolution`` of [b h s d] with 3 x 3 filters, h to h channels, 18 b h h s d. Tensors are smaller than a card's."""
+        heads, channels = self._heads, self._heads.shape[1]
+        with torch.no_grad():
+            if kind == "matmul":
+                torch.mm(self._left, self._right)
+                return float(2 * self._left.numel() * self._right.shape[1])
+            if kind == "convolution":
+                weight = self._left.flatten()[: 9 * channels**2].view(channels, channels, 3, 3)
+                torch.nn.functional.conv2d(heads, weight, padding=1)
+                return float(18 * channels * heads.numel())
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return float(4 * heads.numel() * heads.shape[-2])
 
 
-class _Sim(_Cpu):
+class _Sim(Processor):
     """The simulated accelerator, on its own clock."""
 
     nbytes = MIB
@@ -229,12 +215,10 @@ class _Sim(_Cpu):
     def copy(self, kind: str) -> None:
         """Copies by the single copy engine of the simulated accelerator."""
         with self._machine, self._machine.on_copy_stream():
-            for _ in range(SMALL_COPIES if kind == "small" else 0):
-                self._on_sim[:SMALL_BYTES].copy_(self._source[:SMALL_BYTES])
-            if kind not in ("d2h", "small"):
-                self._on_sim.copy_(self._source)
+            if kind != "d2h":
+                _transfer(self._on_sim, self._source, small=kind == "small")
             if kind in ("d2h", "both"):
-                self._destination.copy_(self._on_sim)
+                _transfer(self._destination, self._on_sim)
 
     def compute(self, kind: str) -> float:
         """The kernels, timed by the virtual clock."""
@@ -242,16 +226,14 @@ class _Sim(_Cpu):
             return super().compute(kind)
 
 
-class _Cuda:
+class _Cuda(Processor):
     """The first CUDA device. Copies on two side streams, so that both directions can run at once."""
 
     nbytes = 256 * MIB
     repeats = 10
 
     def __init__(self) -> None:
-        import torch
-
-        self._torch, device = torch, torch.device("cuda", 0)
+        device = torch.device("cuda", 0)
         self._pinned = [torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).fill_(n) for n in range(2)]
         self._pageable = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").fill_(1)
         self._device = [torch.empty(self.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -263,55 +245,39 @@ class _Cuda:
 
     def now(self) -> float:
         """Wall-clock seconds, after synchronizing the card."""
-        self._torch.cuda.synchronize(0)
-        return time.perf_counter()
+        torch.cuda.synchronize(0)
+        return super().now()
 
     def copy(self, kind: str) -> None:
         """Copies between pinned memory and the card on side streams; from pageable memory on the current stream."""
         if kind == "pageable":
-            self._device[0].copy_(self._pageable)
-        with self._torch.cuda.stream(self._streams[0]):
-            for _ in range(SMALL_COPIES if kind == "small" else 0):
-                self._device[0][:SMALL_BYTES].copy_(self._pinned[0][:SMALL_BYTES], non_blocking=True)
-        if kind in ("h2d", "both"):
-            with self._torch.cuda.stream(self._streams[0]):
-                self._device[0].copy_(self._pinned[0], non_blocking=True)
+            _transfer(self._device[0], self._pageable)
+        if kind in ("h2d", "both", "small"):
+            with torch.cuda.stream(self._streams[0]):
+                _transfer(self._device[0], self._pinned[0], small=kind == "small", non_blocking=True)
         if kind in ("d2h", "both"):
-            with self._torch.cuda.stream(self._streams[1]):
-                self._pinned[1].copy_(self._device[1], non_blocking=True)
+            with torch.cuda.stream(self._streams[1]):
+                _transfer(self._pinned[1], self._device[1], non_blocking=True)
 
     def compute(self, kind: str) -> float:
         """The kernels in 16 bits, repeated until they take milliseconds, so that synchronization does not matter."""
-        return sum(_run_kernel(self._torch, kind, self._left, self._right, self._heads) for _ in range(self.repeats))
+        return sum(super(_Cuda, self).compute(kind) for _ in range(self.repeats))
 
 
-def _run_kernel(torch: Any, kind: str, left: Any, right: Any, heads: Any) -> float:
-    """One matrix product [m k] [k n], one fused attention [b h s d], or one convolution of [b h s d] with 3 x 3 filters, h to
-    h channels.
-
-    Returns its FLOPs: 2 m k n, 4 b h s s d, or 18 b h h s d.
-    """
-    with torch.no_grad():
-        if kind == "matmul":
-            torch.mm(left, right)
-            return float(2 * left.shape[0] * left.shape[1] * right.shape[1])
-        if kind == "convolution":
-            channels = heads.shape[1]
-            torch.nn.functional.conv2d(heads, left.flatten()[: 9 * channels**2].view(channels, channels, 3, 3), padding=1)
-            return float(18 * channels * heads.numel())
-        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        return float(4 * heads.numel() * heads.shape[-2])
+def _transfer(destination: Any, source: Any, *, small: bool = False, non_blocking: bool = False) -> None:
+    """Copies ``source`` once; ``small``: its first `SMALL_BYTES`, `SMALL_COPIES` times."""
+    end = SMALL_BYTES if small else None
+    for _ in range(SMALL_COPIES if small else 1):
+        destination[:end].copy_(source[:end], non_blocking=non_blocking)
 
 
-def _with_context(base: Hardware, before: Mapping[str, int], target: Target) -> Hardware:
+def _with_context(base: Hardware, before: Mapping[str, int], target: Processor) -> Hardware:
     """``base`` with the measured size of the CUDA context: what the card's free memory lost since before the driver was
     initialized, without what torch reserved.
 
     Measured after matrix products, attention and a convolution, since kernels are loaded when they first run and stay loaded.
     At least the value in ``base``, since a run may load further kernels.
     """
-    import torch
-
     target.compute("convolution")
     target.now()
     measured = context_bytes_taken(before, _cards_used_bytes(), _uuid(), torch.cuda.memory_reserved(0))
@@ -333,8 +299,6 @@ def context_bytes_taken(before: Mapping[str, int], after: Mapping[str, int], uui
 
 def _uuid() -> str:
     """The first device's UUID in NVML's form; without the number itself where torch does not report it."""
-    import torch
-
     properties: Any = torch.cuda.get_device_properties(0)
     return f"GPU-{getattr(properties, 'uuid', '')}"
 

@@ -131,11 +131,6 @@ def attention_scratch(rows: int, keys: int, width: int, element_bytes: int, *, f
     return element_bytes * (2 * rows * keys + 2 * rows * width)
 
 
-def nf4_scratch(weights: int, compute_bytes: int) -> int:
-    """Bytes of scratch of one nf4 layer of ``weights`` elements that computes in a dtype of ``compute_bytes`` per element."""
-    return weights * compute_bytes
-
-
 def int8_scratch(rows: int, inputs: int, outputs: int, half: bool = False) -> tuple[int, int]:
     """Bytes of scratch of one int8 layer for ``rows`` tokens of ``inputs`` features: (before its result is allocated, beside
     the result).

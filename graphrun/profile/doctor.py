@@ -7,33 +7,48 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
-from packaging.version import InvalidVersion, Version
 
 from graphrun.files import Store
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.host_ram import available_bytes, host_ram_bytes, memory_limits
-from graphrun.profile.precision import NEEDS, flags
+from graphrun.profile.precision import NEEDS, flags, new_enough
 from graphrun.units import GIB, show_size
 
-# (package, first version, what that version provides, what does not work before it). Sources: bitsandbytes' release notes 0.43.2
-# (4-bit modules move between devices) and 0.48 (8-bit ones do; accelerate and transformers blocked that on some paths); the others
-# are the versions that graphrun's own code needs and is tested with.
+
+class Rule(NamedTuple):
+    """What a ``package`` ``provides`` from the version ``since`` on, and what is so ``before`` it."""
+
+    package: str
+    since: str
+    provides: str
+    before: str
+
+
+# Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do; accelerate and
+# transformers blocked that on some paths); the others are the versions that graphrun's own code needs and is tested with.
 RULES = (
-    ("torch", "2.11", "a device written in Python (sim), expandable segments", "older versions are untested"),
-    ("diffusers", "0.42", "the pipelines that the reference graphs name", "older versions are untested"),
-    ("transformers", "5.20", "text encoders from configs, in the dtypes that from_pretrained gives", "older versions are untested"),
-    ("transformers", "4.58", "8-bit modules move", "8-bit text encoders may refuse to move"),
-    ("accelerate", "1.13", "8-bit modules move", "8-bit modules that accelerate dispatched may refuse to move"),
-    ("bitsandbytes", "0.43.2", "4-bit modules (nf4) move", "4-bit modules stay on the device where they are made"),
-    ("bitsandbytes", "0.48", "8-bit modules move", "8-bit modules stay on the device where they are made until they are deleted"),
+    Rule("torch", "2.11", "a device written in Python (sim), expandable segments", "older versions are untested"),
+    Rule("diffusers", "0.42", "the pipelines that the reference graphs name", "older versions are untested"),
+    Rule(
+        "transformers",
+        "5.20",
+        "text encoders from configs, in the dtypes that from_pretrained gives",
+        "older versions are untested",
+    ),
+    Rule("transformers", "4.58", "8-bit modules move", "8-bit text encoders may refuse to move"),
+    Rule("accelerate", "1.13", "8-bit modules move", "8-bit modules that accelerate dispatched may refuse to move"),
+    Rule("bitsandbytes", "0.43.2", "4-bit modules (nf4) move", "4-bit modules stay on the device where they are made"),
+    Rule(
+        "bitsandbytes", "0.48", "8-bit modules move", "8-bit modules stay on the device where they are made until they are deleted"
+    ),
 )
 WITHOUT = {
     "torch": "nothing runs",
@@ -73,20 +88,14 @@ def examine(cache: Path | None) -> dict[str, Any]:
     }
 
 
-def about(name: str, installed: str | None, rules: Sequence[tuple[str, str, str, str]] = RULES) -> dict[str, Any]:
+def about(name: str, installed: str | None) -> dict[str, Any]:
     """What version ``installed`` of the package ``name`` supports (``allows``) and does not (``breaks``). None: it is not
     installed."""
     if installed is None:
         return {"name": name, "version": None, "allows": [], "breaks": [WITHOUT[name]]}
-    allows: list[str] = []
-    breaks: list[str] = []
-    for package, since, provides, breaks_before in rules:
-        if package == name:
-            try:
-                new_enough = Version(installed) >= Version(since)
-            except InvalidVersion:
-                new_enough = False
-            (allows if new_enough else breaks).append(provides if new_enough else f"{breaks_before} (needs {since})")
+    rules = [rule for rule in RULES if rule.package == name]
+    allows = [rule.provides for rule in rules if new_enough(installed, rule.since)]
+    breaks = [f"{rule.before} (needs {rule.since})" for rule in rules if not new_enough(installed, rule.since)]
     return {"name": name, "version": installed, "allows": allows, "breaks": breaks}
 
 

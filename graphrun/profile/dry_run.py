@@ -7,7 +7,7 @@ argument shapes, and returns zeros of the right shape. The 28 denoising steps of
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,19 +19,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
 from graphrun.graph.graph import Component, Graph
-from graphrun.modules.build import build_part, held_meta_module, meta_module, on_host
+from graphrun.model.allocator import ROUND_BYTES
+from graphrun.modules.build import build_part, held_meta_module, leave_behind, meta_module, on_host
 from graphrun.modules.contents import as_stored
-from graphrun.modules.interceptor import CallInterceptor, Casts
+from graphrun.modules.dtype_variants import DtypeVariants
+from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.memos import forget
 from graphrun.modules.precisions import QUANTIZED
-from graphrun.modules.stored import holding
+from graphrun.modules.stored import holding, local_weights
 from graphrun.modules.trees import computing_on, tensors_in, walk
-from graphrun.ops import run_stages
+from graphrun.ops import Stages
 from graphrun.profile.block_groups import block_paths, group_blocks, group_layers, routed_lists
-from graphrun.profile.meta_ops import autocast_off_on_meta
+from graphrun.profile.meta_ops import META, autocast_off_on_meta
 from graphrun.profile.quantized import block_bytes_by_precision, laid_out_bytes, quantized_shapes, widened
-from graphrun.profile.recorder import META, ROUND_BYTES, FusedAttention, Recorder
-from graphrun.profile.recording import Call, ComponentProfile, LayerSplit, Mark, Probed, Recording
+from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Call, ComponentProfile, DryRun, Recording, StageEnd
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, returned
 from graphrun.sim.tensor import SimTensor
@@ -42,7 +44,7 @@ HOLLOW_BYTES = 64 * MIB
 
 
 @on_host()
-def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> Probed:
+def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None = None) -> DryRun:
     """The dry run of ``graph`` for resolved ``inputs``. ``options``: stage -> name of the stage option to run it with.
 
     Raises what the pipeline's own code raises for these inputs, and GraphError where a component's files are on this machine
@@ -61,11 +63,14 @@ def probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | 
             for name, value in outputs.items():
                 keys = (tensor.allocation.key for tensor in tensors_in(value) if isinstance(tensor, SimTensor))
                 prober.recording.values[f"{stage}.{name}"] = frozenset(keys)
-            prober.recording.items.append(Mark("stage", stage))
+            prober.recording.items.append(StageEnd(stage))
 
-        observed = {"after_stage": after_stage, "parts": parts, "meta_modules": meta_modules, "options": options, "planning": True}
-        run_stages(graph, meta_modules, sim.device, inputs, **observed)
-    return Probed(prober.recording, prober.profiles(graph), meta_modules)
+        stages = Stages(graph, meta_modules, sim.device, inputs, parts, meta_modules, options=options or {}, planning=True)
+        stages.after_stage = after_stage
+        stages.run()
+    probed = DryRun(prober.recording, prober.profiles(graph))
+    leave_behind(graph, meta_modules)
+    return probed
 
 
 class Prober:
@@ -75,13 +80,11 @@ class Prober:
     Traces are reused by later dry runs with the same prober.
     """
 
-    def __init__(self, meta_modules: Mapping[str, nn.Module], casts: Casts | None = None) -> None:
+    def __init__(self, meta_modules: Mapping[str, nn.Module], casts: DtypeVariants | None = None) -> None:
         self.meta_modules = dict(meta_modules)
         self.recording = Recording()
-        self.entered: dict[str, dict[str, None]] = {name: {} for name in meta_modules}
-        self.repeated: dict[str, set[str]] = {name: set() for name in meta_modules}  # entered more than once in one call
         self.interceptor = CallInterceptor(meta_modules, sim.device, around=self.answer, reads=_device_zeros, casts=casts)
-        self.routed: dict[str, set[str]] = {name: set() for name in meta_modules}  # see `routed_lists`
+        self.routed: dict[str, set[str]] = defaultdict(set)  # see `routed_lists`
         self._traces: dict[Any, tuple[Call, Returned]] = {}
 
     def signature(self, component: str, entry: str, args: Any, kwargs: Any) -> Any:
@@ -95,18 +98,10 @@ class Prober:
             self._traces[signature] = self._trace(component, entry, proceed, args, kwargs)
         return self._traces[signature]
 
-    def single_pass_blocks(self, component: str) -> tuple[str, ...]:
-        """Paths of the blocks that ran at most once in every call, in execution order.
-
-        Blocks that run several times in one call (a video decoder processes the frames one by one) cannot be streamed in one
-        order, so they join the remainder.
-        """
-        return tuple(path for path in self.entered[component] if path not in self.repeated[component])
-
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
         call, result = self.trace(component, entry, proceed, args, kwargs)
-        self.recording.items.append(Mark("enter", component, call))
+        self.recording.items.append(call)
         return result.materialize((args, kwargs), sim.device)
 
     def profiles(self, graph: Graph | None = None) -> dict[str, ComponentProfile]:
@@ -126,12 +121,11 @@ class Prober:
     def _profile_of(self, name: str, graph: Graph | None) -> ComponentProfile:
         module = self.meta_modules[name]
         calls = [call for call, _ in self._traces.values() if call.component == name]
-        loose = frozenset().union(*(call.loose for call in calls))
-        groups = group_blocks(module, self.single_pass_blocks(name), [call.touched for call in calls], self.routed[name], loose)
-        layers = group_layers(module, calls, self.routed[name])
-        layer_split = LayerSplit(layers, laid_out_bytes(module, layers, by_layer=True)) if layers else None
-        parameters = sum(p.numel() for p in module.parameters())
-        profile = ComponentProfile(parameters, groups, laid_out_bytes(module, groups), layer_split=layer_split)
+        groups, layers = group_blocks(module, calls, self.routed[name]), group_layers(module, calls, self.routed[name])
+        profile = ComponentProfile(sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(module, groups))
+        if layers:
+            split = replace(profile, groups=layers, block_bytes=laid_out_bytes(module, layers, by_layer=True))
+            profile = replace(profile, layer_split=split)
         return _in_every_precision(profile, graph, graph.components[name], module) if graph else profile
 
     def _trace(
@@ -140,26 +134,20 @@ class Prober:
         """Traces the call on ``device``: on meta, or on the CPU if ``component`` has its weights there."""
         module = self.meta_modules[component]
         units = block_paths(module, self.routed[component])
-        recorder, result = self._record(module, units, proceed, args, kwargs, device)
-        if picked := routed_lists(units, set(recorder.entered)):
+        call, result = self._record(module, units, proceed, args, kwargs, device)
+        if picked := routed_lists(units, call.entered):
             self.routed[component] |= picked
-            recorder, result = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
-        self.entered[component].update(dict.fromkeys(recorder.entered))
-        self.repeated[component] |= {path for path, times in Counter(recorder.entered).items() if times > 1}
+            call, result = self._record(module, block_paths(module, self.routed[component]), proceed, args, kwargs, device)
         input_bytes = sum(
             round_up(t.untyped_storage().nbytes(), ROUND_BYTES)
             for t in {id(t): t for t in tensors_in((args, kwargs))}.values()
             if t.device.type != "cpu"
         )
-        events, flops, products = tuple(recorder.events), tuple(recorder.flops), tuple(recorder.products)
-        peak_bytes, touched = recorder.peak_bytes, frozenset(recorder.touched)
-        spans, outside, loose = tuple(recorder.spans), frozenset(recorder.outside), frozenset(recorder.loose)
-        fields = (events, peak_bytes, input_bytes, touched, flops, products, spans, outside, loose, recorder.kept)
-        return Call(component, entry, *fields), result
+        return replace(call, component=component, entry=entry, input_bytes=input_bytes), result
 
     def _record(
         self, module: nn.Module, blocks: list[str], proceed: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
-    ) -> tuple[Recorder, Returned]:
+    ) -> tuple[Call, Returned]:
         on_meta = device == META
         self.interceptor.device = device
         recorder = Recorder(module, blocks, device)
@@ -178,7 +166,7 @@ class Prober:
             self.interceptor.device = sim.device
             recorder.close()
             forget([module])
-        return recorder, result
+        return recorder.record, result
 
 
 def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Component, module: nn.Module) -> ComponentProfile:
@@ -187,33 +175,32 @@ def _in_every_precision(profile: ComponentProfile, graph: Graph, component: Comp
     Which tensors stay in fp32 depends on the dtype in which the module is created. Where the files are quantized, the bytes
     are those of the files.
     """
+    profiles = [profile, profile.layer_split] if profile.layer_split is not None else [profile]
+    sizes = [block_bytes_by_precision(module, of.groups, component.dtype, by_layer=of is not profile) for of in profiles]
     layers = quantized_shapes(module, component.dtype)
-    splits = [(profile.groups, False), *([(profile.layer_split.groups, True)] if profile.layer_split is not None else [])]
-    sizes = [block_bytes_by_precision(module, groups, component.dtype, by_layer=by_layer) for groups, by_layer in splits]
-    as_stored_precisions: tuple[str, ...] = ()
+    stored: list[str] = []
     kinds: dict[str, tuple[str, int, tuple[int, int]]] = {}
     for precision in dict.fromkeys(component.precision):
-        if precision in ("fp8", "gguf"):
+        if precision in ("fp8", "gguf") and local_weights(component, precision) is not None:
             held, content = held_meta_module(component, graph.trust, precision)
-            if content is not None and precision in as_stored(content, layers):
-                as_stored_precisions = (*as_stored_precisions, precision)
-                for (groups, by_layer), found in zip(splits, sizes, strict=True):
-                    found[precision] = laid_out_bytes(held, groups, by_layer=by_layer)
-            if content is not None and precision == "gguf":
-                named = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
-                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in named.items()}
+            if precision == "gguf":
+                rows = {name: held.get_parameter(name).shape[1] for name in layers if content.kind(name)}
+                kinds = {name: (content.kind(name), row_bytes, layers[name]) for name, row_bytes in rows.items()}
+            if precision not in as_stored(content, layers):
+                continue
+            stored.append(precision)
         elif precision not in (component.dtype, *QUANTIZED):
-            other = meta_module(replace(component, dtype=precision), graph.trust)
-            for (groups, by_layer), found in zip(splits, sizes, strict=True):
-                found[precision] = block_bytes_by_precision(other, groups, precision, by_layer=by_layer)[precision]
-    return replace(
-        profile,
-        precisions=sizes[0],
-        layers=layers,
-        widened=widened(kinds, component.dtype),
-        as_stored=as_stored_precisions,
-        layer_split=replace(profile.layer_split, precisions=sizes[1]) if profile.layer_split is not None else None,
+            held = meta_module(replace(component, dtype=precision), graph.trust)
+        else:
+            continue
+        for of, found in zip(profiles, sizes, strict=True):
+            found[precision] = laid_out_bytes(held, of.groups, by_layer=of is not profile)
+    dequantized = widened(kinds, component.dtype)
+    blocks, *split = (
+        replace(of, precisions=found, layers=layers, widened=dequantized, as_stored=tuple(stored))
+        for of, found in zip(profiles, sizes, strict=True)
     )
+    return replace(blocks, layer_split=split[0] if split else None)
 
 
 def _device_zeros(component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.files import write_whole
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware as devices
 
@@ -29,8 +30,7 @@ def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]
 
     Raises InputError for a name that is taken or not valid as a file name, or if the file cannot be written.
     """
-    if hardware.name in devices.priors():
-        raise InputError(f"{hardware.name} is the name of a prior: choose another name with --name")
+    refuse_taken(hardware.name)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", hardware.name):
         raise InputError(
             f"{hardware.name!r} is no valid profile name: use letters, digits, dots, dashes and underscores, at most 64"
@@ -39,12 +39,16 @@ def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]
     text = json.dumps({**record, "device": device, "hardware": asdict(hardware)}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(text)
-        new.replace(path)
+        write_whole(path, lambda temporary: temporary.write_text(text))
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     return path
+
+
+def refuse_taken(name: str) -> None:
+    """Raises InputError if ``name`` is that of a prior (`hardware.priors`)."""
+    if name in devices.priors():
+        raise InputError(f"{name} is the name of a prior: choose another name with --name")
 
 
 def hardware(name: str, cache: Path | None) -> Hardware:
@@ -67,15 +71,15 @@ def found(cache: Path | None) -> Hardware | None:
 
 def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     """The contents of all valid profile files, the most recently written first."""
-    loaded: list[tuple[int, int, dict[str, Any]]] = []
+    loaded: list[tuple[int, dict[str, Any]]] = []
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = json.loads(path.read_text())
             profile = {**data, "hardware": Hardware(**data["hardware"]), "device": str(data["device"])}
-            loaded.append((path.stat().st_mtime_ns, len(loaded), profile))
+            loaded.append((path.stat().st_mtime_ns, profile))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return [profile for _, _, profile in sorted(loaded, key=lambda item: item[:2], reverse=True)]
+    return [profile for _, profile in reversed(sorted(loaded, key=lambda item: item[0]))]
 
 
 def chosen(requested: str | Hardware | None, cache: Path | None) -> Hardware:

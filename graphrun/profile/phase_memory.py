@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from graphrun.model.allocator import Allocator, Caching, Counting
 from graphrun.model.problem import Hardware
-from graphrun.profile.recording import Call, Mark, Recording
+from graphrun.profile.recording import Call, Event, Recording
 
 
 @dataclass(slots=True)
@@ -32,6 +32,11 @@ class PhaseMemory:
     steady_bytes: int = 0
     beside_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the whole phase."""
+        return max(self.entry_bytes, self.first_bytes, self.steady_bytes)
+
 
 def phase_memories_of(
     recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware, allocator: Callable[[], Allocator] | None = None
@@ -41,84 +46,81 @@ def phase_memories_of(
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase (`problems.phase_spans`).
     """
     own = Caching(hardware.page_scale) if hardware.caching_allocator else Counting()
-    replay = _Replay(hardware, allocator() if allocator else own)
-    phase_memories: list[PhaseMemory] = []
-    starts = {begin: number for number, (begin, _) in enumerate(spans)}
-    position, not_entered, steady = 0, set[str](), False
-    members = [{e[1].component for e in recording.entries()[begin:end]} for begin, end in spans]
+    replay = _Replay(hardware, allocator() if allocator else own, recording.keeps)
+    entries = recording.entries()
+    starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
+    position, not_entered = 0, set[str]()
     for item in recording.items:
-        if not isinstance(item, Mark):
-            replay.apply(*item)
-        elif item.call is not None:
+        if isinstance(item, Event):
+            replay.apply(item)
+        elif isinstance(item, Call):
             if position in starts:
-                _end_part(phase_memories, replay, steady)
-                phase_memories.append(replay.begin_phase())
-                not_entered, steady = set(members[starts[position]]), False
-            elif not not_entered and not steady:
-                _end_part(phase_memories, replay, steady)
-                steady = True
-            not_entered.discard(item.name)
-            levels = replay.enter(item.call)
-            for span in item.call.spans if not hardware.caching_allocator else ():
-                beside = phase_memories[-1].beside_bytes
-                key = item.name, span.path
+                replay.begin_phase()
+                not_entered = starts[position]
+            elif not not_entered and not replay.steady:
+                replay.begin_steady()
+            not_entered.discard(item.component)
+            levels = replay.enter(item)
+            beside = replay.phases[-1].beside_bytes
+            for span in item.spans if not hardware.caching_allocator else ():
+                key = item.component, span.path
                 beside[key] = max(beside.get(key, 0), *levels[span.begin : span.end + 1])
             position += 1
-    _end_part(phase_memories, replay, steady)
-    return phase_memories
+    return replay.phases[1:]
 
 
 def glue_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[int]:
     """For each phase, the peak of the device bytes allocated after its entry if every component computes elsewhere."""
-    items = [
-        replace(i, call=replace(i.call, events=(), spans=())) if isinstance(i, Mark) and i.call else i for i in recording.items
-    ]
-    phase_memories = phase_memories_of(Recording(items, dict(recording.values)), spans, hardware)
-    return [max(0, max(of.first_bytes, of.steady_bytes) - of.entry_bytes) for of in phase_memories]
-
-
-def _end_part(phase_memories: list[PhaseMemory], replay: _Replay, steady: bool) -> None:
-    if phase_memories:
-        setattr(phase_memories[-1], "steady_bytes" if steady else "first_bytes", replay.peak_bytes)
-    elif replay.peak_bytes:
-        replay.prelude_bytes = replay.peak_bytes
-    replay.peak_bytes = replay.allocator.used_bytes
+    items = [replace(item, events=[], spans=[]) if isinstance(item, Call) else item for item in recording.items]
+    phase_memories = phase_memories_of(Recording(items), spans, hardware)
+    return [of.peak_bytes - of.entry_bytes for of in phase_memories]
 
 
 class _Replay:
     """Feeds a recording to an allocator. Keys inside of calls get a running offset, which keeps them distinct from the
     recording's own."""
 
-    def __init__(self, hardware: Hardware, allocator: Allocator) -> None:
+    def __init__(self, hardware: Hardware, allocator: Allocator, keeps: bool) -> None:
         self.allocator = allocator
         self.scratch = hardware.convolution_scratch
         self.spares = hardware.spares_large_copies
-        self.peak_bytes = 0
-        self.prelude_bytes = 0
+        self.keeps = keeps
+        self.phases = [PhaseMemory()]  # the first is what lies before all phases
+        self.steady = False
         self._live: set[int] = set()
         self._kept: dict[tuple[int, int], int] = {}  # (id of a call of this phase, its key) -> the allocator's key
         self._offset = -1
 
-    def begin_phase(self) -> PhaseMemory:
-        """Begin a phase: releases what components kept in the last phase, and empty pages. What is still live is the entry
-        memory."""
-        for key in self._kept.values():
-            self.allocator.release(key)
-        self._kept.clear()
+    def begin_phase(self) -> None:
+        """Releases what components kept in the last phase, and empty pages. What is still live is the entry memory."""
+        while self._kept and not self.keeps:
+            self.allocator.release(self._kept.popitem()[1])
         self.allocator.trim()
-        self.peak_bytes = self.allocator.used_bytes
-        phase_memory = PhaseMemory(max(self.allocator.used_bytes, self.prelude_bytes))
-        self.prelude_bytes = 0
-        return phase_memory
+        used = self.allocator.used_bytes
+        prelude = self.phases[0].first_bytes if len(self.phases) == 1 else 0
+        self.phases.append(PhaseMemory(max(used, prelude), used))
+        self.steady = False
 
-    def apply(self, key: int, nbytes: int) -> None:
-        if nbytes > 0:
-            self._live.add(key)
-            self.allocator.allocate(key, nbytes)
-            self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
-        elif key in self._live:
-            self._live.remove(key)
-            self.allocator.release(key)
+    def begin_steady(self) -> None:
+        """Ends the first part of the phase."""
+        self.phases[-1].steady_bytes = self.allocator.used_bytes
+        self.steady = True
+
+    def apply(self, event: Event) -> None:
+        if event.nbytes:
+            self._live.add(event.key)
+            self._allocate(event.key, event.nbytes)
+        elif event.key in self._live:
+            self._live.remove(event.key)
+            self.allocator.release(event.key)
+
+    def _allocate(self, key: int, nbytes: int) -> None:
+        self.allocator.allocate(key, nbytes)
+        phase, used = self.phases[-1], self.allocator.used_bytes
+        if self.steady:
+            phase.steady_bytes = max(phase.steady_bytes, used)
+        else:
+            phase.first_bytes = max(phase.first_bytes, used)
 
     def enter(self, call: Call) -> list[int]:
         """Replays ``call``. Tensors that a component keeps are allocated once in a phase.
@@ -126,22 +128,20 @@ class _Replay:
         Returns the bytes in use before the first event and after each, including an event's own scratch.
         """
         base, levels, already_kept = self._offset, [self.allocator.used_bytes], {key for of, key in self._kept if of == id(call)}
-        for key, nbytes in call.events:
-            if key in already_kept or (nbytes == 0 and key in call.kept):
-                pass
-            elif nbytes > 0:
-                self.allocator.allocate(base - key, nbytes)
+        for key, nbytes, scratch, spared_bytes in call.events:
+            if scratch:
+                if self.scratch:
+                    self._allocate(0, nbytes - spared_bytes * self.spares)
+                levels.append(self.allocator.used_bytes)
+                if self.scratch:
+                    self.allocator.release(0)
+                continue
+            if key not in already_kept and nbytes:
+                self._allocate(base - key, nbytes)
                 self._offset = min(self._offset, base - key)
                 if key in call.kept:
                     self._kept[id(call), key] = base - key
-                self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
-            elif nbytes == 0:
+            elif key not in call.kept:
                 self.allocator.release(base - key)
-            elif self.scratch:
-                self.allocator.allocate(base, -nbytes - key * self.spares)
-                self.peak_bytes = max(self.peak_bytes, self.allocator.used_bytes)
-                levels.append(self.allocator.used_bytes)
-                self.allocator.release(base)
-                continue
             levels.append(self.allocator.used_bytes)
         return levels

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.model.problem import Hardware
-from graphrun.profile.recording import Call, Mark, Recording
+from graphrun.profile.recording import Call, Event, Recording
+
+
+@dataclass(slots=True)
+class _Phase:
+    """A phase in the making. ``kinds``: id of a call -> its number in ``calls``."""
+
+    calls: list[CallTrace] = field(default_factory=list)
+    kinds: dict[int, int] = field(default_factory=dict)
+    prelude: list[Item] = field(default_factory=list)
+    first: list[Item] = field(default_factory=list)
+    steady: list[Item] = field(default_factory=list)
 
 
 def phase_traces_of(recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware) -> list[PhaseTrace]:
@@ -15,43 +27,36 @@ def phase_traces_of(recording: Recording, spans: Sequence[tuple[int, int]], hard
     The first part ends where every component has been called and one is called again, as in `phase_memories_of`.
     """
     entries = recording.entries()
-    members = [{call.component for _, call in entries[begin:end]} for begin, end in spans]
-    starts = {begin: number for number, (begin, _) in enumerate(spans)}
-    found: list[PhaseTrace] = []
-    kinds: dict[int, int] = {}  # id of a call -> its number in the phase
-    calls: list[CallTrace] = []
-    parts: dict[str, list[Item]] = {"prelude": [], "first": [], "steady": []}
-    part, position, not_entered = "prelude", 0, set[str]()
+    starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
+    phases = [_Phase()]
+    part, position, not_entered = phases[0].prelude, 0, set[str]()
     for item in recording.items:
-        if not isinstance(item, Mark):
-            parts[part].append(item)
-        elif item.call is not None:
+        if isinstance(item, Event):
+            part.append((item.key, item.nbytes))
+        elif isinstance(item, Call):
             if position in starts:
                 if position:
-                    found.append(_trace(calls, parts))
-                    kinds, calls, parts = {}, [], {name: [] for name in parts}
-                part, not_entered = "first", set(members[starts[position]])
+                    phases.append(_Phase())
+                part, not_entered = phases[-1].first, starts[position]
             elif not not_entered:
-                part = "steady"
-            not_entered.discard(item.name)
-            if id(item.call) not in kinds:
-                kinds[id(item.call)] = len(calls)
-                calls.append(_call(item.call, hardware))
-            parts[part].append((kinds[id(item.call)], CALL))
+                part = phases[-1].steady
+            not_entered.discard(item.component)
+            phase = phases[-1]
+            if id(item) not in phase.kinds:
+                phase.kinds[id(item)] = len(phase.calls)
+                phase.calls.append(_call(item, hardware))
+            part.append((phase.kinds[id(item)], CALL))
             position += 1
-    return [*found, _trace(calls, parts)] if position else []
-
-
-def _trace(calls: list[CallTrace], parts: dict[str, list[Item]]) -> PhaseTrace:
-    return PhaseTrace(tuple(calls), tuple(parts["first"]), tuple(parts["steady"]), tuple(parts["prelude"]))
+    traces = [PhaseTrace(tuple(of.calls), tuple(of.first), tuple(of.steady), tuple(of.prelude)) for of in phases]
+    return traces if position else []
 
 
 def _call(call: Call, hardware: Hardware) -> CallTrace:
     """``call`` as it allocates on ``hardware``: kernel scratch is a tensor that is released at once, or absent."""
     events: list[Item] = []
-    for number, (key, nbytes) in enumerate(call.events, start=1):
-        if nbytes >= 0:
+    for number, (key, nbytes, scratch, spared_bytes) in enumerate(call.events, start=1):
+        if not scratch:
             events.append((key, nbytes))
         elif hardware.convolution_scratch:
-            events += [(-number, -nbytes - key * hardware.spares_large_copies), (-number, 0)]
-    return CallTrace(call.component, tuple(events), call.kept)
+            events += [(-number, nbytes - spared_bytes * hardware.spares_large_copies), (-number, 0)]
+    return CallTrace(call.component, tuple(events), tuple(call.kept))

@@ -2,7 +2,6 @@
 
     flags              whether it can move, be streamed, or be on disk, by backend and version, with the reason
     requantized        a traced call with the allocations of quantized layers inserted where they happen
-    dequantized_bytes  bytes that a call writes to have its weights in 16 bit: seconds, given the device's memory bandwidth
     quantizing_bytes   host bytes while layers are quantized
 
 Pure: plain values in and out, no quantization library imported. For the bytes of weights see `graphrun.profile.quantized`.
@@ -16,8 +15,8 @@ from dataclasses import dataclass, replace
 from packaging.version import InvalidVersion, Version
 
 from graphrun.modules.precisions import QUANTIZED
-from graphrun.profile.corrections import int8_scratch, nf4_scratch
-from graphrun.profile.recording import Call, Product
+from graphrun.profile.corrections import int8_scratch
+from graphrun.profile.recording import Call, Event, Product
 
 # (package, first version): what a precision needs to be available, and for its modules to move between devices. Sources:
 # bitsandbytes' release notes 0.43.2 (4-bit modules move between devices) and 0.48 (8-bit ones do), with accelerate 1.13 and
@@ -57,11 +56,11 @@ class Flags:
     again for every copy.
     """
 
-    available: bool
-    movable: bool
-    streamable: bool
-    leaf_streamable: bool
-    disk_able: bool
+    available: bool = False
+    movable: bool = False
+    streamable: bool = False
+    leaf_streamable: bool = False
+    disk_able: bool = False
     reason: str = ""
 
 
@@ -71,31 +70,23 @@ def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     Components that are quantized while they are read cannot be on disk: they would be quantized again for every copy.
     """
     if missing := _missing(NEEDS.get(precision, ()), versions):
-        return Flags(False, False, False, False, False, f"{precision} needs {missing}")
+        return Flags(reason=f"{precision} needs {missing}")
     if precision not in MOVES:
         return Flags(True, True, True, True, True)
     if missing := _missing(MOVES[precision], versions):
-        return Flags(
-            True,
-            False,
-            False,
-            False,
-            False,
-            f"{precision} modules stay on the device where they are made; to move they need {missing}",
-        )
+        return Flags(True, reason=f"{precision} modules stay on the device where they are made; to move they need {missing}")
     layer_streamable = precision not in BLOCK_GRANULARITY_ONLY
-    reason = f"{precision} layers are not quantized again from disk" + (
-        "" if layer_streamable else ", and stream by whole blocks only"
-    )
-    return Flags(True, True, True, layer_streamable, False, reason)
+    more = "" if layer_streamable else ", and stream by whole blocks only"
+    return Flags(True, True, True, layer_streamable, False, f"{precision} layers are not quantized again from disk{more}")
 
 
 def _missing(needs: tuple[tuple[str, str], ...], versions: Mapping[str, str | None]) -> str:
     """The packages of ``needs`` that are missing or too old, with the first sufficient version, as text."""
-    return ", ".join(f"{package} {first}" for package, first in needs if not _new_enough(versions.get(package), first))
+    return ", ".join(f"{package} {first}" for package, first in needs if not new_enough(versions.get(package), first))
 
 
-def _new_enough(installed: str | None, first: str) -> bool:
+def new_enough(installed: str | None, first: str) -> bool:
+    """Whether version ``installed`` is at least ``first``; False for None, and for text that is no version."""
     try:
         return installed is not None and Version(installed) >= Version(first)
     except InvalidVersion:
@@ -117,33 +108,22 @@ def requantized(
                          | product                                                      | product
 
     nf4 needs no weight in 16 bit for one token (`gemm_4bit`'s own kernel); fp8 and gguf always do, and gguf before that also
-    the scratch in ``widened``. The sizes of products come from the trace; the peak is computed anew.
+    the scratch in ``widened``. The sizes of products come from the trace. The result has no products and no spans.
     """
     if precision == "gguf":
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
     by_event = {product.event: product for product in call.products if product.name in shapes}
     if precision not in QUANTIZED or not by_event:
         return call
-    events: list[tuple[int, int]] = []
-    key = max((key for key, _ in call.events), default=0)
-    new_index: dict[int, int] = {}  # number of an event -> its number in the new list
+    events: list[Event] = []
+    key = max(event.key for event in call.events)
     for number, event in enumerate(call.events):
-        if number not in by_event:
-            new_index[number] = len(events)
-            events.append(event)
-            continue
-        before, during = _scratch(by_event[number], shapes, precision, dtype, widened or {})
+        before, during = _scratch(by_event[number], shapes, precision, dtype, widened or {}) if number in by_event else (0, 0)
         if before:
-            events += [(key + 1, before), (key + 1, 0)]
-        if during:
-            events.append((key + 2, during))
-        new_index[number] = len(events)
-        events.append(event)
-        if during:
-            events.append((key + 2, 0))
+            events += [Event(key + 1, before), Event(key + 1, 0)]
+        events += [Event(key + 2, during), event, Event(key + 2, 0)] if during else [event]
         key += 2
-    products = tuple(replace(product, event=new_index[product.event]) for product in call.products)
-    return replace(call, events=tuple(events), peak_bytes=peak_of(events), products=products, spans=())
+    return replace(call, events=events, products=[], spans=[])
 
 
 def _scratch(
@@ -151,45 +131,15 @@ def _scratch(
 ) -> tuple[int, int]:
     """(bytes allocated before the result of ``product`` and released, bytes beside the result)."""
     outputs, inputs = shapes[product.name]
-    if precision == "gguf":
-        return widened[product.name][0], outputs * inputs * ELEMENT_BYTES[dtype]
-    if precision == "fp8":  # the cast weight, whatever the rows
-        return 0, nf4_scratch(outputs * inputs, ELEMENT_BYTES[dtype])
     if precision == "int8":
         return int8_scratch(product.rows, inputs, outputs, half=dtype == "float16")
-    return 0, nf4_scratch(outputs * inputs, ELEMENT_BYTES[dtype]) if product.rows > 1 else 0
-
-
-def peak_of(events: Collection[tuple[int, int]]) -> int:
-    """The most bytes live at once during ``events``, without scratch (negative)."""
-    now = peak = 0
-    live: dict[int, int] = {}
-    for key, nbytes in events:
-        if nbytes >= 0:
-            now += nbytes or -live[key]
-            live[key] = nbytes
-            peak = max(peak, now)
-    return peak
-
-
-def dequantized_bytes(call: Call, shapes: Mapping[str, Shape], precision: str, dtype: str = "bfloat16") -> int:
-    """Bytes that one such call writes to have weights in ``dtype`` again.
-
-    fp8: all weights; nf4: the weights of products with more than one token; int8: none, since it multiplies in int8. The
-    seconds are these bytes, written and then read by the product, divided by the device's memory bandwidth
-    (`dequantization_seconds`).
-    """
-    if precision == "fp8":
-        return sum(outputs * inputs * ELEMENT_BYTES[dtype] for outputs, inputs in shapes.values())
-    if precision != "nf4":
-        return 0
-    products = (product for product in call.products if product.name in shapes and product.rows > 1)
-    return sum(shapes[product.name][0] * shapes[product.name][1] * ELEMENT_BYTES[dtype] for product in products)
+    before = widened[product.name][0] if precision == "gguf" else 0
+    return before, outputs * inputs * ELEMENT_BYTES[dtype] if product.rows > 1 or precision != "nf4" else 0
 
 
 def dequantization_seconds(nbytes: int, bytes_per_second: float) -> float:
-    """Seconds for `dequantized_bytes` of ``nbytes`` with a memory bandwidth of ``bytes_per_second``: written once, and read
-    once."""
+    """Seconds to dequantize weights that then have ``nbytes``, with a memory bandwidth of ``bytes_per_second``: written once, and
+    read once."""
     return 2 * nbytes / bytes_per_second
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -15,7 +15,6 @@ from graphrun.graph.order import read_by
 from graphrun.graph.settings import settings_of
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.directives import directed
-from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import (
     ComponentNumbers,
     Directive,
@@ -28,9 +27,9 @@ from graphrun.model.problem import (
     ValueNumbers,
 )
 from graphrun.modules.source_files import commits_of
-from graphrun.profile.phase_memory import PhaseMemory, glue_of, phase_memories_of
+from graphrun.profile.phase_memory import glue_of, phase_memories_of
 from graphrun.profile.phase_traces import phase_traces_of
-from graphrun.profile.recording import Call, ComponentProfile, Probed, Recording
+from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
 from graphrun.units import round_up
@@ -59,11 +58,11 @@ class Limits:
 
 def problem_of(
     graph: Graph,
-    probed: Probed,
+    probed: DryRun,
     hardware: Hardware,
     limits: Limits,
     inputs: Mapping[str, Any],
-    stage_options: Iterable[tuple[str, str, Probed]] = (),
+    stage_options: Iterable[tuple[str, str, DryRun]] = (),
 ) -> Problem:
     """The problem of running ``graph``, as recorded in ``probed``, on ``hardware`` within ``limits``.
 
@@ -99,46 +98,26 @@ def problem_of(
         allow=tuple(sorted(limits.allow)),
         commits=commits_of(graph.components[name] for name in sorted(used)),
     )
-    directives = graph.directives
-    placements: tuple[tuple[Placement, tuple[str, ...]], ...] = (
-        ("keep", directives.keep),
-        ("exclude", directives.exclude),
-        ("pin", directives.pin),
+    placements: tuple[Placement, ...] = ("keep", "exclude", "pin")
+    return directed(
+        problem, [Directive(placement, name) for placement in placements for name in getattr(graph.directives, placement)]
     )
-    return directed(problem, [Directive(placement, name) for placement, names in placements for name in names])
 
 
-def _components(graph: Graph, probed: Probed, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
+def _components(graph: Graph, probed: DryRun, hardware: Hardware, limits: Limits) -> dict[str, ComponentNumbers]:
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in {id(call): call for _, call in probed.recording.entries()}.values():
         calls[call.component].append(call)
 
-    def numbers(name: str, profile: ComponentProfile, granularity: Granularity = "blocks") -> ComponentNumbers:
-        more = calls.get(name, []), hardware
+    def numbers(name: str, profile: ComponentProfile, granularity: Granularity) -> ComponentNumbers:
         variants = variants_of(
-            graph.components[name],
-            profile,
-            *more,
-            backing_stores=limits.backing_stores,
-            allow=limits.allow,
-            granularity=granularity,
+            graph.components[name], profile, calls[name], hardware, limits.backing_stores, limits.allow, granularity
         )
-        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity)
+        layers = numbers(name, profile.layer_split, "layers") if profile.layer_split is not None else None
+        layers = layers if layers is not None and layers.streamable else None
+        return ComponentNumbers(name, profile.parameters, profile.groups, variants, granularity=granularity, layers=layers)
 
-    found = {}
-    for name, profile in probed.profiles.items():
-        found[name] = numbers(name, profile)
-        if (layer_split := profile.layer_split) is not None:
-            split_profile = replace(
-                profile,
-                groups=layer_split.groups,
-                block_bytes=layer_split.block_bytes,
-                precisions=layer_split.precisions,
-                layer_split=None,
-            )
-            layers = numbers(name, split_profile, "layers")
-            found[name] = replace(found[name], layers=layers if layers.streamable else None)
-    return found
+    return {name: numbers(name, profile, "blocks") for name, profile in probed.profiles.items()}
 
 
 def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, str], ...]:
@@ -148,28 +127,34 @@ def option_phases_of(graph: Graph, allow: Collection[str]) -> tuple[tuple[str, s
 
 
 def _phases(
-    graph: Graph, probed: Probed, components: Mapping[str, ComponentNumbers], hardware: Hardware
+    graph: Graph, probed: DryRun, components: Mapping[str, ComponentNumbers], hardware: Hardware
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
-    phase_memories = phase_memories_of(probed.recording, spans, hardware)
-    glue = glue_of(probed.recording, spans, hardware) if _may_be_on_cpu(components) else [0] * len(spans)
+    stages = [entries[begin][0] for begin, _ in spans]
+    values = _values(graph, probed.recording, stages)
+    memories = phase_memories_of(probed.recording, spans, hardware)
+    on_cpu = {name for name, component in components.items() if any(variant.device == "cpu" for variant in component.variants)}
+    glue = glue_of(probed.recording, spans, hardware) if on_cpu else [0] * len(spans)
     traces = phase_traces_of(probed.recording, spans, hardware)
-    values = _values(graph, probed.recording, [entries[begin][0] for begin, _ in spans])
-    phases = tuple(
-        _phase(
-            entries[begin:end],
-            number - _first_of_stage(spans, entries, begin),
-            phase_memories[number],
-            glue[number],
-            traces[number],
-            sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase),
-            components,
-            hardware,
+    phases = []
+    for number, (stage, (begin, end), memory) in enumerate(zip(stages, spans, memories, strict=True)):
+        calls: dict[str, list[Call]] = defaultdict(list)
+        for _, call in entries[begin:end]:
+            calls[call.component].append(call)
+        value_bytes = sum(value.nbytes for value in values if value.first_phase <= number <= value.last_phase)
+        phase = PhaseNumbers(
+            stage=stage,
+            index=stages[:number].count(stage),
+            uses=tuple(use_of(components[name], made, hardware, memory) for name, made in calls.items()),
+            live_in_bytes=max(0, memory.entry_bytes - value_bytes),
+            first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
+            steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
+            glue_bytes=glue[number] if calls.keys() <= on_cpu else 0,
+            trace=traces[number],
         )
-        for number, (begin, end) in enumerate(spans)
-    )
-    return phases, values
+        phases.append(phase)
+    return tuple(phases), values
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:
@@ -186,7 +171,8 @@ def phase_spans(entries: Sequence[tuple[str, Call]]) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     begin = 0
     while begin < len(names):
-        end = begin + max(_run_length(names, begin, 1), _longest_alternation(names, begin))
+        lengths = {period: _run_length(names, begin, period) for period in range(1, LONGEST_PATTERN + 1)}
+        end = begin + max(length for period, length in lengths.items() if period == 1 or length >= ALTERNATIONS * period)
         spans.append((begin, end))
         begin = end
     return spans
@@ -200,52 +186,9 @@ def _run_length(names: Sequence[Any], begin: int, period: int) -> int:
     return min(end, len(names)) - begin
 
 
-def _longest_alternation(names: Sequence[Any], begin: int) -> int:
-    found = [
-        (length, period)
-        for period in range(2, LONGEST_PATTERN + 1)
-        if (length := _run_length(names, begin, period)) >= ALTERNATIONS * period
-    ]
-    return max((length for length, _ in found), default=0)
-
-
-def _first_of_stage(spans: Sequence[tuple[int, int]], entries: Sequence[tuple[str, Call]], begin: int) -> int:
-    stage = entries[begin][0]
-    return next(number for number, (start, _) in enumerate(spans) if entries[start][0] == stage)
-
-
-def _phase(
-    entries: Sequence[tuple[str, Call]],
-    index: int,
-    phase_memory: PhaseMemory,
-    glue_bytes: int,
-    trace: PhaseTrace,
-    value_bytes: int,
-    components: Mapping[str, ComponentNumbers],
-    hardware: Hardware,
-) -> PhaseNumbers:
-    calls: dict[str, list[Call]] = defaultdict(list)
-    for _, call in entries:
-        calls[call.component].append(call)
-    return PhaseNumbers(
-        stage=entries[0][0],
-        index=index,
-        uses=tuple(use_of(components[name], made, hardware, phase_memory) for name, made in calls.items()),
-        live_in_bytes=max(0, phase_memory.entry_bytes - value_bytes),
-        first_bytes=max(0, phase_memory.first_bytes - phase_memory.entry_bytes),
-        steady_bytes=max(0, phase_memory.steady_bytes - phase_memory.entry_bytes),
-        glue_bytes=glue_bytes if _may_be_on_cpu({name: components[name] for name in calls}, all) else 0,
-        trace=trace,
-    )
-
-
-def _may_be_on_cpu(components: Mapping[str, ComponentNumbers], of: Callable[[Iterable[bool]], bool] = any) -> bool:
-    return of(any(variant.device == "cpu" for variant in component.variants) for component in components.values())
-
-
 def _values(graph: Graph, recording: Recording, stages: Sequence[str]) -> tuple[ValueNumbers, ...]:
     """The values that later stages consume. ``stages``: the stage of each phase."""
-    sizes = {item[0]: round_up(item[1], ROUND_BYTES) for item in recording.items if isinstance(item, tuple) and item[1] > 0}
+    sizes = {item.key: round_up(item.nbytes, ROUND_BYTES) for item in recording.items if isinstance(item, Event) and item.nbytes}
     order = {stage.name: number for number, stage in enumerate(graph.stages)}
     found = []
     for name, keys in recording.values.items():

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -25,15 +28,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from graphrun.model.allocator import ROUND_BYTES
 from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
-from graphrun.profile.meta_ops import on_meta
-from graphrun.profile.recording import Product, Span
+from graphrun.profile.meta_ops import META, on_meta
+from graphrun.profile.recording import Call, Event, Product, Span
 from graphrun.units import round_up
 
-# PyTorch's CUDA caching allocator rounds every allocation up to a multiple of this (kMinBlockSize).
-ROUND_BYTES = 512
-META = torch.device("meta")
 aten = torch.ops.aten
 MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
@@ -42,56 +43,10 @@ MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _HOST_READS = frozenset({aten._local_scalar_dense.default, aten._to_copy.default, aten.bincount.default})
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """A section of what a `Recorder` recorded, which it can record once more (`Recorder.replay`). Fields as in `Recorder`;
-    numbers of events in ``products`` and ``spans`` count from the start of the section. ``outputs``: keys of the storages that
-    are still live at its end."""
-
-    events: tuple[tuple[int, int], ...]
-    flops: tuple[tuple[str, float], ...]
-    entered: tuple[str, ...]
-    touched: frozenset[str]
-    outputs: tuple[int, ...]
-    products: tuple[Product, ...] = ()
-    spans: tuple[Span, ...] = ()
-    outside: frozenset[str] = frozenset()
-    loose: frozenset[str] = frozenset()
-
-    def renamed(self, path: str, other: str) -> Excerpt:
-        """This excerpt of the block at ``path`` as the equal block at ``other`` would give it: with its names of modules and
-        tensors."""
-
-        def rename(name: str) -> str:
-            return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
-
-        flops = tuple((rename(name), number) for name, number in self.flops)
-        products = tuple(replace(product, name=rename(product.name)) for product in self.products)
-        entered, touched = tuple(map(rename, self.entered)), frozenset(map(rename, self.touched))
-        spans = tuple(replace(span, path=rename(span.path)) for span in self.spans)
-        outside, loose = frozenset(map(rename, self.outside)), frozenset(map(rename, self.loose))
-        return Excerpt(self.events, flops, entered, touched, self.outputs, products, spans, outside, loose)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The start of an excerpt: the lengths of the recorder's lists, and the contents of its sets, which were emptied then."""
-
-    events: int
-    flops: int
-    entered: int
-    spans: int
-    touched: set[str]
-    outside: set[str]
-    loose: set[str]
-
-
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records the allocations and releases of storages, the weights read, and the FLOPs of each block.
 
-    Attributes, which become fields of `graphrun.profile.recording.Call`: ``events``, ``peak_bytes``, ``touched``, ``flops``,
-    ``products``, ``spans``, ``outside``, ``loose`` and ``kept`` have the meaning described there. ``entered``: paths of the blocks
-    that were called, in order.
+    ``record``: what was recorded so far.
 
     Meta tensors have no values, so results that depend on values are fixed: ``item()`` returns True for a bool and 1 for a
     number, ``nonzero`` returns as many rows as are possible, and a copy to the host returns zeros. Tensors with a constant value
@@ -103,39 +58,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: nn.Module, blocks: Iterable[str], device: torch.device = META) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[tuple[int, int]] = []
-        self.peak_bytes = 0
-        self.touched: set[str] = set()
-        self.flops: list[tuple[str, float]] = []
-        self.entered: list[str] = []
-        self.products: list[Product] = []
-        self.spans: list[Span] = []
-        self.outside: set[str] = set()
-        self.loose: set[str] = set()
-        self.kept: tuple[int, ...] = ()
+        self.record = Call()
         self._running = ""  # path of the layer that runs
         self._device_type = device.type
         self.constants = ConstantValues()
-        self._live_bytes = 0
         self._last_key = 0  # keys in events number the storages
         # Below, ``cdata`` is the address of a storage's C++ object, by which it is recognized while it is alive.
-        self._live: dict[int, tuple[int, int, Any]] = {}  # cdata -> (key, bytes, weak reference)
+        self._live: dict[int, tuple[int, Any]] = {}  # cdata -> (key, weak reference)
         self._stack = [""]  # paths of the blocks and layers that are running, innermost last
         self._names: dict[int, str] = {}  # cdata of a weight -> its first name; tied weights have several
+        self._owners: dict[str, set[str]] = defaultdict(set)  # first name of a weight -> paths of the modules that have it
         weights = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         if self._device_type != "meta":  # weights may share a storage, so which are read is unknown: all are noted
-            self.touched |= {name for name, _ in weights}
-            self.outside |= set(layer_paths(module))
+            self.record.touched |= {name for name, _ in weights}
+            self.record.outside |= set(layer_paths(module))
         # Storages that exist before the call. Holding them keeps new storages from reusing their addresses.
         self._existing: dict[int, torch.UntypedStorage] = {}
         self.ignore(tensor for _, tensor in weights)
         for name, tensor in weights:
-            self._names.setdefault(tensor.untyped_storage()._cdata, name)
-        self._owners: dict[str, set[str]] = {}  # first name of a weight -> paths of the modules that have it
-        for name, tensor in weights:
-            self._owners.setdefault(self._names[tensor.untyped_storage()._cdata], set()).add(name.rpartition(".")[0])
+            first = self._names.setdefault(tensor.untyped_storage()._cdata, name)
+            self._owners[first].add(name.rpartition(".")[0])
         blocks = list(blocks)
-        self._blocks = _blocks_of(module, frozenset(blocks))  # path of a module -> path of the block that it is in
+        self._blocks = frozenset(blocks)
         self._hooks = [hook for path in blocks for hook in self._watch(module.get_submodule(path), path)]
         self._hooks += [hook for path in layer_paths(module) for hook in self._watch_layer(module.get_submodule(path), path)]
         self._all_true = Storages()  # results of ``mask.all()`` or ``mask.sum() == mask.numel()``
@@ -147,9 +91,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._names.keys()
 
     def end(self) -> None:
-        """Sets ``kept``. To be called when the call has returned and its results are released: what is still live then is kept
-        by the component."""
-        self.kept = tuple(key for key, _, _ in self._live.values())
+        """Sets ``record.kept``. To be called when the call has returned and its results are released: what is still live then is
+        kept by the component."""
+        self.record.kept = [key for key, _ in self._live.values()]
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leaves out the storages of ``tensors``, the inputs or weights of the call: they exist before it. Their
@@ -164,76 +108,59 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._release(cdata)
         self._existing.clear()
 
-    def checkpoint(self) -> Checkpoint:
-        """Begins an excerpt, which `since` ends. In between, ``touched``, ``outside`` and ``loose`` hold only what was added."""
-        self.flops.append((self._stack[-1], 0.0))  # a new entry, so that `count` adds nothing to one before the excerpt
-        before, self.touched = self.touched, set()
-        outside, self.outside = self.outside, set()
-        loose, self.loose = self.loose, set()
-        return Checkpoint(len(self.events), len(self.flops) - 1, len(self.entered), len(self.spans), before, outside, loose)
+    @contextmanager
+    def section(self) -> Iterator[Call]:
+        """A context in which ``record`` is the section that it yields; at its end, ``record`` is extended by the section."""
+        whole, self.record = self.record, Call()
+        self.record.flops.append((self._stack[-1], 0.0))
+        try:
+            yield self.record
+        finally:
+            whole.extend(self.record)
+            self.record = whole
 
-    def since(self, start: Checkpoint, outs: Sequence[torch.Tensor]) -> Excerpt | None:
-        """The excerpt that ``start`` began; None if it cannot be replayed.
+    def repeatable(self, section: Call, outs: Sequence[torch.Tensor]) -> Call | None:
+        """``section`` for `replay`: without releases of storages from before it, and with the keys of ``outs`` as ``kept``.
 
-        It can if, of the storages allocated in it, exactly those of ``outs`` are still live, one for each.
+        None if, of the storages allocated in it, other than those of ``outs`` are still live, or not one for each.
         """
-        touched = frozenset(self.touched)
-        outside, loose = frozenset(self.outside), frozenset(self.loose)
-        self.touched |= start.touched
-        self.outside |= start.outside
-        self.loose |= start.loose
-        events = tuple(self.events[start.events :])
-        allocated = {key for key, nbytes in events if nbytes > 0}
-        outputs = tuple(self._live[cdata][0] for out in outs if (cdata := out.untyped_storage()._cdata) in self._live)
-        still_live = {key for key, _, _ in self._live.values()} & allocated
-        if len(outputs) != len(outs) or len(set(outputs)) != len(outs) or still_live != set(outputs):
+        allocated = {event.key for event in section.events if event.nbytes and not event.scratch}
+        live = {cdata: key for cdata, (key, _) in self._live.items() if key in allocated}
+        kept = [live.get(out.untyped_storage()._cdata, 0) for out in outs]
+        if sorted(kept) != sorted(live.values()):
             return None
-        products = tuple(replace(of, event=of.event - start.events) for of in self.products if of.event >= start.events)
-        spans = tuple(replace(of, begin=of.begin - start.events, end=of.end - start.events) for of in self.spans[start.spans :])
-        flops, entered = tuple(self.flops[start.flops :]), tuple(self.entered[start.entered :])
-        return Excerpt(events, flops, entered, touched, outputs, products, spans, outside, loose)
+        own = [event.scratch or event.key in allocated for event in section.events]
+        numbers = [0, *accumulate(own)]  # of each event, without those left out
+        products = [product._replace(event=numbers[product.event]) for product in section.products]
+        spans = [span._replace(begin=numbers[span.begin], end=numbers[span.end]) for span in section.spans]
+        return replace(section, events=[*compress(section.events, own)], products=products, spans=spans, kept=kept)
 
-    def replay(self, excerpt: Excerpt, outs: Sequence[torch.Tensor]) -> None:
-        """Records ``excerpt`` once more. ``outs``: new tensors, not yet recorded, in the place of the excerpt's outputs."""
-        keys: dict[int, tuple[int, int]] = {}  # key in the excerpt -> (new key, bytes)
-        positions = []  # number of each event here
-        for key, nbytes in excerpt.events:
-            positions.append(len(self.events))
-            if nbytes < 0:  # scratch
-                self.events.append((key, nbytes))
-            elif nbytes > 0:
-                self._last_key += 1
-                keys[key] = self._last_key, nbytes
-                self._allocate(self._last_key, nbytes)
-            elif (found := keys.pop(key, None)) is not None:  # releases of storages from before the excerpt are left out
-                self.events.append((found[0], 0))
-                self._live_bytes -= found[1]
-        for key, out in zip(excerpt.outputs, outs, strict=True):
-            self._track(out, *keys[key])
-        self.flops += excerpt.flops
-        self.entered += excerpt.entered
-        self.touched |= excerpt.touched
-        self.products += (replace(product, event=positions[product.event]) for product in excerpt.products)
-        positions.append(len(self.events))
-        self.spans += (replace(span, begin=positions[span.begin], end=positions[span.end]) for span in excerpt.spans)
-        self.outside |= excerpt.outside
-        self.loose |= excerpt.loose
-        for name in excerpt.touched:
-            self._note_loose(self._owners.get(name, ()), excerpt.entered)
+    def replay(self, section: Call, outs: Sequence[torch.Tensor]) -> None:
+        """Records a `repeatable` section once more. ``outs``: new tensors, not yet recorded, in the place of its results."""
+        allocated = [event.key for event in section.events if event.nbytes and not event.scratch]
+        shift = self._last_key + 1 - allocated[0] if allocated else 0  # keys are numbered in the order of allocation
+        self._last_key += len(allocated)
+        events = [event if event.scratch else event._replace(key=event.key + shift) for event in section.events]
+        self.record.extend(replace(section, events=events))
+        for key, out in zip(section.kept, outs, strict=True):
+            self._track(out, key + shift)
+        for name in section.touched:
+            self._note_loose(self._owners[name], section.entered)
 
     def scratch(self, nbytes: int, spared_bytes: int = 0) -> None:
         """Records ``nbytes`` of scratch. GPUs that avoid large copies (`Hardware.spares_large_copies`) need ``spared_bytes``
         less."""
         if nbytes:
-            self.events.append((spared_bytes, -nbytes))
+            self.record.events.append(Event(0, nbytes, True, spared_bytes))
 
     def _watch(self, block: nn.Module, path: str) -> tuple[Any, Any]:
         """Hooks that record when the block at ``path`` runs."""
 
         def begin(*_: Any) -> None:
             self._stack.append(path)
-            self.entered.append(path)
-            self.flops.append((path, 0.0))  # an entry even for a block without counted FLOPs, since the order of blocks matters
+            self.record.entered.append(path)
+            # An entry even for a block without counted FLOPs, since the order of blocks matters.
+            self.record.flops.append((path, 0.0))
 
         def end(*_: Any) -> None:
             self._stack.pop()
@@ -246,16 +173,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def begin(*_: Any) -> None:
             nonlocal first_event
-            first_event, self._running = len(self.events), path
+            first_event, self._running = len(self.record.events), path
             self._note_loose((path,))
             if self._stack[-1] != path:  # for a layer that is a block too, `_watch` has made the entry
-                self.flops.append((path, 0.0))
+                self.record.flops.append((path, 0.0))
             self._stack.append(path)
 
         def end(*_: Any) -> None:
             self._running = ""
             self._stack.pop()
-            self.spans.append(Span(path, first_event, len(self.events)))
+            self.record.spans.append(Span(path, first_event, len(self.record.events)))
 
         return layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
 
@@ -272,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = args[0], [column for index in args[1] for column in self.constants.index_columns(index, self._note_new)]
         if func is aten.nonzero.default and args[0].is_meta:
             out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
-        elif func is aten._to_copy.default and args[0].is_meta and _needs_values(kwargs.get("device")):
+        elif func is aten._to_copy.default and args[0].is_meta and (kwargs.get("device") or META).type != "meta":
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         else:
             out = on_meta(func, args, kwargs)
@@ -280,8 +207,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.constants.propagate(func, args, kwargs, out)
         for tensor in _tensors(args):
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
-                self.touched.add(name)
-                self.outside |= self._owners[name] - {self._running} if self._running else self._owners[name]
+                self.record.touched.add(name)
+                self.record.outside |= self._owners[name] - {self._running} if self._running else self._owners[name]
                 self._note_loose(self._owners[name])
         for tensor in _tensors((out,)):
             if self._note_new(tensor) and func in MATRIX_PRODUCTS:
@@ -302,9 +229,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         A weight that several blocks share is skipped: it belongs to the remainder in any case.
         """
-        blocks = {self._blocks.get(owner, "") for owner in owners}
+        blocks = {_block_at(owner, self._blocks) for owner in owners}
         if len(blocks) == 1 and (block := blocks.pop()) and block not in self._stack and block not in entered:
-            self.loose.update(owners)
+            self.record.loose.update(owners)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Result of one of `_HOST_READS`: for ``bincount`` the worst case, for the others the value on the CPU if it is
@@ -319,17 +246,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def count(self, flops: float) -> None:
         """Adds FLOPs of the running block or layer: to the last entry if that is its own, else in a new entry."""
-        path = self._stack[-1]
-        if self.flops and self.flops[-1][0] == path:
-            flops += self.flops.pop()[1]
-        self.flops.append((path, flops))
+        path, entries = self._stack[-1], self.record.flops
+        if entries and entries[-1][0] == path:
+            flops += entries.pop()[1]
+        entries.append((path, flops))
 
     def _note_product(self, args: Any, result: torch.Tensor) -> None:
         """Records a matrix product with a weight. To be called directly after the allocation of ``result``, the last event."""
         for factor in _tensors(args):
             name = self._names.get(factor.untyped_storage()._cdata)
             if name is not None and factor.dim() == 2:
-                self.products.append(Product(len(self.events) - 1, name, result.numel() // result.shape[-1]))
+                self.record.products.append(Product(len(self.record.events) - 1, name, result.numel() // result.shape[-1]))
 
     def _note_new(self, tensor: torch.Tensor) -> bool:
         """Records the allocation of ``tensor`` if its storage is new. Returns whether it is; the allocation is then the last
@@ -339,47 +266,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = cdata in self._live or cdata in self._existing
         if tensor.device.type != self._device_type or known or not storage.nbytes():  # in events, 0 bytes mean a release
             return False
-        nbytes = round_up(storage.nbytes(), ROUND_BYTES)
         self._last_key += 1
-        self._track(tensor, self._last_key, nbytes)
-        self._allocate(self._last_key, nbytes)
+        self._track(tensor, self._last_key)
+        self.record.events.append(Event(self._last_key, round_up(storage.nbytes(), ROUND_BYTES)))
         return True
 
-    def _allocate(self, key: int, nbytes: int) -> None:
-        self.events.append((key, nbytes))
-        self._live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-
-    def _track(self, tensor: torch.Tensor, key: int, nbytes: int) -> None:
+    def _track(self, tensor: torch.Tensor, key: int) -> None:
         """Notes the storage of ``tensor`` as live until it is garbage-collected, which records its release."""
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        self._live[cdata] = key, nbytes, weakref.ref(storage, functools.partial(self._release, cdata))
+        self._live[cdata] = key, weakref.ref(storage, functools.partial(self._release, cdata))
 
     def _release(self, cdata: int, _: object = None) -> None:
         if (found := self._live.pop(cdata, None)) is not None:
-            self.events.append((found[0], 0))
-            self._live_bytes -= found[1]
+            self.record.events.append(Event(found[0], 0))
+
+
+def own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of ``module`` itself, without those of its children."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def layer_paths(module: nn.Module) -> list[str]:
     """Paths of the layers of ``module``: modules that have parameters or buffers of their own, and nothing inside that has."""
     found = []
     for path, child in module.named_modules():
-        own = any(tensor is not None for tensor in (*child._parameters.values(), *child._buffers.values()))
-        if path and own and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules()):
+        if (
+            path
+            and own_tensors(child)
+            and all(inner is child or not (inner._parameters or inner._buffers) for inner in child.modules())
+        ):
             found.append(path)
     return found
 
 
-def _blocks_of(module: nn.Module, blocks: Collection[str]) -> dict[str, str]:
-    """For each module that is one of ``blocks`` or inside of one: its path -> the path of the innermost such block."""
-    found: dict[str, str] = {}
-    for path, _ in module.named_modules():  # parents come before their children
-        block = path if path in blocks else found.get(path.rpartition(".")[0], "")
-        if block:
-            found[path] = block
-    return found
+def _block_at(path: str, blocks: Collection[str]) -> str:
+    """The innermost of ``blocks`` that is at ``path`` or contains it; "" if there is none."""
+    while path and path not in blocks:
+        path = path.rpartition(".")[0]
+    return path
 
 
 class FusedAttention(TorchFunctionMode):
@@ -410,21 +335,9 @@ class FusedAttention(TorchFunctionMode):
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Sequence[int]) -> Convolution:
-    return Convolution(
-        input_bytes=source.numel() * source.element_size(),
-        output_bytes=result.numel() * result.element_size(),
-        weight_bytes=weight.numel() * weight.element_size(),
-        element_bytes=result.element_size(),
-        inputs=source.shape[1],
-        outputs=result.shape[1],
-        taps=weight.numel() // (weight.shape[0] * weight.shape[1]),
-        strided=max(stride) > 1,
-    )
-
-
-def _needs_values(device: torch.device | None) -> bool:
-    """Whether a copy of a meta tensor to ``device`` has to give it values."""
-    return device is not None and device.type != "meta"
+    sizes = source.nbytes, result.nbytes, weight.nbytes, result.itemsize
+    taps = weight.numel() // (weight.shape[0] * weight.shape[1])
+    return Convolution(*sizes, source.shape[1], result.shape[1], taps, max(stride) > 1)
 
 
 def _tensors(items: Any) -> Iterable[torch.Tensor]:

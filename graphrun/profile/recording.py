@@ -6,14 +6,31 @@ Independent of hardware: what a card adds (kernel scratch, reserved memory, seco
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import PlainSerializer, TypeAdapter
 
 from graphrun.model.problem import BlockGroup
 
+Names = Annotated[set[str], PlainSerializer(sorted)]
+"""Names in no order; sorted in JSON, so that equal recordings have equal digests."""
 
-@dataclass(frozen=True, slots=True)
-class Product:
+
+class Event(NamedTuple):
+    """Storage ``key`` is allocated with ``nbytes``, or released (0).
+
+    ``scratch``: instead, a kernel takes ``nbytes`` while it runs, of which ``spared_bytes`` are not needed on cards that avoid
+    large copies (`Hardware.spares_large_copies`).
+    """
+
+    key: int
+    nbytes: int
+    scratch: bool = False
+    spared_bytes: int = 0
+
+
+class Product(NamedTuple):
     """A matrix product of ``rows`` tokens with the weight ``name``. Event number ``event`` of its call allocates the result."""
 
     event: int
@@ -21,8 +38,7 @@ class Product:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A call of the layer ``path`` during a call of its component: events ``begin`` to ``end`` (half-open)."""
 
     path: str
@@ -30,90 +46,117 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """One kind of call into a component, traced once for each signature of argument shapes.
+    """One kind of call into a component, traced once for each signature of argument shapes; or a section of one.
 
-    ``events``: (key, nbytes) in order; nbytes > 0 is an allocation, 0 a release. Every key is released before the end. nbytes
-    < 0 is kernel scratch of that size, of which ``key`` bytes are not needed on cards that avoid large copies
-    (`Hardware.spares_large_copies`). ``peak_bytes``: most bytes allocated at once, without scratch. ``input_bytes``: bytes of
-    the device tensors among the arguments. ``touched``: names of the parameters and buffers that an operator read. ``flops``:
-    FLOPs in execution order, each with the path of the layer or block that ran (``""`` outside of all). ``products``: matrix
-    products with a weight. ``spans``: calls of layers, in order. ``outside``: layers with a tensor that was read outside of
-    their own calls. ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not
-    run. ``kept``: keys of tensors that the component keeps after the call (position tables) and reuses in later calls of the
-    phase.
+    ``events``: what it allocates and releases. Every key is released before the end. ``flops``: FLOPs in execution order, each
+    with the path of the layer or block that ran (``""`` outside of all). ``products``: matrix products with a weight.
+    ``spans``: calls of layers, in order. ``entered``: paths of the blocks that were called, in order. ``touched``: names of the
+    parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
+    ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
+    ``input_bytes``: bytes of the device tensors among the arguments. ``kept``: keys of tensors that the component keeps after
+    the call (position tables) and reuses in later calls; of a section, keys of its results.
     """
 
-    component: str
-    entry: str
-    events: tuple[tuple[int, int], ...]
-    peak_bytes: int
-    input_bytes: int
-    touched: frozenset[str]
-    flops: tuple[tuple[str, float], ...]
-    products: tuple[Product, ...] = ()
-    spans: tuple[Span, ...] = ()
-    outside: frozenset[str] = frozenset()
-    loose: frozenset[str] = frozenset()
-    kept: tuple[int, ...] = ()
+    component: str = ""
+    entry: str = ""
+    events: list[Event] = field(default_factory=list)
+    flops: list[tuple[str, float]] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    touched: Names = field(default_factory=set)
+    outside: Names = field(default_factory=set)
+    loose: Names = field(default_factory=set)
+    input_bytes: int = 0
+    kept: list[int] = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
-        """The call as a JSON-ready dictionary, with sets as sorted lists."""
-        return {**asdict(self), **{name: sorted(getattr(self, name)) for name in ("touched", "outside", "loose")}}
+    def levels(self) -> list[int]:
+        """The bytes allocated before the first event and after each, without scratch."""
+        sizes, levels = dict[int, int](), [0]
+        for key, nbytes, scratch, _ in self.events:
+            change = 0 if scratch else nbytes or -sizes[key]
+            if nbytes and not scratch:
+                sizes[key] = nbytes
+            levels.append(levels[-1] + change)
+        return levels
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes allocated at once, without scratch."""
+        return max(self.levels())
+
+    def extend(self, section: Call) -> None:
+        """Appends what was recorded in ``section``."""
+        start = len(self.events)
+        self.events += section.events
+        self.flops += section.flops
+        self.products += [product._replace(event=start + product.event) for product in section.products]
+        self.spans += [span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans]
+        self.entered += section.entered
+        self.touched |= section.touched
+        self.outside |= section.outside
+        self.loose |= section.loose
+
+    def renamed(self, path: str, other: str) -> Call:
+        """This section, of the block at ``path``, as the equal block at ``other`` would give it: with its names of modules and
+        tensors."""
+
+        def rename(name: str) -> str:
+            return other + name[len(path) :] if name == path or name.startswith(f"{path}.") else name
+
+        return replace(
+            self,
+            flops=[(rename(name), flops) for name, flops in self.flops],
+            products=[product._replace(name=rename(product.name)) for product in self.products],
+            spans=[span._replace(path=rename(span.path)) for span in self.spans],
+            entered=[*map(rename, self.entered)],
+            touched={*map(rename, self.touched)},
+            outside={*map(rename, self.outside)},
+            loose={*map(rename, self.loose)},
+        )
+
+    def plain(self) -> Any:
+        """The call as JSON-ready data."""
+        return TypeAdapter(Call).dump_python(self, mode="json")
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A position in the recording: component ``name`` was entered (``call``: what happened inside), or stage ``name`` has
-    ended."""
+class StageEnd(NamedTuple):
+    """The end of the stage ``name``."""
 
-    kind: Literal["enter", "stage"]
     name: str
-    call: Call | None = None
 
 
 @dataclass(slots=True)
 class Recording:
-    """Allocations (key, nbytes > 0), releases (key, 0) and marks of a whole dry run in order. What happens inside components
-    is in the marks' calls.
+    """Allocations, releases, entries into components and ends of stages of a whole dry run, in order.
 
-    ``values``: per stage output, the keys of the storages that it holds when its stage ends.
+    ``values``: per stage output, the keys of the storages that it holds when its stage ends. ``keeps``: components keep the
+    tensors in `Call.kept` until the end, as those of a live pipeline may, and not for a phase.
     """
 
-    items: list[tuple[int, int] | Mark] = field(default_factory=list)
+    items: list[Event | Call | StageEnd] = field(default_factory=list)
     values: dict[str, frozenset[int]] = field(default_factory=dict)
+    keeps: bool = False
 
     def allocated(self, key: int, nbytes: int) -> None:
         """Called by the simulated accelerator for every new storage."""
-        self.items.append((key, nbytes))
+        self.items.append(Event(key, nbytes))
 
     def freed(self, key: int) -> None:
         """Called by the simulated accelerator for every released storage."""
-        self.items.append((key, 0))
+        self.items.append(Event(key, 0))
 
     def entries(self) -> list[tuple[str, Call]]:
         """(stage, call) for every entry into a component, in order."""
         found: list[tuple[str, Call]] = []
-        open_calls: list[Call] = []
         for item in self.items:
-            if isinstance(item, Mark):
-                if item.call is not None:
-                    open_calls.append(item.call)
-                else:
-                    found += [(item.name, call) for call in open_calls]
-                    open_calls = []
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSplit:
-    """A component split into layers: its groups, the bytes of the largest layer of each group, and the same in other
-    precisions."""
-
-    groups: tuple[BlockGroup, ...]
-    block_bytes: tuple[int, ...]
-    precisions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+            if isinstance(item, Call):
+                found.append(("", item))
+            elif isinstance(item, StageEnd):
+                found = [(stage or item.name, call) for stage, call in found]
+        return [(stage, call) for stage, call in found if stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +167,7 @@ class ComponentProfile:
     the dtype that the graph declares; ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each
     weight that int8, nf4 and fp8 quantize. ``widened``: for each weight of a GGUF file, (peak bytes before its dequantized
     form exists, bytes written while it is dequantized). ``as_stored``: the quantized precisions in which the source files
-    already hold the component. ``layer_split``: the component split into layers, None where it cannot be.
+    already hold the component. ``layer_split``: the profile with the component split into layers, None where it cannot be.
     """
 
     parameters: int
@@ -134,17 +177,37 @@ class ComponentProfile:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     as_stored: tuple[str, ...] = ()
-    layer_split: LayerSplit | None = None
+    layer_split: ComponentProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """The result of a dry run: the recording, and the profile of every component.
-
-    ``meta_modules``: the meta modules that were traced. Empty where the dry run was read from the cache, so no number may be
-    computed from them.
-    """
+class DryRun:
+    """The result of a dry run: the recording, and the profile of every component."""
 
     recording: Recording
     profiles: Mapping[str, ComponentProfile]
-    meta_modules: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def to_json(self) -> Any:
+        """The dry run as JSON-ready data, without its modules."""
+        calls = {id(item): item for item in self.recording.items if isinstance(item, Call)}
+        numbers = {key: number for number, key in enumerate(calls)}
+        items = [numbers[id(item)] if isinstance(item, Call) else item for item in self.recording.items]
+        stored = _Stored([*calls.values()], items, self.recording.values, self.profiles)
+        return TypeAdapter(_Stored).dump_python(stored, mode="json")
+
+    @staticmethod
+    def from_json(data: Any) -> DryRun:
+        """The dry run from `to_json`. Raises ValueError or IndexError for any other ``data``."""
+        stored = TypeAdapter(_Stored).validate_python(data)
+        items = [stored.calls[item] if isinstance(item, int) else item for item in stored.items]
+        return DryRun(Recording(items, stored.values), stored.profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A dry run as it is written: every call once, with its number in its place."""
+
+    calls: list[Call]
+    items: list[Event | int | StageEnd]
+    values: dict[str, frozenset[int]]
+    profiles: Mapping[str, ComponentProfile]

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from graphrun.profile.recorder import Excerpt, Recorder
+from graphrun.profile.recorder import Recorder
+from graphrun.profile.recording import Call
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -38,13 +39,24 @@ class Argument:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Repeatable:
+    """A call that can be replayed: the ``section`` that it recorded for the module at ``path``, and its result, flattened by
+    pytree as ``spec`` says, with empty tensors."""
+
+    path: str
+    section: Call
+    results: Sequence[Any]
+    spec: Any
+
+
 class Repeats:
     """A context in which repeated calls into ``module``'s children and tile methods are replayed from ``recorder``'s record."""
 
     def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         self.module = module
         self.recorder = recorder
-        self._excerpts: dict[Any, tuple[str, Excerpt, Sequence[Any], Any]] = {}
+        self._first: dict[Any, Repeatable] = {}
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
     def __enter__(self) -> Repeats:
@@ -75,12 +87,12 @@ class Repeats:
             if _has_foreign_hooks(module) or not all(isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) for leaf in leaves):
                 return run(module, *args, **kwargs)
             key = structure, str(spec), tuple(_key_of(leaf) for leaf in leaves)
-            if (earlier := self._excerpts.get(key)) is not None:
-                return self._replay(path, leaves, *earlier)
+            if (first := self._first.get(key)) is not None:
+                return self._replay(path, leaves, first)
             references = [_reference(leaf) for leaf in leaves]
             del leaves  # tensors that the call removes from a container must be released
-            start = self.recorder.checkpoint()
-            out = run(module, *args, **kwargs)
+            with self.recorder.section() as section:
+                out = run(module, *args, **kwargs)
             outs, out_spec = tree_flatten(out)
             now = tree_leaves((args, kwargs))
             same = len(now) == len(references) and all(leaf is ref() for leaf, ref in zip(now, references, strict=True))
@@ -89,20 +101,20 @@ class Repeats:
                 for leaf in outs
             ]
             new_tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
-            excerpt = self.recorder.since(start, new_tensors)
-            if excerpt is not None and same:
+            repeatable = self.recorder.repeatable(section, new_tensors)
+            if repeatable is not None and same:
                 with _disable_current_modes():
-                    self._excerpts[key] = path, excerpt, [_empty_like(leaf) for leaf in results], out_spec
+                    self._first[key] = Repeatable(path, repeatable, [_empty_like(leaf) for leaf in results], out_spec)
             return out
 
         return call
 
-    def _replay(self, path: str, leaves: Sequence[Any], first: str, excerpt: Excerpt, results: Sequence[Any], out_spec: Any) -> Any:
+    def _replay(self, path: str, leaves: Sequence[Any], first: Repeatable) -> Any:
         with _disable_current_modes():
-            outs = [leaves[leaf.index] if isinstance(leaf, Argument) else _empty_like(leaf) for leaf in results]
-        new = [out for out, leaf in zip(outs, results, strict=True) if isinstance(leaf, torch.Tensor)]
-        self.recorder.replay(excerpt if path == first else excerpt.renamed(first, path), new)
-        return tree_unflatten(outs, out_spec)
+            outs = [leaves[leaf.index] if isinstance(leaf, Argument) else _empty_like(leaf) for leaf in first.results]
+        new = [out for out, leaf in zip(outs, first.results, strict=True) if isinstance(leaf, torch.Tensor)]
+        self.recorder.replay(first.section if path == first.path else first.section.renamed(first.path, path), new)
+        return tree_unflatten(outs, first.spec)
 
 
 def _has_foreign_hooks(module: nn.Module) -> bool:

@@ -8,15 +8,22 @@ Works on tensors only; knows no components.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrun.modules.trees import tensors_in, walk
+from graphrun.profile.meta_ops import META
 
-META = torch.device("meta")
+
+class Alias(NamedTuple):
+    """A storage that belongs to the tensor argument number ``argument``, which has these ``strides``."""
+
+    argument: int
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +31,11 @@ class Returned:
     """The result of a traced call.
 
     ``template``: the result with device tensors on meta, which share storages as the returned ones do. ``aliases``: address of
-    a meta storage -> (number of the tensor argument that has this storage, its strides).
+    a meta storage -> the argument that has this storage.
     """
 
     template: Any
-    aliases: Mapping[int, tuple[int, tuple[int, ...]]]
+    aliases: Mapping[int, Alias]
 
     @property
     def nbytes(self) -> int:
@@ -45,28 +52,19 @@ class Returned:
             if not example.is_meta:
                 return example.clone()
             storage = example.untyped_storage()
-            number, strides = self.aliases.get(storage._cdata, (-1, ()))
-            if 0 <= number < len(arguments) and arguments[number].stride() == strides and arguments[number].dtype == example.dtype:
-                offset = arguments[number].storage_offset() + example.storage_offset()
-                return arguments[number].as_strided(example.shape, example.stride(), offset)
-            if example.is_contiguous() and storage.nbytes() == example.nbytes and storage._cdata not in shared:
+            if (alias := self.aliases.get(storage._cdata)) is not None and alias.argument < len(arguments):
+                own = arguments[alias.argument]
+                if own.stride() == alias.strides and own.dtype == example.dtype:
+                    return own.as_strided(example.shape, example.stride(), own.storage_offset() + example.storage_offset())
+            if example.is_contiguous() and storage.nbytes() == example.nbytes and uses[storage._cdata] == 1:
                 return torch.zeros(example.shape, dtype=example.dtype, device=device)
             if storage._cdata not in created:
                 created[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=device)
             whole = created[storage._cdata][: storage.nbytes() // example.itemsize * example.itemsize]
             return whole.view(example.dtype).as_strided(example.shape, example.stride(), example.storage_offset())
 
-        shared = _shared(tensors_in(self.template))
+        uses = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(self.template))
         return walk(self.template, tensor)
-
-
-def _shared(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Addresses of the storages of more than one of ``tensors``."""
-    found, repeated = set[int](), set[int]()
-    for tensor in tensors:
-        cdata = tensor.untyped_storage()._cdata
-        (repeated if cdata in found else found).add(cdata)
-    return repeated
 
 
 def returned(out: Any, args: Any, weights: Collection[int], device: torch.device = META) -> Returned:
@@ -77,7 +75,7 @@ def returned(out: Any, args: Any, weights: Collection[int], device: torch.device
     """
     arguments = tensors_in(args)
     argument_of = {tensor.untyped_storage()._cdata: number for number, tensor in reversed(list(enumerate(arguments)))}
-    storages, aliases = dict[int, torch.UntypedStorage](), dict[int, tuple[int, tuple[int, ...]]]()
+    storages, aliases = dict[int, torch.UntypedStorage](), dict[int, Alias]()
 
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -88,7 +86,7 @@ def returned(out: Any, args: Any, weights: Collection[int], device: torch.device
         if cdata not in storages:
             storages[cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
             if (number := argument_of.get(cdata)) is not None:
-                aliases[storages[cdata]._cdata] = number, arguments[number].stride()
+                aliases[storages[cdata]._cdata] = Alias(number, arguments[number].stride())
         blank = torch.empty(0, dtype=tensor.dtype, device=META)
         return blank.set_(storages[cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
 

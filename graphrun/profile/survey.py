@@ -6,26 +6,29 @@ formats it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
+
+from torch import nn
 
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
 from graphrun.model.allocator import Counting, Native
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem
-from graphrun.modules.build import meta_module
+from graphrun.modules.build import meta_modules
+from graphrun.modules.precisions import QUANTIZED
 from graphrun.modules.stored import holding
 from graphrun.profile.corrections import CORRECTIONS
-from graphrun.profile.feedback import informed, keep_shapes, measurements
-from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
+from graphrun.profile.feedback import Measured, informed, keep_shapes, measurements
+from graphrun.profile.phase_memory import phase_memories_of
 from graphrun.profile.problems import Limits, phase_spans, problem_of
 from graphrun.profile.quantized import PRECISIONS, weights_by_precision
-from graphrun.profile.recording import Call, Probed
+from graphrun.profile.recording import DryRun
 
 
 def survey(
-    graph: Graph, probed: Probed, hardware: Hardware, inputs: Mapping[str, Any], store: Store | None = None
+    graph: Graph, probed: DryRun, hardware: Hardware, inputs: Mapping[str, Any], store: Store | None = None
 ) -> dict[str, Any]:
     """Components (weights by precision, host bytes), phases (activation, values, FLOPs, seconds) and the totals of keeping all
     on the device.
@@ -40,19 +43,15 @@ def survey(
         keep_shapes(graph, probed, problem, store)
         measured, with_measurements = measurements(problem, store), informed(problem, store)
         phases = [_measured(row, with_measurements, n, measured.get(row["phase"])) for n, row in enumerate(phases)]
-    components = [_component(graph, name, probed, problem) for name in probed.profiles]
+    with meta_modules(graph) as modules:
+        components = [_component(graph, name, modules[name], probed, problem) for name in probed.profiles]
     weights = sum(row["weights"][row["dtype"]]["bytes"] for row in components)
     outside = hardware.context_bytes + hardware.workspace_bytes
     return {
         "graph": graph.name,
         "settings": dict(problem.settings),
         "versions": dict(problem.versions),
-        "hardware": {
-            "name": hardware.name,
-            "basis": hardware.basis,
-            "context_bytes": hardware.context_bytes,
-            "workspace_bytes": hardware.workspace_bytes,
-        },
+        "hardware": {name: getattr(hardware, name) for name in ("name", "basis", "context_bytes", "workspace_bytes")},
         "components": components,
         "phases": phases,
         "values": [{"name": value.name, "bytes": value.nbytes, "basis": value.basis} for value in problem.values],
@@ -66,77 +65,54 @@ def survey(
     }
 
 
-def _component(graph: Graph, name: str, probed: Probed, problem: Problem) -> dict[str, Any]:
-    component = graph.components[name]
-    module = probed.meta_modules[name] if name in probed.meta_modules else meta_module(component, graph.trust)
+def _component(graph: Graph, name: str, module: nn.Module, probed: DryRun, problem: Problem) -> dict[str, Any]:
+    component, profile = graph.components[name], probed.profiles[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
-    allowed = {component.dtype, *component.precision}
     files = holding(component, module)
-    weights_basis = "files" if files is not None and not files.missing else "declared"
+    basis = {precision: "formula" if precision in QUANTIZED else "declared" for precision in PRECISIONS}
+    basis[component.dtype] = "files" if files is not None and not files.missing else "declared"
+    allowed = {component.dtype, *component.precision}
     planned = next((c for c in problem.components if c.name == name), None)
     return {
         "name": name,
         "class": component.class_path,
-        "parameters": probed.profiles[name].parameters,
+        "parameters": profile.parameters,
         "dtype": component.dtype,
         "weights": {
-            precision: {
-                "bytes": sizes[precision],
-                "allowed": precision in allowed,
-                "basis": "formula"
-                if precision in ("fp8", "int8", "nf4")
-                else weights_basis
-                if precision == component.dtype
-                else "declared",
-            }
+            precision: {"bytes": sizes[precision], "allowed": precision in allowed, "basis": basis[precision]}
             for precision in PRECISIONS
         },
         "source": {**asdict(files), "dtypes": dict(files.dtypes), "read_as": component.dtype} if files is not None else None,
         "host_bytes": planned.variants[0].host_bytes if planned else 0,
-        "blocks": [
-            {"group": group.name, "count": len(group.blocks), "streamable": group.streamable}
-            for group in probed.profiles[name].groups
-        ],
+        "blocks": [{"group": group.name, "count": len(group.blocks), "streamable": group.streamable} for group in profile.groups],
         "basis": planned.basis if planned else "declared",
     }
 
 
-def _phases(problem: Problem, probed: Probed, hardware: Hardware) -> list[dict[str, Any]]:
+def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
-    counted = phase_memories_of(probed.recording, spans, replace(hardware, caching_allocator=False), Counting)
+    counting = phase_memories_of(probed.recording, spans, replace(hardware, caching_allocator=False), Counting)
     expandable = phase_memories_of(probed.recording, spans, hardware)
-    native = phase_memories_of(probed.recording, spans, hardware, Native) if hardware.caching_allocator else counted
+    native = phase_memories_of(probed.recording, spans, hardware, Native) if hardware.caching_allocator else counting
     return [
-        _phase(problem, phase, [call for _, call in entries[begin:end]], counted[n], expandable[n], native[n], n)
+        {
+            "stage": phase.stage,
+            "phase": phase.name,
+            "components": [use.component for use in phase.uses],
+            "calls": end - begin,
+            "allocated_bytes": counting[n].peak_bytes,
+            "reserved_bytes": expandable[n].peak_bytes,
+            "reserved_native_bytes": native[n].peak_bytes,
+            "values_bytes": problem.value_bytes(n),
+            "live_in_bytes": phase.live_in_bytes,
+            "flops": sum(flops for _, call in entries[begin:end] for _, flops in call.flops),
+            "seconds": _seconds(problem, phase),
+            "basis": phase.basis,
+            "seconds_basis": problem.hardware.basis,
+        }
         for n, (phase, (begin, end)) in enumerate(zip(problem.phases, spans, strict=True))
     ]
-
-
-def _phase(
-    problem: Problem,
-    phase: PhaseNumbers,
-    calls: Sequence[Call],
-    counted: PhaseMemory,
-    expandable: PhaseMemory,
-    native: PhaseMemory,
-    number: int,
-) -> dict[str, Any]:
-    return {
-        "stage": phase.stage,
-        "phase": phase.name,
-        "components": [use.component for use in phase.uses],
-        "calls": len(calls),
-        "allocated_bytes": _peak(counted),
-        "reserved_bytes": _peak(expandable),
-        "reserved_native_bytes": _peak(native),
-        "values_bytes": problem.value_bytes(number),
-        "live_in_bytes": phase.live_in_bytes,
-        "flops": sum(flops for call in calls for _, flops in call.flops),
-        "seconds": _seconds(problem, phase),
-        "basis": phase.basis,
-        "seconds_basis": problem.hardware.basis,
-    }
 
 
 def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
@@ -147,19 +123,15 @@ def _seconds(problem: Problem, phase: PhaseNumbers) -> float:
     return result
 
 
-def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Mapping[str, Any] | None) -> dict[str, Any]:
+def _measured(row: dict[str, Any], problem: Problem, number: int, measured: Measured | None) -> dict[str, Any]:
     """``row`` with the measurements of its phase, taken from ``problem``, where there are any."""
     if measured is None:
         return row
     phase, result = problem.phases[number], dict(row)
-    if len(measured) > 1:
+    if measured.sizes:
         result["reserved_bytes"] = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
         result["basis"] = "measured"
-    if {name.partition("/")[0] for name in measured["seconds"]} >= set(row["components"]):
+    if {name.partition("/")[0] for name in measured.seconds} >= set(row["components"]):
         result["seconds"] = _seconds(problem, phase)
         result["seconds_basis"] = "measured"
     return {**result, "traced": {name: row[name] for name in ("reserved_bytes", "seconds")}}
-
-
-def _peak(phase_memory: PhaseMemory) -> int:
-    return max(phase_memory.entry_bytes, phase_memory.first_bytes, phase_memory.steady_bytes)

@@ -20,6 +20,9 @@ from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
 from graphrun.profile.phase_memory import PhaseMemory
 from graphrun.profile.recording import Call
 
+Order = tuple[tuple[int, int, float], ...]
+"""The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder."""
+
 
 def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, phase_memory: PhaseMemory) -> Use:
     """How ``calls``, those of one phase with ``phase_memory``, use ``component``; also split into layers, where it can be."""
@@ -36,25 +39,35 @@ def splittable_components(phases: Iterable[PhaseNumbers]) -> set[str]:
 
 
 def _block_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
-    distinct = {id(call): call for call in calls}.values()
-    reads = {id(call): frozenset(_group_of(component, name) for name in call.touched) for call in distinct}
-    orders = {id(call): _compute_order(component, call, hardware) for call in distinct}
-    plain = component.variants[0]
-    overlap = {key: overlap_seconds(order, plain) for key, order in orders.items()}
-    group_calls, seconds = [], []
-    for number, group in enumerate(component.groups):
-        read = sum(number in reads[id(call)] for call in calls)
-        if read and number not in reads[id(calls[0])]:
-            read += 1  # `Use` counts a group's first call in the component's first call: the group must be loaded for it
-        group_calls.append(read)
-        seconds.append(sum(overlap[id(call)][number] for call in calls) / (len(group.blocks) * max(1, read)))
-    return Use(component.name, len(calls), tuple(group_calls), tuple(seconds), orders[id(calls[0])] if len(distinct) == 1 else ())
+    distinct = {id(call): call for call in calls}
+    orders = {key: _compute_order(component, call, hardware) for key, call in distinct.items()}
+    positions = _positions(component)
+    groups_of = {key: {_block_at(positions, name.rpartition(".")[0])[0] for name in call.touched} for key, call in distinct.items()}
+    reads = [sum(number in groups_of[id(call)] for call in calls) for number in range(len(component.groups))]
+    # `Use` counts a group's first call in the component's first call: the group must be loaded for it.
+    group_calls = [count + (count > 0 and number not in groups_of[id(calls[0])]) for number, count in enumerate(reads)]
+    order = orders[id(calls[0])] if len(distinct) == 1 else ()
+    return Use(component.name, len(calls), tuple(group_calls), _block_seconds(component, calls, orders, group_calls), order)
 
 
-def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) -> tuple[tuple[int, int, float], ...]:
+def _block_seconds(
+    component: ComponentNumbers, calls: Sequence[Call], orders: Mapping[int, Order], group_calls: Sequence[int]
+) -> tuple[float, ...]:
+    """For each group, seconds of one block in one call. ``orders``: the compute of each call, by its `id`."""
+    overlap = {key: overlap_seconds(order, component.variants[0]) for key, order in orders.items()}
+    totals = map(sum, zip(*(overlap[id(call)] for call in calls), strict=True))
+    rows = zip(totals, component.groups, group_calls, strict=True)
+    return tuple(total / (len(group.blocks) * max(1, count)) for total, group, count in rows)
+
+
+def _positions(component: ComponentNumbers) -> dict[str, tuple[int, int]]:
+    return {path: (number, i) for number, of in enumerate(component.groups) for i, path in enumerate(of.blocks)}
+
+
+def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) -> Order:
     """The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder: compute outside of all
     blocks."""
-    positions = {path: (number, i) for number, of in enumerate(component.groups) for i, path in enumerate(of.blocks)}
+    positions = _positions(component)
     loose_paths = tuple(path for path in positions if _block_at(positions, path.rpartition(".")[0])[0])
     positions = {path: position for path, position in positions.items() if path not in loose_paths}
     found: list[tuple[int, int, float]] = []
@@ -81,41 +94,33 @@ def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
     None if the calls of the phase differ in which layers they call or in which order, since layers could then not be streamed
     in one order.
     """
-    distinct = list({id(call): call for call in calls}.values())
-    orders = [_compute_order(component, call, hardware) for call in distinct]
-    if len({tuple((number, i) for number, i, _ in order if number) for order in orders}) > 1:
+    orders = {id(call): _compute_order(component, call, hardware) for call in {id(call): call for call in calls}.values()}
+    if len({tuple((number, i) for number, i, _ in order if number) for order in orders.values()}) > 1:
         return None
     layers = {path for group in component.groups for path in group.blocks if path}
-    remainder_bytes = component.variants[0].block_bytes[0]  # 0 if the remainder only has names of tied tensors
-    remainder_calls = (
-        sum(any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls) if remainder_bytes else 0
-    )
-    orders = [order if remainder_calls else _without_remainder(order) for order in orders]
-    times = Counter(number for number, _, _ in orders[0] if number)
-    counts = [len(group.blocks) for group in component.groups]
-    order_of = {id(call): order for call, order in zip(distinct, orders, strict=True)}
-    overlap = [
-        sum(seconds)
-        for seconds in zip(*(overlap_seconds(order_of[id(call)], component.variants[0]) for call in calls), strict=True)
-    ]
-    group_calls = (remainder_calls, *(len(calls) if times[number] else 0 for number in range(1, len(counts))))
-    found = {
-        key[1]: nbytes - phase_memory.entry_bytes for key, nbytes in phase_memory.beside_bytes.items() if key[0] == component.name
-    }
-    whole = max(phase_memory.first_bytes, phase_memory.steady_bytes) - phase_memory.entry_bytes
-    beside = tuple(max((found.get(path, whole) for path in group.blocks), default=whole) for group in component.groups)
+    remainder_calls = sum(any(name.rpartition(".")[0] not in layers for name in call.touched) for call in calls)
+    if not component.variants[0].block_bytes[0]:  # the remainder only has names of tied tensors
+        remainder_calls = 0
+    if not remainder_calls:
+        orders = {key: _without_remainder(order) for key, order in orders.items()}
+    order = orders[id(calls[0])]
+    times = Counter(number for number, _, _ in order if number)
+    group_calls = [remainder_calls, *(len(calls) if times[number] else 0 for number in range(1, len(component.groups)))]
+    entry_bytes = phase_memory.entry_bytes
+    found = {path: nbytes - entry_bytes for (name, path), nbytes in phase_memory.beside_bytes.items() if name == component.name}
+    whole = max(phase_memory.first_bytes, phase_memory.steady_bytes) - entry_bytes
     return Use(
         component.name,
         len(calls),
-        group_calls,
-        tuple(total / (count * max(1, n)) for total, count, n in zip(overlap, counts, group_calls, strict=True)),
-        tuple(of for of in orders[0] if of[0] or of[2]),
-        tuple(max(1, times[number] // count) for number, count in enumerate(counts)),
-        beside if found else (),
+        tuple(group_calls),
+        _block_seconds(component, calls, orders, group_calls),
+        tuple(of for of in order if of[0] or of[2]),
+        tuple(max(1, times[number] // len(group.blocks)) for number, group in enumerate(component.groups)),
+        tuple(max(found.get(path, whole) for path in group.blocks) for group in component.groups) if found else (),
     )
 
 
-def _without_remainder(order: Sequence[tuple[int, int, float]]) -> tuple[tuple[int, int, float], ...]:
+def _without_remainder(order: Order) -> Order:
     """``order`` for calls that read nothing of the remainder: compute outside of layers is added to the layer before it."""
     found: list[tuple[int, int, float]] = []
     for number, i, seconds in order:
@@ -126,13 +131,3 @@ def _without_remainder(order: Sequence[tuple[int, int, float]]) -> tuple[tuple[i
     if len(found) > 1 and not found[0][0]:
         found[:2] = [(*found[1][:2], found[0][2] + found[1][2])]
     return tuple(found)
-
-
-def _group_of(component: ComponentNumbers, tensor: str) -> int:
-    """Number of the group with the block whose path is the longest prefix of the tensor's name."""
-    best, length = 0, -1
-    for number, group in enumerate(component.groups):
-        for path in group.blocks:
-            if len(path) > length and (not path or tensor.startswith(f"{path}.")):
-                best, length = number, len(path)
-    return best

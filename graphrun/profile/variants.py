@@ -20,7 +20,6 @@ from graphrun.profile.precision import (
     BLOCK_GRANULARITY_ONLY,
     ELEMENT_BYTES,
     dequantization_seconds,
-    peak_of,
     quantizing_bytes,
     requantized,
 )
@@ -44,9 +43,8 @@ def variants_of(
     profile: ComponentProfile,
     calls: Sequence[Call],
     hardware: Hardware,
-    *,
     backing_stores: Collection[str],
-    allow: Collection[str],
+    allow: Collection[str] = (),
     granularity: Granularity = "blocks",
 ) -> tuple[Variant, ...]:
     """All variants of ``component``, the graph's own first.
@@ -130,8 +128,7 @@ def _scratch_bytes(profile: ComponentProfile, calls: Sequence[Call], precision: 
     """The largest increase of a call's peak with quantized layers, of all calls."""
     if precision not in QUANTIZED:
         return 0
-    quantized_calls = (requantized(call, profile.layers, precision, dtype, profile.widened) for call in calls)
-    extra = (quantized_call.peak_bytes - peak_of(call.events) for quantized_call, call in zip(quantized_calls, calls, strict=True))
+    extra = (requantized(call, profile.layers, precision, dtype, profile.widened).peak_bytes - call.peak_bytes for call in calls)
     return round_up(max((0, *extra)), ALLOCATION_BYTES)
 
 

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Slot, Stream
 from graphrun.model.problem import PhaseNumbers, Problem
-from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
-from graphrun.report.screen import regime
-from graphrun.report.summary import broken_caps
-from graphrun.report.table import scale_of, seconds_of, size, table
-from graphrun.trace import SlotTrace, Trace
+from graphrun.report.screen import beside_cells, calls_of, regime, streams_of, verdict
+from graphrun.report.table import Units, table
+from graphrun.trace import Trace
 from graphrun.units import show_seconds, show_size
-from graphrun.verify.simulate import simulate
-
-HEAD = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
-Pair = tuple[SlotReport, SlotTrace]
 
 
 def call_screen(solution: Solution, trace: Trace) -> str:
     """Planned and measured numbers of the last call: a row per phase, the whole call, and whether it stayed within the plan."""
-    problem, simulation = apply_choices(solution.problem, solution.plan), simulate(solution.problem, solution.plan)
-    unit, scale = scale_of(simulation.peak_bytes)
-    clock, second = seconds_of(simulation.seconds)
-    pairs = trace.beside(simulation.slots)
-    rows = [[*HEAD, f"{clock} planned", "measured"]]
+    problem, simulation = solution.chosen, solution.simulation
+    units, pairs = Units(simulation.peak_bytes, simulation.seconds), trace.beside(simulation.slots)
+    head = ["phase", "calls", "weights", "peak planned", "measured", "moved planned", "measured"]
+    rows = [[*head, f"{units.time} planned", "measured"]]
     for phase in problem.phases:
         own = [pair for pair in pairs if pair[0].phase == phase.name]
-        slots = [slot for slot in solution.plan.slots if slot.phase == phase.name]
-        calls = str(max((use.calls for use in phase.uses), default=0))
-        rows.append([phase.name, calls, _weights(problem, phase, slots), *_figures(own, scale, second)])
-    rows.append(["whole call", "", "", *_figures(pairs, scale, second)])
-    broken = broken_caps(solution, trace)
-    verdict = "the plan was kept" if not broken else "the plan was BROKEN: " + "; ".join(broken)
+        rows.append(units.row(phase.name, calls_of(phase), _weights(problem, phase, solution), *beside_cells(own)))
+    rows.append(units.row("whole call", "", "", *beside_cells(pairs)))
     spare_bytes = problem.effective_bytes - trace.peak_bytes
     where = "the virtual clock" if trace.device == "sim" else "the card"
     return "\n".join(
@@ -44,34 +31,21 @@ def call_screen(solution: Solution, trace: Trace) -> str:
             f" took {show_seconds(trace.seconds)} on {where}",
             "",
             table(rows, left=(0, 2)),
-            f" sizes in {unit}; weights: whole, or how many blocks stay on the device while the others are streamed",
-            f"{verdict}; left on the device: {show_size(trace.left_bytes)}",
+            f" sizes in {units.size}; weights: whole, or how many blocks stay on the device while the others are streamed",
+            verdict(solution, trace),
         )
     )
 
 
-def _figures(pairs: list[Pair], scale: int, second: float) -> list[str]:
-    """Cells for these slots: peak, moved bytes and time, each planned and measured."""
-    planned, measured = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return [
-        size(max((slot.peak_bytes for slot in planned), default=0), scale),
-        size(max((slot.peak_bytes for slot in measured), default=0), scale),
-        size(sum(slot.streamed_bytes + slot.loaded_bytes for slot in planned), scale),
-        size(sum(slot.moved_bytes for slot in measured), scale),
-        f"{sum(slot.seconds for slot in planned) / second:.3f}",
-        f"{sum(slot.end_seconds - slot.start_seconds for slot in measured) / second:.3f}",
-    ]
-
-
-def _weights(problem: Problem, phase: PhaseNumbers, slots: list[Slot]) -> str:
+def _weights(problem: Problem, phase: PhaseNumbers, solution: Solution) -> str:
     found = []
     for use in phase.uses:
         component = problem.component(use.component)
-        streams = [a for slot in slots for a in slot.actions if isinstance(a, Stream) and a.component == component.name]
+        stream = streams_of(solution.plan.slots, component.name).get(phase.name)
         if component.variants[0].device == "cpu":
             found.append("on the CPU")
-        elif streams:
-            kept, total = sum(len(blocks) for _, blocks in streams[-1].keep or ()), sum(len(k.blocks) for k in component.groups)
+        elif stream is not None:
+            kept, total = sum(len(blocks) for _, blocks in stream.keep or ()), sum(len(k.blocks) for k in component.groups)
             found.append(f"{kept} of {total}")
         else:
             found.append("whole")

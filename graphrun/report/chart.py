@@ -11,14 +11,15 @@ Colours are CSS classes ``c0`` ``c1`` ..., one per component; the page defines t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from graphrun.trace import Event
+from graphrun.report.svg import block, element
+from graphrun.trace import Event, SlotTrace
 from graphrun.units import show_seconds, show_size
 
 WIDTH, LABEL, ROW, GAP, MEMORY = 1000, 90, 22, 6, 120
+# The kinds of events on each track.
 TRACKS: Mapping[str, tuple[str, ...]] = {
     "disk": ("read", "fetch"),
     "copies": ("load", "stream", "spill", "restore"),
@@ -26,88 +27,56 @@ TRACKS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """The peak on the device in one slot, with the slot's start and end. ``name``: as in the plan's text."""
-
-    name: str
-    start_seconds: float
-    end_seconds: float
-    nbytes: int
-
-
 def timeline_svg(
-    events: Sequence[Event], levels: Sequence[Level], budget_bytes: int, colours: Mapping[str, int], title: str
+    events: Sequence[Event], slots: Sequence[SlotTrace], budget_bytes: int, colours: Mapping[str, int], title: str
 ) -> str:
-    """The drawing as SVG text. ``levels`` in order of time; ``colours``: the number of each component's CSS class."""
-    start = min((level.start_seconds for level in levels), default=0.0)
-    seconds = max((level.end_seconds for level in levels), default=1.0) - start or 1.0
+    """The drawing as SVG text. ``slots`` in order of time; ``colours``: the number of each component's CSS class."""
+    tracks = {track: own for track, kinds in TRACKS.items() if (own := [event for event in events if event.kind in kinds])}
+    start = min((slot.start_seconds for slot in slots), default=0.0)
+    seconds = max((slot.end_seconds for slot in slots), default=1.0) - start or 1.0
+    most = max([budget_bytes, *(slot.peak_bytes for slot in slots)]) or 1
+    memory = GAP + len(tracks) * (ROW + GAP)
+    height = memory + MEMORY + 24
 
     def x(moment: float) -> float:
         return LABEL + (WIDTH - LABEL) * (moment - start) / seconds
 
-    parts, top = list[str](), GAP
-    for track, kinds in TRACKS.items():
-        own = [event for event in events if event.kind in kinds]
-        if not own:
-            continue
-        parts.append(f'<text x="0" y="{top + ROW - 7}">{track}</text>')
-        parts.append(f'<rect class="lane" x="{LABEL}" y="{top}" width="{WIDTH - LABEL}" height="{ROW}"/>')
-        parts += [_bar(bar, x, top, colours) for bar in merged(own, seconds / (WIDTH - LABEL))]
-        top += ROW + GAP
-    parts += _memory(levels, budget_bytes, x, top)
-    height = top + MEMORY + 24
-    ticks = [start + seconds * share for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    parts += [
-        f'<text class="tick" x="{x(tick):.1f}" y="{height - 4}" text-anchor="{_anchor(number)}">{show_seconds(tick - start)}</text>'
-        for number, tick in enumerate(ticks)
-    ]
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    def y(nbytes: int) -> float:
+        return memory + MEMORY - MEMORY * nbytes / most
+
+    def elements() -> Iterator[str]:
+        for top, (track, own) in zip(range(GAP, memory, ROW + GAP), tracks.items(), strict=True):
+            yield element("text", track, x=0, y=top + ROW - 7)
+            yield element("rect", class_="lane", x=LABEL, y=top, width=WIDTH - LABEL, height=ROW)
+            for event in merged(own, seconds / (WIDTH - LABEL)):
+                what = f"{event.kind} {event.component or event.detail}: {show_seconds(event.end_seconds - event.start_seconds)}"
+                what += f", {show_size(event.nbytes)}" if event.nbytes else ""
+                kind = f"c{colours.get(event.component, 0)} {event.kind}"
+                yield block(x(event.start_seconds), x(event.end_seconds), top, ROW, kind, what)
+        yield element("text", "memory", x=0, y=memory + 18)
+        yield element("text", show_size(most), class_="tick", x=0, y=memory + 38)
+        for slot in slots:
+            high, what = y(slot.peak_bytes), f"{slot.name}: {show_size(slot.peak_bytes)}"
+            yield block(x(slot.start_seconds), x(slot.end_seconds), high, memory + MEMORY - high, "level", what)
+        budget = element("title", f"budget: {show_size(budget_bytes)}")
+        yield element("path", budget, class_="budget", d=f"M{LABEL} {y(budget_bytes):.1f}H{WIDTH}")
+        for share, anchor in ((0.0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1.0, "end")):
+            tick = start + seconds * share
+            yield element("text", show_seconds(tick - start), class_="tick", x=x(tick), y=height - 4, text_anchor=anchor)
+
+    return element("svg", "".join(elements()), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
 
 
-def merged(events: Iterable[Event], pixel_seconds: float) -> list[tuple[Event, float, int]]:
-    """Merges consecutive events of one kind and component with gaps below a pixel. Returns (first event, end of last, bytes)."""
-    found: list[tuple[Event, float, int]] = []
+def merged(events: Iterable[Event], pixel_seconds: float) -> list[Event]:
+    """Merges consecutive events of one kind and component with gaps below a pixel, and adds their bytes."""
+    found: list[Event] = []
     for event in sorted(events, key=lambda each: each.start_seconds):
         if found:
-            first, end, nbytes = found[-1]
-            if (first.kind, first.component) == (event.kind, event.component) and event.start_seconds - end <= pixel_seconds:
-                found[-1] = first, max(end, event.end_seconds), nbytes + event.nbytes
+            last = found[-1]
+            alike = (last.kind, last.component) == (event.kind, event.component)
+            if alike and event.start_seconds - last.end_seconds <= pixel_seconds:
+                end = max(last.end_seconds, event.end_seconds)
+                found[-1] = replace(last, end_seconds=end, nbytes=last.nbytes + event.nbytes)
                 continue
-        found.append((event, event.end_seconds, event.nbytes))
+        found.append(event)
     return found
-
-
-def _bar(bar: tuple[Event, float, int], x: object, top: int, colours: Mapping[str, int]) -> str:
-    event, end, nbytes = bar
-    left, right = x(event.start_seconds), x(end)  # type: ignore[operator]
-    what = f"{event.kind} {event.component or event.detail}: {show_seconds(end - event.start_seconds)}"
-    what += f", {show_size(nbytes)}" if nbytes else ""
-    colour = f"c{colours.get(event.component, 0)}"
-    return (
-        f'<rect class="{colour} {event.kind}" x="{left:.1f}" y="{top}" width="{max(0.6, right - left):.1f}" height="{ROW}">'
-        f"<title>{escape(what)}</title></rect>"
-    )
-
-
-def _memory(levels: Sequence[Level], budget_bytes: int, x: object, top: int) -> list[str]:
-    most = max([budget_bytes, *(level.nbytes for level in levels)], default=1) or 1
-
-    def y(nbytes: int) -> float:
-        return top + MEMORY - MEMORY * nbytes / most
-
-    parts = [f'<text x="0" y="{top + 18}">memory</text>', f'<text class="tick" x="0" y="{top + 38}">{show_size(most)}</text>']
-    for level in levels:
-        left, right = x(level.start_seconds), x(level.end_seconds)  # type: ignore[operator]
-        parts.append(
-            f'<rect class="level" x="{left:.1f}" y="{y(level.nbytes):.1f}" width="{max(0.6, right - left):.1f}"'
-            f' height="{top + MEMORY - y(level.nbytes):.1f}"><title>{escape(level.name)}: {show_size(level.nbytes)}</title></rect>'
-        )
-    parts.append(
-        f'<path class="budget" d="M{LABEL} {y(budget_bytes):.1f}H{WIDTH}"><title>budget: {show_size(budget_bytes)}</title></path>'
-    )
-    return parts
-
-
-def _anchor(number: int) -> str:
-    return "start" if number == 0 else "end" if number == 4 else "middle"

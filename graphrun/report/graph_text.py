@@ -14,20 +14,13 @@ import networkx
 from graphrun.graph.nx import only_for, without_implied
 from graphrun.units import show_seconds, show_size
 
-# Mermaid's brackets around a label: a box, a cylinder, a stadium, two parallelograms.
-_BRACKETS = {
-    "stage": ("[", "]"),
-    "component": ("[(", ")]"),
-    "value": ("([", "])"),
-    "input": ("[/", "/]"),
-    "output": ("[\\", "\\]"),
-}
+# Mermaid's brackets around a label, and DOT's shape: a box, a cylinder, a stadium or ellipse, two parallelograms.
 _SHAPES = {
-    "stage": "box",
-    "component": "cylinder",
-    "value": "ellipse",
-    "input": "parallelogram",
-    "output": "parallelogram",
+    "stage": ("[", "]", "box"),
+    "component": ("[(", ")]", "cylinder"),
+    "value": ("([", "])", "ellipse"),
+    "input": ("[/", "/]", "parallelogram"),
+    "output": ("[\\", "\\]", "parallelogram"),
 }
 
 
@@ -36,11 +29,12 @@ def drawn(graph: networkx.DiGraph) -> networkx.DiGraph:
 
     Where there are several outputs, each gets the names of what only it needs as the attribute ``only``.
     """
-    kept = [node for node, of in graph.nodes(data=True) if of["kind"] != "input" or of["required"]]
-    made = without_implied(graph.subgraph(kept))
-    outputs = [of["name"] for _, of in made.nodes(data=True) if of["kind"] == "output"]
+    kept = graph.copy()
+    kept.remove_nodes_from([node for node, of in graph.nodes(data=True) if of["kind"] == "input" and not of["required"]])
+    made = without_implied(kept)
+    outputs = [of for _, of in made.nodes(data=True) if of["kind"] == "output"]
     for output in outputs if len(outputs) > 1 else ():
-        made.nodes[f"output:{output}"]["only"] = tuple(made.nodes[node]["name"] for node in only_for(made, output))
+        output["only"] = tuple(made.nodes[node]["name"] for node in only_for(made, output["name"]))
     return made
 
 
@@ -69,7 +63,7 @@ def mermaid(graph: networkx.DiGraph) -> str:
     numbers = {node: f"{of['kind']}{number}" for number, (node, of) in enumerate(graph.nodes(data=True))}
     rows = ["flowchart TD", f"    accTitle: {_entities(graph.graph['name'])}"]
     for node, of in graph.nodes(data=True):
-        left, right = _BRACKETS[of["kind"]]
+        left, right, _ = _SHAPES[of["kind"]]
         rows.append(f'    {numbers[node]}{left}"{"<br/>".join(map(_entities, lines(of)))}"{right}')
     for tail, head, relation in graph.edges(data="relation"):
         rows.append(f"    {numbers[tail]} {'-.->' if relation == 'uses' else '-->'} {numbers[head]}")
@@ -82,7 +76,7 @@ def dot(graph: networkx.DiGraph) -> str:
     for node, of in graph.nodes(data=True):
         more = f" bytes={of['bytes']}" if "bytes" in of else ""
         label = "\\n".join(_quoted(line)[1:-1] for line in lines(of))
-        rows.append(f'  {_quoted(node)} [shape={_SHAPES[of["kind"]]} label="{label}"{more}];')
+        rows.append(f'  {_quoted(node)} [shape={_SHAPES[of["kind"]][2]} label="{label}"{more}];')
     for tail, head, relation in graph.edges(data="relation"):
         rows.append(f"  {_quoted(tail)} -> {_quoted(head)}{' [style=dashed]' if relation == 'uses' else ''};")
     return "\n".join([*rows, "}"]) + "\n"

@@ -13,14 +13,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.report.plan_files import require_writable, write_with
+from graphrun.report.plan_files import require_writable, write_with, writing
 
 PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF", ".tiff": "TIFF"}
 VIDEOS = (".mp4", ".gif")
@@ -35,118 +34,98 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
 FPS = 16.0  # default frame rate: that of Wan's videos
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """The output files of a run: a path for each output in ``named``, and no other output; without any, ``base`` for all.
-
-    A path without suffix is a folder.
-    """
-
-    base: Path
-    named: Mapping[str, Path] = field(default_factory=dict)
-
-    @property
-    def first(self) -> Path:
-        """The first path, which names the set."""
-        return next(iter(self.named.values()), self.base)
-
-    def numbered(self, number: int) -> OutputFile:
-        """The output files of request ``number`` of a list: ``a-0007.png``."""
-
-        def of(path: Path) -> Path:
-            return path.with_stem(f"{path.stem}-{number:04d}")
-
-        return replace(self, base=of(self.base), named={name: of(path) for name, path in self.named.items()})
+# The output files of a run: a path for each output that is written, or one for all under the name "". Without suffix: a folder.
+Files = Mapping[str, Path]
 
 
-def output_file_of(asked: Sequence[str], kinds: Mapping[str, str], default: Path) -> OutputFile:
+def numbered(files: Files, number: int) -> Files:
+    """The output files of request ``number`` of a list: ``a-0007.png``."""
+    return {name: path.with_stem(f"{path.stem}-{number:04d}") for name, path in files.items()}
+
+
+def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path) -> Files:
     """The output files for outputs of ``kinds`` (name -> kind).
 
     ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix. Raises InputError for an unknown
     name or suffix, a suffix that does not fit the kind, and a path that cannot be written.
     """
-    named: dict[str, Path] = {}
-    bare: list[Path] = []
+    files: dict[str, Path] = {}
     for text in asked:
         name, equals, path = text.partition("=")
-        if equals and (name in kinds or "/" not in name):
-            if name not in kinds:
-                raise InputError(f"-o {text}: no such output {name!r}; outputs are {', '.join(sorted(kinds))}")
-            if not path:
-                raise InputError(f"-o {text}: names no file")
-            named[name] = _suited(name, kinds[name], Path(path))
-        else:
-            bare.append(_known(Path(text)))
-    if len(bare) > 1 or (bare and named):
-        raise InputError(f"-o {bare[-1]}: say for which output, such as -o {next(iter(kinds))}={bare[-1]}")
-    if len(set(named.values())) < len(named):
+        if not equals or (name not in kinds and "/" in name):
+            name, path = "", text
+        elif name not in kinds:
+            raise InputError(f"-o {text}: no such output {name!r}; outputs are {', '.join(sorted(kinds))}")
+        elif not path:
+            raise InputError(f"-o {text}: names no file")
+        if files and (not name or "" in files):
+            bare = files[""] if name else path
+            raise InputError(f"-o {bare}: say for which output, such as -o {next(iter(kinds))}={bare}")
+        files[name] = _suited(name, kinds[name], Path(path)) if name else _known(Path(path))
+    if len(set(files.values())) < len(files):
         raise InputError("-o: two outputs have the same file")
-    if not asked and {"image", "video"} <= set(kinds.values()):
-        named = {
-            name: default.with_name(f"{default.name}-{name}{SUFFIXES.get(kind, (TENSORS,))[0]}") for name, kind in kinds.items()
-        }
-    first = next((SUFFIXES[kind][0] for wanted in SUFFIXES for kind in kinds.values() if kind == wanted), ".png")
-    target = OutputFile(bare[0] if bare else default.with_name(default.name + first), named)
-    require_writable(*(named.values() if named else [target.base]))
-    return target
+    if not files and {"image", "video"} <= set(kinds.values()):
+        files = {name: default.with_name(f"{default.name}-{name}{_suffixes(kind)[0]}") for name, kind in kinds.items()}
+    elif not files:
+        first = next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
+        files = {"": default.with_name(default.name + first)}
+    require_writable(*files.values())
+    return files
+
+
+def _suffixes(kind: str) -> tuple[str, ...]:
+    return SUFFIXES.get(kind, (TENSORS,))
 
 
 def _known(path: Path) -> Path:
-    suffix = path.suffix.lower()
-    suffixes = (*PICTURES, *VIDEOS, *SOUNDS, TENSORS)
-    if suffix and suffix not in suffixes:
-        raise InputError(f"{path}: {suffix} is not known; output files are {', '.join(suffixes)}")
-    if suffix == ".flac" and find_spec("soundfile") is None:
-        raise InputError(f"{path}: writing flac needs the package soundfile: install it, or use .wav")
+    suffix, suffixes = path.suffix.lower(), (*PICTURES, *VIDEOS, *SOUNDS, TENSORS)
     if not suffix:
         _refuse_foreign(path)
+    elif suffix not in suffixes:
+        raise InputError(f"{path}: {suffix} is not known; output files are {', '.join(suffixes)}")
+    elif suffix == ".flac" and find_spec("soundfile") is None:
+        raise InputError(f"{path}: writing flac needs the package soundfile: install it, or use .wav")
     return path
 
 
 def _suited(name: str, kind: str, path: Path) -> Path:
-    _known(path)
-    allowed = SUFFIXES.get(kind, (TENSORS,))
-    if path.suffix.lower() not in allowed:
+    allowed = _suffixes(kind)
+    if _known(path).suffix.lower() not in allowed:
         shown = ", ".join(suffix or "a folder" for suffix in allowed)
         what = kind if kind != "any" else "a tensor"
         raise InputError(f"{path}: {name} is {what}, which is not saved as {path.suffix or 'a folder'} but as {shown}")
     return path
 
 
-def save_outputs(outputs: Mapping[str, Any], where: OutputFile | Path, fps: float = FPS) -> list[Path]:
+def save_outputs(outputs: Mapping[str, Any], where: Files | Path, fps: float = FPS) -> list[Path]:
     """Writes ``outputs`` and returns the paths, in order. Raises InputError where a file cannot be written.
 
     Several images are numbered with leading zeros. Where one path is for all outputs, those that do not fit its suffix are written
     beside it with another one: audio, and all tensors (embeddings, latents) in one file under names such as
     ``embeds.prompt_embeds``.
     """
-    target = where if isinstance(where, OutputFile) else OutputFile(where)
-    if target.named:
-        return [path for name, to in target.named.items() for path in _saved({name: outputs[name]}, to, fps)]
-    return _saved(outputs, target.base, fps)
+    files = {"": where} if isinstance(where, Path) else where
+    return [path for name, to in files.items() for path in _saved({name: outputs[name]} if name else outputs, to, fps)]
 
 
 def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
-    pictures, sounds = list(_pictures(list(outputs.values()), videos=path.suffix.lower() in VIDEOS)), list(_sounds(outputs))
-    tensors = dict(_tensors("", dict(outputs)))
-    written: list[Path] = []
+    found = list(_parts("", outputs, videos=path.suffix.lower() in VIDEOS))
+    pictures, sounds = ([thing for each, _, thing in found if each == kind] for kind in ("picture", "sound"))
     if pictures and not path.suffix:
-        written += _folder(path, pictures)
+        written = _folder(path, pictures)
     else:
-        written += [_picture(to, picture, fps) for to, picture in _numbered(path, pictures)]
+        written = [_picture(to, picture, fps) for to, picture in _each(path, pictures)]
     sounding = path if path.suffix.lower() in SOUNDS else path.with_suffix(SOUNDS[0])
-    written += [_sound(to, sound) for to, sound in _numbered(sounding, sounds)]
-    if tensors:
+    written += [_sound(to, sound) for to, sound in _each(sounding, sounds)]
+    if tensors := {name: tensor.clone().contiguous() for each, name, tensor in found if each == "tensor"}:
         from safetensors.torch import save as packed
 
-        data = packed({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
-        to = path.with_suffix(TENSORS)
-        write_with(to, lambda temporary: temporary.write_bytes(data))
-        written.append(to)
+        data = packed(tensors)
+        written.append(write_with(path.with_suffix(TENSORS), lambda to: to.write_bytes(data)))
     return written
 
 
-def _numbered(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
+def _each(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
     """Each of ``things`` with its path: ``a.png`` for one, ``a-00.png`` and so on for several."""
     digits = len(str(len(things) - 1))
     for number, thing in enumerate(things):
@@ -154,17 +133,16 @@ def _numbered(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def _picture(path: Path, picture: Any, fps: float) -> Path:
-    if path.suffix.lower() == ".mp4":
-        write_with(path, lambda to: _video(to, picture if isinstance(picture, list) else [picture], fps))
-        return path
-    kind = "GIF" if path.suffix.lower() == ".gif" else PICTURES.get(path.suffix.lower(), "PNG")
-    if isinstance(picture, list):
-        milliseconds, others = round(1000 / fps), picture[1:]
-        write_with(path, lambda to: picture[0].save(to, kind, save_all=True, append_images=others, duration=milliseconds, loop=0))
-    else:
-        picture = picture.convert("RGB") if kind == "JPEG" and picture.mode not in ("RGB", "L") else picture
-        write_with(path, lambda to: picture.save(to, format=kind))
-    return path
+    """Writes an image, or a list of images as a video."""
+    suffix, (first, *others) = path.suffix.lower(), picture if isinstance(picture, list) else [picture]
+    if suffix == ".mp4":
+        return write_with(path, lambda to: _video(to, [first, *others], fps))
+    if suffix == ".gif" and isinstance(picture, list):
+        more = {"save_all": True, "append_images": others, "duration": round(1000 / fps), "loop": 0}
+        return write_with(path, lambda to: first.save(to, "GIF", **more))
+    kind = "GIF" if suffix == ".gif" else PICTURES.get(suffix, "PNG")
+    image = first.convert("RGB") if kind == "JPEG" and first.mode not in ("RGB", "L") else first
+    return write_with(path, lambda to: image.save(to, format=kind))
 
 
 def _video(path: Path, frames: Sequence[Any], fps: float) -> None:
@@ -188,14 +166,12 @@ def _sound(path: Path, sound: Any) -> Path:
             import soundfile
 
             soundfile.write(str(to), sound.samples.T, sound.rate, format="FLAC")
-            return
-        from scipy.io import wavfile
+        else:
+            from scipy.io import wavfile
 
-        with to.open("wb") as file:
-            wavfile.write(file, sound.rate, sound.samples.T)
+            wavfile.write(to, sound.rate, sound.samples.T)
 
-    write_with(path, write)
-    return path
+    return write_with(path, write)
 
 
 def _folder(path: Path, pictures: Sequence[Any]) -> list[Path]:
@@ -203,18 +179,14 @@ def _folder(path: Path, pictures: Sequence[Any]) -> list[Path]:
     _refuse_foreign(path)
     digits = max(4, len(str(len(pictures) - 1)))
     names = [f"{number:0{digits}}.png" for number in range(len(pictures))]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as name:
-            made = Path(name) / "made"
-            made.mkdir()
-            for picture, each in zip(pictures, names, strict=True):
-                picture.save(made / each, format="PNG")
-            if path.is_dir():
-                shutil.move(path, Path(name) / "before")
-            made.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as name:
+        made = Path(name) / "made"
+        made.mkdir()
+        for picture, each in zip(pictures, names, strict=True):
+            picture.save(made / each, format="PNG")
+        if path.is_dir():
+            shutil.move(path, Path(name) / "before")
+        made.replace(path)
     return [path / each for each in names]
 
 
@@ -224,29 +196,18 @@ def _refuse_foreign(path: Path) -> None:
         raise InputError(f"{path}: exists, and is not a folder of frames: choose another name")
 
 
-def _pictures(values: list[Any], *, videos: bool) -> Iterator[Any]:
-    """Every image in ``values`` and in nested lists; with ``videos`` a list of images is yielded as one video."""
-    for value in values:
-        if hasattr(value, "save") or (videos and isinstance(value, list) and value and hasattr(value[0], "save")):
-            yield value
-        elif isinstance(value, list):
-            yield from _pictures(value, videos=videos)
-
-
-def _sounds(outputs: Mapping[str, Any]) -> Iterator[Any]:
-    for value in outputs.values():
-        yield from (item for item in (value if isinstance(value, list) else [value]) if hasattr(item, "samples"))
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor or array in ``value``, as a tensor with its path."""
-    if hasattr(value, "untyped_storage"):
-        yield name, value
+def _parts(name: str, value: Any, *, videos: bool) -> Iterator[tuple[str, str, Any]]:
+    """(``picture``, ``sound`` or ``tensor``; its path; it) for all in ``value``. ``videos``: a list of images is one picture."""
+    if hasattr(value, "save") or (videos and isinstance(value, list) and value and hasattr(value[0], "save")):
+        yield "picture", name, value
+    elif hasattr(value, "samples"):
+        yield "sound", name, value
+    elif hasattr(value, "untyped_storage"):
+        yield "tensor", name, value
     elif hasattr(value, "__array_interface__") and hasattr(value, "dtype"):
         import torch
 
-        yield name, torch.from_numpy(value)
+        yield "tensor", name, torch.from_numpy(value)
     elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _tensors(f"{name}.{key}" if name else str(key), item)
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _parts(f"{name}.{key}" if name else str(key), item, videos=videos)

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphrun.trace import Event, Trace
+from graphrun.report import chart
+from graphrun.report.summary import figures
+from graphrun.trace import Event, SlotTrace, Trace
 
 SUFFIX = ".perfetto.json"
-PROCESS = 1
 TRACKS = ("slots", "compute", "copies", "disk")
-TRACK_OF = {"load": "copies", "stream": "copies", "spill": "copies", "restore": "copies", "read": "disk", "fetch": "disk"}
+TRACK_OF = {kind: track for track, kinds in chart.TRACKS.items() for kind in kinds}
 
 
 def trace_json(name: str, trace: Trace, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,37 +39,35 @@ def perfetto(trace: Trace) -> dict[str, Any]:
 
 
 def _names(trace: Trace) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": f"graphrun on {trace.device}"}}
+    yield _event("M", "process_name", {"name": f"graphrun on {trace.device}"})
     for number, track in enumerate(TRACKS):
-        yield {"ph": "M", "pid": PROCESS, "tid": number, "name": "thread_name", "args": {"name": track}}
-        yield {"ph": "M", "pid": PROCESS, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+        yield _event("M", "thread_name", {"name": track}, tid=number)
+        yield _event("M", "thread_sort_index", {"sort_index": number}, tid=number)
 
 
 def _slots(trace: Trace) -> Iterator[dict[str, Any]]:
     for slot in trace.slots:
-        arguments = {"calls": slot.calls, "peak_bytes": slot.peak_bytes, "moved_bytes": slot.moved_bytes}
-        yield _span("slots", f"{slot.phase} {slot.part}".strip(), slot.start_seconds, slot.end_seconds, arguments)
+        yield _span("slots", slot.name, slot, figures(slot, "calls", "peak_bytes", "moved_bytes"))
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for event in trace.events:
         arguments = {"component": event.component, "slot": event.slot, "bytes": event.nbytes}
+        name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
         if event.kind == "run":
-            yield _span("compute", f"{event.component}.{event.detail}", event.start_seconds, event.end_seconds, arguments)
-        elif event.kind in TRACK_OF:
-            name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
-            yield _span(TRACK_OF[event.kind], name, event.start_seconds, event.end_seconds, arguments)
+            name = f"{event.component}.{event.detail}"
+        if event.kind in TRACK_OF:
+            yield _span(TRACK_OF[event.kind], name, event, arguments)
         else:
-            name = f"{event.kind} {event.component} {event.detail or 'remainder'}"
-            yield {"ph": "i", "s": "t", **_at("slots", event.start_seconds), "name": name, "args": arguments}
+            yield {"ph": "i", "s": "t", **_event("i", name, arguments, tid=0, ts=event.start_seconds * 1e6)}
 
 
 def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
     present_bytes = 0
-    changes: list[Event] = sorted((e for e in trace.events if e.kind in ("load", "evict")), key=lambda event: event.start_seconds)
-    for event in changes:
-        present_bytes += event.nbytes if event.kind == "load" else -event.nbytes
-        yield _counter("device weights", event.start_seconds, present_bytes)
+    for event in sorted(trace.events, key=lambda event: event.start_seconds):
+        if event.kind in ("load", "evict"):
+            present_bytes += event.nbytes if event.kind == "load" else -event.nbytes
+            yield _counter("device weights", event.start_seconds, present_bytes)
     for slot in trace.slots:
         yield _counter("device peak of the slot", slot.start_seconds, slot.peak_bytes)
         if slot.host_bytes:
@@ -82,13 +81,15 @@ def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
             yield _counter(tier.name, end, tier.after_bytes)
 
 
-def _span(track: str, name: str, start: float, end: float, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", **_at(track, start), "dur": max(0.0, end - start) * 1e6, "name": name, "args": arguments}
+def _span(track: str, name: str, of: Event | SlotTrace, arguments: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": of.start_seconds * 1e6, "dur": max(0.0, of.end_seconds - of.start_seconds) * 1e6}
+    return _event("X", name, arguments, tid=TRACKS.index(track), **times)
 
 
 def _counter(name: str, seconds: float, nbytes: int) -> dict[str, Any]:
-    return {"ph": "C", "pid": PROCESS, "ts": seconds * 1e6, "name": name, "args": {"bytes": nbytes}}
+    return _event("C", name, {"bytes": nbytes}, ts=seconds * 1e6)
 
 
-def _at(track: str, seconds: float) -> dict[str, Any]:
-    return {"pid": PROCESS, "tid": TRACKS.index(track), "ts": seconds * 1e6}
+def _event(phase: str, name: str, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """An event of the format: its type (``phase``), with fields such as its track (``tid``) and microseconds (``ts``, ``dur``)."""
+    return {"ph": phase, "pid": 1, **more, "name": name, "args": arguments}

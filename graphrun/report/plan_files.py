@@ -5,10 +5,12 @@ Files are written to a temporary name and renamed, so that they are complete or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.verify.check import check
-from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 VERSION = 2  # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
 
@@ -88,25 +90,29 @@ def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
     """Raises PlanError listing every rule that ``plan`` breaks, with slot, action and bytes."""
     violations = check(problem, plan)
+    lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
+    for violation in violations:
+        names = [f"{slot.phase} {slot.part}".strip() for slot in plan.slots]
+        where = f" in slot {violation.slot} ({names[violation.slot]})" if 0 <= violation.slot < len(names) else ""
+        action = f", action {violation.action}" if violation.action >= 0 else ""
+        lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
     if violations:
-        lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
-        for violation in violations:
-            where = ""
-            if 0 <= violation.slot < len(plan.slots):
-                slot = plan.slots[violation.slot]
-                where = f" in slot {violation.slot} ({f'{slot.phase} {slot.part}'.strip()})"
-            action = f", action {violation.action}" if violation.action >= 0 else ""
-            lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
         raise PlanError("\n".join(lines))
 
 
-def solution_of(problem: Problem, plan: Plan, saved: Mapping[str, Any]) -> Solution:
-    """The saved solution. Its proof is taken from the file unchecked; its time and bytes come from `simulate`."""
-    simulation = simulate(problem, plan)
-    bound = float(saved.get("bound_seconds") or 0.0)
-    objective = float(saved.get("objective_seconds") or simulation.total_seconds)
-    gap = max(0.0, objective - bound) / max(objective, 1e-12)
-    return Solution(problem, plan, simulation, bool(saved.get("proven_optimal")), bound, objective, gap)
+def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
+    """The solution in the plan file at ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
+    return solution_in(read_json(path), path)
+
+
+def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
+    """As `read_solution` for ``data``, the content of ``path``. The proof is taken from it unchecked."""
+    problem, plan, saved = plan_in(data, path)
+    refuse_violations(path, problem, plan)
+    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(saved.get("bound_seconds") or 0.0))
+    objective = float(saved.get("objective_seconds") or solution.simulation.total_seconds)
+    gap = max(0.0, objective - solution.bound_seconds) / max(objective, 1e-12)
+    return replace(solution, objective_seconds=objective, gap=gap), saved
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -122,18 +128,23 @@ def write_text(path: Path, text: str) -> None:
 def require_writable(*paths: Path | None) -> None:
     """Raises InputError unless a file can be written at each of ``paths``. Called before a run, not after it."""
     for path in paths:
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+        if path is not None:
+            with writing(path):
                 tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def write_with(path: Path, write: Callable[[Path], Any]) -> None:
-    """``write(temporary)`` writes the file, which is then renamed to ``path``. Raises InputError."""
+def write_with(path: Path, write: Callable[[Path], Any]) -> Path:
+    """``write(temporary)`` writes the file, which is then renamed to ``path``. Returns ``path``. Raises InputError."""
+    with writing(path):
+        write_whole(path, write)
+    return path
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context in which ``path`` is written: its folder exists, and an OSError becomes an InputError about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, write)
+        yield
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Load, Plan, Slot, Stream, action_text
-from graphrun.model.problem import Problem
+from graphrun.model.plan import Evict, Load, Slot, Stream, action_text
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
-from graphrun.report.summary import broken_caps
-from graphrun.report.table import scale_of, seconds_of, size, table
-from graphrun.trace import Trace
+from graphrun.report.summary import broken_caps, directives, figures
+from graphrun.report.table import Units, table
+from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_seconds, show_size
-from graphrun.verify.simulate import simulate
 
 
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
     """What ``graphrun plan`` shows: totals, a row per phase, a timeline, and why components are streamed."""
-    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
-    simulation = simulate(solution.problem, plan)
+    problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
     if plan.again:
         parts += [f"every further run: {show_seconds(simulation.again_seconds)}", _phases(problem, simulation.again)]
@@ -33,37 +30,42 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     problem, hardware = solution.problem, solution.problem.hardware
     overhead = problem.budget_bytes - problem.effective_bytes - problem.reserve_bytes
     peak = max(simulation.slots, key=lambda slot: slot.peak_bytes)
-    settings = " ".join(f"{name}={value}" for name, value in problem.settings)
     exposed = max(0.0, simulation.seconds - simulation.compute_seconds)
-    best = proof(solution, simulation.total_seconds)
     solved = f", {show_seconds(solve_seconds)} to solve" if solve_seconds is not None else ""
-    budget = show_size(problem.budget_bytes)
-    if overhead:
-        reserve = f"{gib(problem.reserve_bytes)} reserve + " if problem.reserve_bytes else ""
-        budget += f" = {gib(overhead)} context and workspace + {reserve}{gib(problem.effective_bytes)}"
-    elif problem.reserve_bytes:
-        budget += f" = {show_size(problem.reserve_bytes)} reserve + {show_size(problem.effective_bytes)}"
-    directives = ", ".join(f"{of.placement} {of.component}" for of in problem.directives)
+    terms = ((overhead, " context and workspace"), (problem.reserve_bytes, " reserve"), (problem.effective_bytes, ""))
+    parts = [f"{gib(nbytes) if overhead else show_size(nbytes)}{name}" for nbytes, name in terms if nbytes]
+    budget = " = ".join([show_size(problem.budget_bytes), *([" + ".join(parts)] if len(parts) > 1 else [])])
     session = f"; {problem.runs} runs take {show_seconds(simulation.total_seconds)}" if problem.runs > 1 else ""
+    chosen = [f"{stage} with {name}" for stage, name in solution.plan.options]
+    chosen += [f"stages in the order {' '.join(solution.plan.order)}"] if solution.plan.order else []
+    layered = [component.name for component in problem.components if component.granularity == "layers"]
     return "\n".join(
         (
-            f"plan {problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}",
+            f"plan {subject(problem)}",
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  {regime(problem)}",
-            *([f"directives {directives}"] if directives else []),
-            *(
-                [f"precomputed {', '.join(problem.precomputed)}: outputs of earlier runs, neither planned nor loaded"]
-                if problem.precomputed
-                else []
-            ),
-            *choices(solution.plan),
-            *granularities(problem),
+            *listed("directives", directives(problem)),
+            *listed("precomputed", problem.precomputed, ": outputs of earlier runs, neither planned nor loaded"),
+            *listed("chosen", chosen),
+            *listed("split into layers", layered, ": blocks do not fit, or are slower"),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
             f"predicted {show_seconds(simulation.seconds)} = {show_seconds(simulation.compute_seconds)} compute"
-            f" + {show_seconds(exposed)} exposed transfer{session}  {best} (bound {show_seconds(solution.bound_seconds)}{solved})",
+            f" + {show_seconds(exposed)} exposed transfer{session}  {proof(solution, simulation.total_seconds)}"
+            f" (bound {show_seconds(solution.bound_seconds)}{solved})",
         )
     )
+
+
+def subject(problem: Problem, without: str = "") -> str:
+    """The graph with its last stage and its settings, but the one called ``without``."""
+    settings = " ".join(f"{name}={value}" for name, value in problem.settings if name != without)
+    return f"{problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}"
+
+
+def listed(title: str, names: Sequence[str], note: str = "") -> list[str]:
+    """A line with ``title``, ``names`` and ``note``; none without names."""
+    return [f"{title} {', '.join(names)}{note}"] if names else []
 
 
 def regime(problem: Problem) -> str:
@@ -78,19 +80,6 @@ def proof(solution: Solution, seconds: float) -> str:
     return f"within {100 * max(solution.gap, 1 - solution.bound_seconds / seconds):.2g} % of optimal"
 
 
-def choices(plan: Plan) -> list[str]:
-    """A line with the plan's choices: stage options, and the order of stages; nothing where all are the defaults."""
-    found = [f"{stage} with {name}" for stage, name in plan.options]
-    found += [f"stages in the order {' '.join(plan.order)}"] if plan.order else []
-    return [f"chosen {', '.join(found)}"] if found else []
-
-
-def granularities(problem: Problem) -> list[str]:
-    """A line with the components that are split into layers; nothing where there are none."""
-    names = [component.name for component in problem.components if component.granularity == "layers"]
-    return [f"split into layers {', '.join(names)}: blocks do not fit, or are slower"] if names else []
-
-
 def _host(problem: Problem, simulation: Simulation) -> str:
     """The line with the peak in RAM, and the bytes read from disk."""
     locked = f", {show_size(simulation.pinned_peak_bytes)} page-locked" if simulation.pinned_peak_bytes else ""
@@ -102,135 +91,120 @@ def _host(problem: Problem, simulation: Simulation) -> str:
 
 
 def _phases(problem: Problem, reports: Sequence[SlotReport]) -> str:
-    unit, scale = scale_of(max(report.peak_bytes for report in reports))
-    clock, second = seconds_of(sum(report.seconds for report in reports))
-    rows = [
-        [
-            "#",
-            "phase",
-            "calls",
-            "resident",
-            "ring",
-            "activation",
-            "values",
-            "peak",
-            "headroom",
-            "streamed",
-            f"load {clock}",
-            f"run {clock}",
-        ]
-    ]
+    units = Units(max(report.peak_bytes for report in reports), sum(report.seconds for report in reports))
+    rows = [["#", *PHASE_HEAD, f"load {units.time}", f"run {units.time}"]]
     for number, phase in enumerate(problem.phases):
-        slots = [slot for slot in reports if slot.phase == phase.name]
-        top = max(slots, key=lambda slot: slot.peak_bytes)
-        sizes = (top.resident_bytes, top.ring_bytes, top.activation_bytes, top.values_bytes, top.peak_bytes)
-        rows.append(
-            [
-                str(number),
-                phase.name,
-                str(max((use.calls for use in phase.uses), default=0)),
-                *(size(nbytes, scale) for nbytes in sizes),
-                size(problem.effective_bytes - top.peak_bytes, scale),
-                size(sum(slot.streamed_bytes for slot in slots), scale),
-                f"{sum(slot.seconds for slot in slots if slot.part == 'load') / second:.3f}",
-                f"{sum(slot.seconds for slot in slots if slot.part != 'load') / second:.3f}",
-            ]
-        )
-    return table(rows, left=(1,)) + f"\n sizes in {unit}, each row at its highest slot; streamed: bytes that pass through the ring"
+        slots, cells = phase_cells(problem, phase, reports)
+        load = sum((slot.seconds for slot in slots if slot.part == "load"), 0.0)
+        run = sum((slot.seconds for slot in slots if slot.part != "load"), 0.0)
+        rows.append(units.row(str(number), *cells, load, run))
+    return (
+        table(rows, left=(1,))
+        + f"\n sizes in {units.size}, each row at its highest slot; streamed: bytes that pass through the ring"
+    )
+
+
+TERMS = ("resident_bytes", "ring_bytes", "activation_bytes", "values_bytes")  # of a SlotReport: they sum to its peak
+PHASE_HEAD = ("phase", "calls", "resident", "ring", "activation", "values", "peak", "headroom", "streamed")
+
+
+def phase_cells(problem: Problem, phase: PhaseNumbers, reports: Sequence[SlotReport]) -> tuple[list[SlotReport], list[str | float]]:
+    """The slots of ``phase`` among ``reports``, and cells as in `PHASE_HEAD`: bytes of its highest slot, streamed bytes of all.
+
+    ``problem``: with the plan's choices applied.
+    """
+    slots = [slot for slot in reports if slot.phase == phase.name]
+    top = max(slots, key=lambda slot: slot.peak_bytes)
+    sizes, streamed = figures(top, *TERMS, "peak_bytes").values(), sum(slot.streamed_bytes for slot in slots)
+    return slots, [phase.name, calls_of(phase), *sizes, problem.effective_bytes - top.peak_bytes, streamed]
+
+
+def calls_of(phase: PhaseNumbers) -> str:
+    """The calls of the component of ``phase`` with the most."""
+    return str(max((use.calls for use in phase.uses), default=0))
+
+
+def streams_of(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
+    """The phases of ``slots`` in which ``component`` is streamed, each with its last stream action."""
+    return {
+        slot.phase: action
+        for slot in slots
+        for action in slot.actions
+        if isinstance(action, Stream) and action.component == component
+    }
 
 
 def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -> str:
     """The placement of each component in each phase of ``slots``, and its variant. ``before``: the slots that ran before them."""
-    held = _held_by_slot(problem, [*before, *slots])[len(before) :]
-    header = ["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]
-    rows, notes = [header], []
+    rows, notes = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]], []
     for component in problem.components:
-        row = [component.name]
+        variant, streams, row = component.variants[0], streams_of(slots, component.name), [component.name]
+        held = list(zip(slots, _held(component, [*before, *slots])[len(before) :], strict=True))
         for phase in problem.phases:
-            numbers = [n for n, slot in enumerate(slots) if slot.phase == phase.name]
             uses = any(use.component == component.name for use in phase.uses)
-            streams = [a for n in numbers for a in slots[n].actions if isinstance(a, Stream) and a.component == component.name]
-            blocks = max(held[n].get(component.name, 0) for n in numbers)
-            if uses and component.variants[0].device == "cpu":
+            blocks = max(count for slot, count in held if slot.phase == phase.name)
+            if uses and variant.device == "cpu":
                 row.append("cpu")
-            elif streams:
+            elif phase.name in streams:
                 row.append("▒▒▒▒")
-                total = sum(len(k.blocks) for k in component.groups)
-                notes.append(
-                    f"▒ {component.name} streamed in {phase.name}: {blocks} of {total} {component.granularity} stay resident"
-                )
+                stay = f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity} stay resident"
+                notes.append(f" ▒ {component.name} streamed in {phase.name}: {stay}")
             else:
                 row.append(("████" if uses else "░░░░") if blocks else "·")
-        variant = component.variants[0]
         rows.append(
             [*row, f"{variant.precision}, {variant.backing_store if variant.device == 'device' else 'computed on the CPU'}"]
         )
-    legend = "█ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
-    return "\n".join((table(rows, left=tuple(range(len(header)))), f" {legend}", *(f" {note}" for note in notes)))
+    legend = " █ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
+    return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
 
 
-def _held_by_slot(problem: Problem, slots: Sequence[Slot]) -> list[dict[str, int]]:
-    """The number of resident blocks of each component in each slot, without those in the ring."""
-    sizes = {c.name: {k.name: range(len(k.blocks)) for k in c.groups} for c in problem.components}
-    now: dict[str, set[tuple[str, int]]] = {c.name: set() for c in problem.components}
-    found = []
+def _held(component: ComponentNumbers, slots: Iterable[Slot]) -> list[int]:
+    """The number of resident blocks of ``component`` in each slot, without those in the ring."""
+    held, found = set[tuple[str, int]](), []
     for slot in slots:
         for action in slot.actions:
-            blocks = getattr(action, "blocks", ())
-            if blocks == ():
-                continue
-            named = sizes[action.component].items() if blocks is None else blocks  # type: ignore[union-attr]
-            keys = {(name, index) for name, indices in named for index in indices}
-            if isinstance(action, Load):
-                now[action.component] |= keys
-            else:
-                now[action.component] -= keys  # type: ignore[union-attr]
-        found.append({name: len(keys) for name, keys in now.items()})
+            if isinstance(action, Load | Evict) and action.component == component.name:
+                every = ((k.name, range(len(k.blocks))) for k in component.groups)
+                groups = every if action.blocks is None else action.blocks
+                blocks = {(name, index) for name, indices in groups for index in indices}
+                held = held | blocks if isinstance(action, Load) else held - blocks
+        found.append(len(held))
     return found
 
 
 def _why(solution: Solution) -> str:
-    problem = apply_choices(solution.problem, solution.plan)
-    lines = []
+    problem = solution.chosen
+    lines = dict[str, None]()
     for component in problem.components:
-        phases = {
-            slot.phase
-            for slot in solution.plan.slots
-            for action in slot.actions
-            if isinstance(action, Stream) and action.component == component.name
-        }
+        weights, streams = component.weight_bytes(), streams_of(solution.plan.slots, component.name)
         for number, phase in enumerate(problem.phases):
-            if phase.name not in phases:
-                continue
-            weights = component.weight_bytes()
-            if "exclude" in problem.demanded(component.name):
-                lines.append(f" why {component.name} is streamed: the directive exclude demands it")
+            if phase.name not in streams:
                 continue
             others = max(phase.first_bytes, phase.steady_bytes) + phase.live_in_bytes + problem.value_bytes(number)
-            if weights + others > problem.effective_bytes:
-                lines.append(
-                    f" why {component.name} is streamed: resident it needs {show_size(weights)} + {show_size(others)}"
-                    f" > {show_size(problem.effective_bytes)}"
-                )
+            if "exclude" in problem.demanded(component.name):
+                why = "the directive exclude demands it"
+            elif weights + others > problem.effective_bytes:
+                why = f"resident it needs {show_size(weights)} + {show_size(others)} > {show_size(problem.effective_bytes)}"
             else:
-                lines.append(f" why {component.name} is streamed: it would fit, but streamed it takes no longer and holds less")
-    return "\n".join(dict.fromkeys(lines))
+                why = "it would fit, but streamed it takes no longer and holds less"
+            lines[f" why {component.name} is streamed: {why}"] = None
+    return "\n".join(lines)
 
 
 def explain_screen(solution: Solution) -> str:
     """What ``graphrun explain`` shows: every slot with its bytes, its time and its actions, then each number's basis."""
-    problem, plan = apply_choices(solution.problem, solution.plan), solution.plan
-    simulation = simulate(solution.problem, plan)
+    problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     lines = [_head(solution, simulation, None), ""]
     clock, reports = 0.0, (*simulation.slots, *simulation.again)
     for number, (slot, report) in enumerate(zip((*plan.slots, *plan.again), reports, strict=True)):
         lines += ["", "every further run", ""] if number == len(plan.slots) else []
-        title = f"slot {slot.phase} {slot.part}".replace("  ", " ") + (f" x{slot.calls}" if slot.part == "steady" else "")
+        title = f"{slot.phase} {slot.part}".strip() + (f" x{slot.calls}" if slot.part == "steady" else "")
         lines.append(
-            f"{title}   at {clock:.3f} s  takes {show_seconds(report.seconds)} (compute {show_seconds(report.compute_seconds)},"
-            f" waits {show_seconds(report.stall_seconds)})"
+            f"slot {title}   at {clock:.3f} s  takes {show_seconds(report.seconds)}"
+            f" (compute {show_seconds(report.compute_seconds)}, waits {show_seconds(report.stall_seconds)})"
         )
-        lines.append(f"  holds {_terms(report)} of {show_size(problem.effective_bytes)}")
+        holds = f"{show_size(report.peak_bytes)} = {terms(*figures(report, *TERMS).values())}" if report.peak_bytes else "0 B"
+        lines.append(f"  holds {holds} of {show_size(problem.effective_bytes)}")
         lines += [f"  {action_text(action)}" for action in slot.actions]
         clock += report.seconds
     bases = [f"{c.name} weights {c.basis}" for c in problem.components]
@@ -240,64 +214,56 @@ def explain_screen(solution: Solution) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _terms(report: SlotReport) -> str:
-    named = (
-        ("weights", report.resident_bytes),
-        ("ring", report.ring_bytes),
-        ("activation", report.activation_bytes),
-        ("values and live-in", report.values_bytes),
-    )
-    return (
-        f"{show_size(report.peak_bytes)} = " + " + ".join(f"{show_size(n)} {name}" for name, n in named if n)
-        if report.peak_bytes
-        else "0 B"
-    )
+def terms(*sizes: int) -> str:
+    """``sizes`` of weights, ring, activation and values as a sum, without those that are 0."""
+    names = ("weights", "ring", "activation", "values and live-in")
+    return " + ".join(f"{show_size(nbytes)} {name}" for nbytes, name in zip(sizes, names, strict=True) if nbytes)
 
 
-def check_screen(problem: Problem, plan: Plan, simulation: Simulation) -> str:
+def check_screen(solution: Solution) -> str:
     """The line for a plan that breaks no rule."""
-    actions = sum(len(slot.actions) for slot in plan.slots)
+    slots, simulation = solution.plan.slots, solution.simulation
+    actions = sum(len(slot.actions) for slot in slots)
     return (
-        f"ok: {len(plan.slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
-        f" of {show_size(problem.effective_bytes)}, predicted {show_seconds(simulation.seconds)}"
+        f"ok: {len(slots)} slots, {actions} actions, peak {show_size(simulation.peak_bytes)}"
+        f" of {show_size(solution.problem.effective_bytes)}, predicted {show_seconds(simulation.seconds)}"
     )
 
 
 def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) -> str:
     """The last screen of ``graphrun run``: planned and measured numbers of every slot, bytes left on the device, files written."""
-    simulation = simulate(solution.problem, solution.plan)
-    unit, scale = scale_of(simulation.peak_bytes)
-    clock, second = seconds_of(simulation.seconds)
-    rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{clock} planned", "measured"]]
-    for planned, measured in trace.beside(simulation.slots):
-        rows.append(
-            [
-                f"{measured.phase} {measured.part}".strip(),
-                size(planned.peak_bytes, scale),
-                size(measured.peak_bytes, scale),
-                size(planned.streamed_bytes + planned.loaded_bytes, scale),
-                size(measured.moved_bytes, scale),
-                f"{planned.seconds / second:.3f}",
-                f"{(measured.end_seconds - measured.start_seconds) / second:.3f}",
-            ]
-        )
-    total = [
-        "whole run",
-        size(simulation.peak_bytes, scale),
-        size(trace.peak_bytes, scale),
-        size(simulation.moved_bytes, scale),
-        size(trace.moved_bytes, scale),
-        f"{simulation.seconds / second:.3f}",
-        f"{trace.seconds / second:.3f}",
-    ]
-    broken = broken_caps(solution, trace)
-    verdict = "the plan was kept" if not broken else "the plan was BROKEN: " + "; ".join(broken)
+    simulation = solution.simulation
+    units = Units(simulation.peak_bytes, simulation.seconds)
+    rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{units.time} planned", "measured"]]
+    for pair in trace.beside(simulation.slots):
+        rows.append(units.row(pair[1].name, *beside_cells([pair])))
+    sizes = (simulation.peak_bytes, trace.peak_bytes, simulation.moved_bytes, trace.moved_bytes)
+    rows.append(units.row("whole run", *sizes, simulation.seconds, trace.seconds))
     return "\n".join(
         (
             "",
-            table([*rows, total], left=(0,)),
-            f" sizes in {unit}; {clock} {'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
-            f"{verdict}; left on the device: {show_size(trace.left_bytes)}",
+            table(rows, left=(0,)),
+            f" sizes in {units.size}; {units.time} {'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
+            verdict(solution, trace),
             *(f"wrote {path}" for path in written),
         )
     )
+
+
+def beside_cells(pairs: Sequence[tuple[SlotReport, SlotTrace]]) -> list[float]:
+    """Peak, moved bytes and seconds of these slots, each planned and measured."""
+    return [
+        max((planned.peak_bytes for planned, _ in pairs), default=0),
+        max((measured.peak_bytes for _, measured in pairs), default=0),
+        sum(planned.streamed_bytes + planned.loaded_bytes for planned, _ in pairs),
+        sum(measured.moved_bytes for _, measured in pairs),
+        sum((planned.seconds for planned, _ in pairs), 0.0),
+        sum((measured.end_seconds - measured.start_seconds for _, measured in pairs), 0.0),
+    ]
+
+
+def verdict(solution: Solution, trace: Trace) -> str:
+    """Whether the plan was kept, else the slots in which it was not; and what stayed on the device."""
+    broken = broken_caps(solution, trace)
+    kept = f"the plan was BROKEN: {'; '.join(broken)}" if broken else "the plan was kept"
+    return f"{kept}; left on the device: {show_size(trace.left_bytes)}"

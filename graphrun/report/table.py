@@ -1,4 +1,4 @@
-"""Text tables, with one unit for all sizes of a table."""
+"""Text tables, with one unit for all sizes and one for all times of a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphrun.units import GIB, KIB, MIB
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
     """``rows`` as aligned columns: those numbered in ``left`` left-aligned, the others right-aligned; one space before each row."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = (cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True)))
@@ -17,19 +17,23 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
     return "\n".join(lines)
 
 
-def scale_of(largest_bytes: int) -> tuple[str, int]:
-    """(unit, its bytes) for a table whose largest entry is ``largest_bytes``."""
-    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
-        if largest_bytes >= scale // 4:
-            return unit, scale
-    return "KiB", KIB
+class Units:
+    """The units of a table: ``size`` (of ``size_bytes``) by its largest size, ``time`` by its longest time."""
 
+    def __init__(self, largest_bytes: int, longest_seconds: float = 0.0) -> None:
+        fitting = (unit for unit in (("GiB", GIB), ("MiB", MIB)) if largest_bytes >= unit[1] // 4)
+        self.size, self.size_bytes = next(fitting, ("KiB", KIB))
+        self.time, self._time_seconds = ("s", 1.0) if longest_seconds >= 1 else ("ms", 1e-3)
 
-def seconds_of(longest_seconds: float) -> tuple[str, float]:
-    """(unit, its seconds) for a table whose longest entry is ``longest_seconds``."""
-    return ("s", 1.0) if longest_seconds >= 1 else ("ms", 1e-3)
+    def row(self, *cells: str | float) -> list[str]:
+        """``cells`` as text: an int is bytes and gets two decimals, a float is seconds and gets three."""
+        return [self._text(cell) for cell in cells]
 
-
-def size(nbytes: int, scale: int) -> str:
-    """``nbytes`` in the table's unit with two decimals."""
-    return f"{nbytes / scale:.2f}"
+    def _text(self, cell: str | float) -> str:
+        match cell:
+            case str():
+                return cell
+            case int():
+                return f"{cell / self.size_bytes:.2f}"
+            case _:
+                return f"{cell / self._time_seconds:.3f}"

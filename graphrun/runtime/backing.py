@@ -11,16 +11,17 @@ When to read, copy and drop is the plan's decision, not this module's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from graphrun.errors import GraphrunError
 from graphrun.model.ring import Ring
 from graphrun.modules.blocks import BlockLayout
-from graphrun.runtime.devices.device import Device, Mark
+from graphrun.runtime.devices.device import Device, Mark, Stream
 
 Marks = tuple[Mark, Mark]
 """Start and end of a read or copy."""
@@ -38,237 +39,258 @@ class BlockWriter(Protocol):
 
 @dataclass(slots=True)
 class _BlockRead:
-    """The read of one block. ``join`` waits for its end; ``marks`` then hold its start and end, ``read`` the bytes from files."""
+    """The read of one block into ``buffer``, which is placement ``number`` of a bounce buffer. ``join`` waits for its end;
+    ``marks`` then hold its start and end, ``nbytes`` the bytes from files."""
 
-    join: Callable[[], None]
-    marks: list[Mark]
-    read: list[int]
-
-    def abandon(self) -> None:
-        """Waits for the end of the read and ignores its errors."""
-        with contextlib.suppress(GraphrunError, OSError, RuntimeError):
-            self.join()
-
-
-@dataclass(frozen=True, slots=True)
-class _BufferedBlock:
-    """A block on its way through the bounce buffer: its number in the ring's order, and its bytes there."""
-
-    number: int
     buffer: torch.Tensor
-    block_read: _BlockRead
+    number: int
+    marks: tuple[Mark, ...] = ()
+    nbytes: int = 0
+    join: Callable[[], None] = lambda: None
 
 
-class Arena:
-    """A backing store in RAM: all blocks in one buffer, in the order of ``layouts``; page-locked if ``pinned``."""
+class BackingStore:
+    """Host memory of ``nbytes`` that reads in the background fill from ``writer``, block by block, and that blocks are copied from.
 
-    def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, pinned: bool) -> None:
-        self._layouts, self._device, self._pinned = dict(layouts), device, pinned
-        self._starts: dict[str, int] = {}
-        self.nbytes = 0
-        for path, layout in self._layouts.items():
-            self._starts[path] = self.nbytes
-            self.nbytes += layout.nbytes
+    ``memory`` is None until it is allocated. ``paced`` paces the reads of the open slot.
+    """
+
+    def __init__(
+        self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter | None, nbytes: int, pinned: bool
+    ) -> None:
+        self._layouts, self._device, self._pinned, self.nbytes = dict(layouts), device, pinned, nbytes
+        self._writer: Any = writer
         self.memory: torch.Tensor | None = None
-        self._pending: dict[str, _BlockRead] = {}  # reads not yet begun
-        self._reads: dict[str, _BlockRead] = {}  # reads begun
-        self._writer: BlockWriter | None = None
-        self.begin_through: Callable[[str], None] | None = None  # called for a block that is needed before its read was begun
+        self.paced: PacedReads | None = None
+        self._reads: dict[str, _BlockRead] = {}  # reads begun; from disk, those whose block was not copied yet
+        self._finished: list[tuple[str, int, Marks]] = []
         self._dropped = False
 
     def allocate(self) -> None:
-        """Allocates the buffer. Its contents are undefined."""
+        """Allocates the memory. Its contents are undefined."""
         self.memory, self._dropped = self._device.arena(self.nbytes), False
 
     def pin(self) -> None:
-        """Page-locks the buffer, if this backing store is ``pinned``."""
+        """Page-locks the memory, if this backing store is pinned."""
         if self._pinned and self.memory is not None:
             self._device.pin(self.memory)
+
+    def size(self, path: str) -> int:
+        """Bytes of block ``path``, including alignment."""
+        return self._layouts[path].nbytes
+
+    def request(self, path: str) -> bool:
+        """Begins the read of block ``path`` unless it was begun. Returns whether a copy of the block can be queued without making
+        the host wait for the read."""
+        raise NotImplementedError
+
+    def ready(self, path: str) -> bool:
+        """Whether a copy of block ``path``, whose read was begun, would wait for earlier copies only."""
+        return path not in self._reads or self._device.reached(self._reads[path].marks)
+
+    def copy(self, path: str, target: torch.Tensor) -> Marks:
+        """Queues the copy of block ``path`` into ``target`` on the device. The host waits for the block's read."""
+        source, device = self._source(path), self._device
+        start = device.mark("copy")
+        device.copy(target, source, pageable=not self._pinned)
+        return start, device.mark("copy")
+
+    def _source(self, path: str) -> torch.Tensor:
+        """The bytes of block ``path`` in host memory, read; the copy stream waits for the read."""
+        raise NotImplementedError
+
+    def finish_reads(self) -> list[tuple[str, int, Marks]]:
+        """The blocks read since the last call: path, bytes from files, marks."""
+        found, self._finished = self._finished, []
+        return found
+
+    def drop(self) -> None:
+        """Releases the memory (freed when no views of it are left) and cancels pending reads. Call after a barrier."""
+        self._dropped = True
+        self.abandon()
+        self.memory = None
+
+    def _read(self, path: str, buffer: torch.Tensor, number: int = 0, after: Sequence[Mark] = ()) -> None:
+        """Begins the read of block ``path`` into ``buffer`` in the background, behind reads begun before and marks ``after``."""
+        found, device = _BlockRead(buffer, number), self._device
+
+        def job() -> None:
+            if self._dropped:
+                return
+            for mark in after:
+                device.wait("disk", mark)
+            start = device.mark("disk")
+            found.nbytes = self._writer.write(self._layouts[path], buffer, lambda held: device.arenas.count("arenas", held))
+            device.read(buffer, found.nbytes)
+            found.marks = start, device.mark("disk")
+
+        found.join = device.background(job)
+        self._reads[path] = found
+
+    def abandon(self) -> None:
+        """Waits for the reads under way, which still write to the memory, and ignores their errors. Begins no other."""
+        self.paced = None
+        for found in self._reads.values():
+            with contextlib.suppress(GraphrunError, OSError, RuntimeError):
+                found.join()
+        self._reads.clear()
+
+
+class Arena(BackingStore):
+    """A backing store in RAM: all blocks in one buffer, in the order of ``layouts``; page-locked if ``pinned``."""
+
+    def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter | None, pinned: bool) -> None:
+        starts, nbytes = dict[str, int](), 0
+        for path, layout in layouts.items():
+            starts[path] = nbytes
+            nbytes += layout.nbytes
+        super().__init__(layouts, device, writer, nbytes, pinned)
+        self._starts = starts
+        self.pending: deque[str] = deque()  # blocks whose reads are not yet begun, in order
 
     def block(self, path: str) -> torch.Tensor:
         """The bytes of block ``path`` in RAM, flat."""
         assert self.memory is not None, f"the backing store of block {path!r} is not allocated"
-        return self.memory[self._starts[path] : self._starts[path] + self._layouts[path].nbytes]
+        return self.memory[self._starts[path] : self._starts[path] + self.size(path)]
 
-    def prepare_reads(self, writer: BlockWriter) -> list[tuple[str, int]]:
-        """Prepares the read of every block from ``writer``; `begin` starts each. Returns (path, bytes) in order."""
-        for path, layout in self._layouts.items():
-            marks, read = list[Mark](), list[int]()
-            job = _read_job(self._device, writer, layout, self.block(path), marks, read, lambda: self._dropped)
-            self._pending[path] = _BlockRead(job, marks, read)
-        self._writer = writer
-        return [(path, layout.nbytes) for path, layout in self._layouts.items()]
+    def prepare_reads(self) -> None:
+        """Makes the reads of all blocks pending; `begin_next` starts each."""
+        self.pending.extend(self._layouts)
 
-    def begin(self, path: str) -> None:
-        """Starts the read of block ``path`` in the background, after those started before."""
-        if (block_read := self._pending.pop(path, None)) is None:
-            return
-        self._reads[path] = replace(block_read, join=self._device.background(block_read.join))
-        if not self._pending and self._writer is not None:
+    def begin_next(self) -> None:
+        """Starts the next pending read in the background, after those started before."""
+        path = self.pending.popleft()
+        self._read(path, self.block(path))
+        if not self.pending:
             self._device.background(self._writer.close)
 
-    def wait_read(self, path: str) -> Marks | None:
-        """Waits until block ``path`` is read. Returns start and end of the read; None if it was in RAM before the run."""
-        if path in self._pending:
-            (self.begin_through or self.begin)(path)
-        if path not in self._reads:
-            return None
-        block_read = self._reads[path]
-        block_read.join()
-        return block_read.marks[0], block_read.marks[1]
+    def request(self, path: str) -> bool:
+        """As `BackingStore.request`: also begins the slot's reads before that of block ``path``."""
+        while path in self.pending:
+            (self.begin_next if self.paced is None else self.paced.begin_next)()
+        return path not in self._reads or self._device.queues_behind(self._reads[path].marks)
 
     def ready(self, path: str) -> bool:
-        """Whether a copy of block ``path`` would wait for earlier copies only."""
-        if path in self._pending:
-            return False
-        return path not in self._reads or self._device.reached(self._reads[path].marks)
+        """As `BackingStore.ready`; False before the read was begun."""
+        return path not in self.pending and super().ready(path)
+
+    def wait_read(self, path: str, stream: Stream) -> None:
+        """Waits until block ``path`` is read, on the host and on ``stream``."""
+        self.request(path)
+        if path in self._reads:
+            self._reads[path].join()
+            self._device.wait(stream, self._reads[path].marks[1])
+
+    def _source(self, path: str) -> torch.Tensor:
+        self.wait_read(path, "copy")
+        return self.block(path)
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
-        """Starts all pending reads and waits for them.
-
-        Returns the blocks read since the last call: path, bytes from files, marks.
-        """
-        for path in list(self._pending):
-            self.begin(path)
-        found = [(path, sum(self._reads[path].read), marks) for path in self._reads if (marks := self.wait_read(path))]
+        """As `BackingStore.finish_reads`, after starting all pending reads and waiting for them."""
+        while self.pending:
+            self.begin_next()
+        for path, found in self._reads.items():
+            found.join()
+            self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
         self._reads.clear()
-        self.begin_through = None
-        return found
+        return super().finish_reads()
 
-    def copy(self, path: str, target: torch.Tensor) -> Marks:
-        """Queues the copy of block ``path`` into ``target`` on the device, after its read."""
-        if (marks := self.wait_read(path)) is not None:
-            self._device.wait("copy", marks[1])
-        start = self._device.mark("copy")
-        self._device.copy_in(target, self.block(path), pageable=not self._pinned)
-        return start, self._device.mark("copy")
-
-    def drop(self) -> None:
-        """Releases the buffer (freed when no views of it are left) and cancels pending reads."""
-        self._dropped = True
-        for block_read in self._reads.values():
-            block_read.abandon()
-        self._reads.clear()
-        self._pending.clear()
-        self.begin_through = None
-        self.memory = None
+    def abandon(self) -> None:
+        """As `BackingStore.abandon`."""
+        self.pending.clear()
+        super().abandon()
 
 
-class Disk:
+class Disk(BackingStore):
     """A backing store on disk: every copy of a block reads it from ``writer``, through a bounce buffer of ``bounce_bytes``."""
 
     def __init__(self, layouts: Mapping[str, BlockLayout], device: Device, writer: BlockWriter, bounce_bytes: int) -> None:
-        self._layouts, self._device, self._writer = dict(layouts), device, writer
-        self.nbytes = bounce_bytes
-        self.memory: torch.Tensor | None = None
-        self._ring = Ring(bounce_bytes)
-        self.before_read: Callable[[int, bool], None] = (
-            _ignore  # called with the bytes of each read, and whether the buffer is full
-        )
-        self._copied: dict[int, Mark] = {}  # number of a placement -> end of its copy
-        self._ahead: dict[str, _BufferedBlock] = {}  # read begun, not yet copied
-        self._dropped = False
-        self._placements = 0
-        self.reads: list[tuple[str, int, Marks]] = []
+        super().__init__(layouts, device, writer, bounce_bytes, pinned=True)
+        self.abandon()
 
-    def allocate(self) -> None:
-        """Allocates the bounce buffer and page-locks it."""
-        self.memory, self._dropped = self._device.arena(self.nbytes), False
-        self._device.pin(self.memory)
-
-    def begin(self, path: str) -> None:
-        """Starts the read of block ``path`` for one copy. The read waits for copies out of the bytes that it overwrites."""
-        layout, device = self._layouts[path], self._device
-        if path in self._ahead or layout.nbytes == 0:
-            return
-        assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
-        slot = self._ring.place(layout.nbytes)
-        self.before_read(layout.nbytes, bool(slot.released))
-        buffer = self.memory[slot.offset : slot.offset + layout.nbytes]
-        marks, read = list[Mark](), list[int]()
-        wait = self._wait_for_copies(slot.released)
-        job = _read_job(device, self._writer, layout, buffer, marks, read, lambda: self._dropped, wait)
-        self._ahead[path] = _BufferedBlock(self._placements, buffer, _BlockRead(device.background(job), marks, read))
-        self._placements += 1
-
-    def ready(self, path: str) -> bool:
-        """Whether the read of block ``path`` was begun and is done."""
-        return self._layouts[path].nbytes == 0 or (path in self._ahead and self._device.reached(self._ahead[path].block_read.marks))
+    def request(self, path: str) -> bool:
+        """As `BackingStore.request`, for one copy. The read waits for copies out of the bytes that it overwrites."""
+        if self.size(path) == 0:
+            return True
+        if path not in self._reads:
+            assert self.memory is not None, f"the bounce buffer of block {path!r} is not allocated"
+            slot = self._ring.place(self.size(path))
+            if self.paced is not None:
+                self.paced.before_fetch(self.size(path), full=bool(slot.released))
+            # A block that was read and not copied, because its call left it out, is overwritten: it is read again when needed.
+            self._reads = {name: found for name, found in self._reads.items() if found.number not in slot.released}
+            after = [self._copied.pop(number) for number in slot.released if number in self._copied]
+            self._read(path, self.memory[slot.offset : slot.offset + self.size(path)], self._placements, after)
+            self._placements += 1
+        return self._device.queues_behind(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor) -> Marks:
-        """Queues the copy of block ``path`` into ``target`` on the device, after its read."""
-        device = self._device
-        if self._layouts[path].nbytes == 0:
-            return device.mark("copy"), device.mark("copy")
-        self.begin(path)
-        buffered = self._ahead.pop(path)
-        block_read = buffered.block_read
-        block_read.join()
-        self.reads.append((path, sum(block_read.read), (block_read.marks[0], block_read.marks[1])))
-        device.wait("copy", block_read.marks[1])
-        start = device.mark("copy")
-        device.copy_in(target, buffered.buffer, pageable=False)
-        end = self._copied[buffered.number] = device.mark("copy")
-        return start, end
+        marks = super().copy(path, target)
+        if path in self._reads:
+            self._copied[self._reads.pop(path).number] = marks[1]
+        return marks
 
-    def _wait_for_copies(self, numbers: Iterable[int]) -> Callable[[], None]:
-        """A function that makes the disk stream wait for the copies of these placements."""
-        marks = [self._copied.pop(number) for number in numbers]
-
-        def wait() -> None:
-            for mark in marks:
-                self._device.wait("disk", mark)
-
-        return wait
-
-    def finish_reads(self) -> list[tuple[str, int, Marks]]:
-        """As `Arena.finish_reads`. Called at the end of a slot, whose barrier empties the bounce buffer."""
-        found = list(self.reads)
-        self.reads.clear()
-        self._restart()
-        return found
-
-    def _restart(self) -> None:
-        self.before_read = _ignore
-        for buffered in self._ahead.values():
-            buffered.block_read.abandon()
-        self._ahead.clear()
-        self._ring, self._placements = Ring(self.nbytes), 0
-        self._copied.clear()
+    def _source(self, path: str) -> torch.Tensor:
+        self.request(path)
+        if path not in self._reads:
+            return torch.empty(0, dtype=torch.uint8)
+        found = self._reads[path]
+        found.join()
+        self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
+        self._device.wait("copy", found.marks[1])
+        return found.buffer
 
     def drop(self) -> None:
-        """Releases the bounce buffer and closes files. Call after a barrier."""
-        self._dropped = True
-        self._restart()
-        self.memory = None
+        """As `BackingStore.drop`; closes files."""
+        super().drop()
         self._writer.close()
 
+    def abandon(self) -> None:
+        """As `BackingStore.abandon`. Called at the end of a slot, whose barrier empties the bounce buffer."""
+        super().abandon()
+        self._ring, self._placements = Ring(self.nbytes), 0
+        self._copied: dict[int, Mark] = {}  # number of a placement -> end of its copy
 
-def _ignore(nbytes: int, full: bool) -> None:
-    pass
 
+class PacedReads:
+    """Reads backing stores from disk during a slot, in step with fetches.
 
-def _read_job(
-    device: Device,
-    writer: BlockWriter,
-    layout: BlockLayout,
-    buffer: torch.Tensor,
-    marks: list[Mark],
-    read_bytes: list[int],
-    dropped: Callable[[], bool],
-    wait: Callable[[], None] | None = None,
-) -> Callable[[], None]:
-    """A function that reads the block into ``buffer``, unless ``dropped()``. Calls ``wait`` first; appends to ``marks`` the start
-    and end of the read, to ``read_bytes`` the bytes from files."""
+    A read fills a block of a backing store in RAM, which is the plan's `Read` action. A fetch reads one block from a backing
+    store on disk into its bounce buffer, for one copy to the device. Both share the disk:
 
-    def read() -> None:
-        if dropped():
-            return
-        if wait is not None:
-            wait()
-        start = device.mark("disk")
-        read_bytes.append(writer.write(layout, buffer, lambda held: device.arenas.count("arenas", held)))
-        device.read(buffer, read_bytes[0])
-        marks.extend((start, device.mark("disk")))
+        disk     | fetch 1 | fetch 2 | read a | fetch 3 | read b |
 
-    return read
+    A read is inserted before a fetch that overwrites earlier blocks of the bounce buffer, since that must wait. The fraction of
+    all reads that was started stays at most one block ahead of the fraction of all fetched bytes. If a copy needs a block that
+    was not read yet, that block and all reads before it start at once. Without fetches, all reads start at once. The simulator
+    (`graphrun.verify.simulate`) follows the same rules.
+
+    ``stores``: those that the slot reads, in order, and those on disk, from which it fetches ``fetch_bytes`` in total."""
+
+    def __init__(self, stores: Iterable[BackingStore], fetch_bytes: int) -> None:
+        self._pending: deque[tuple[Arena, int]] = deque()  # one item for each read
+        for store in stores:
+            store.paced = self
+            if isinstance(store, Arena):
+                self._pending += [(store, store.size(path)) for path in store.pending]
+        self._fetch_bytes, self._read_bytes = fetch_bytes, sum(nbytes for _, nbytes in self._pending)
+        self._fetched_bytes = self._begun_bytes = 0
+        if not fetch_bytes:
+            self.finish()
+
+    def finish(self) -> None:
+        """Starts all pending reads."""
+        while self._pending:
+            self.begin_next()
+
+    def begin_next(self) -> None:
+        """Starts the next pending read."""
+        store, nbytes = self._pending.popleft()
+        self._begun_bytes += nbytes
+        store.begin_next()
+
+    def before_fetch(self, nbytes: int, *, full: bool) -> None:
+        """Called before each fetch of ``nbytes``. ``full``: it overwrites earlier blocks of the bounce buffer."""
+        while full and self._pending and self._begun_bytes * self._fetch_bytes <= self._fetched_bytes * self._read_bytes:
+            self.begin_next()
+        self._fetched_bytes += nbytes

@@ -21,41 +21,30 @@ from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
-from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Drop, Plan
-from graphrun.model.problem import Problem
+from graphrun.model.solution import Solution
 from graphrun.modules.build import on_host
 from graphrun.modules.source_files import commits_of
 from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import error_to_raise, leftovers
-from graphrun.runtime.slots import HandedOut, Progress, Replan, Run, Work
+from graphrun.runtime.run import HandedOut, Progress, Replan, Run, Setting, Work
 from graphrun.trace import Trace
 from graphrun.units import show_size
 from graphrun.verify.check import check
-from graphrun.verify.simulate import simulate
 
 
 def stages_for(plan: Plan, graph: Graph, inputs: Mapping[str, Any], device: Device, host: Host, **more: Any) -> Stages:
     """The stages of ``graph`` in the order and with the options of ``plan``, over the components in ``host``; ``more`` as for
     `Stages`."""
-    return Stages(
-        graph,
-        host.modules,
-        device.torch_device,
-        inputs,
-        parts=host.parts,
-        meta_modules=host.meta_modules,
-        order=plan.order,
-        options=dict(plan.options),
-        **more,
-    )
+    order, options = plan.order, dict(plan.options)
+    place = device.torch_device
+    return Stages(graph, host.modules, place, inputs, host.parts, host.meta_modules, order=order, options=options, **more)
 
 
 def follow(
-    problem: Problem,
-    plan: Plan,
+    solution: Solution,
     host: Host,
     device: Device,
     work: Work | Stages,
@@ -64,14 +53,15 @@ def follow(
     replan: Replan | None = None,
     handed_out: HandedOut | None = None,
 ) -> Trace:
-    """Runs ``work`` once under ``plan`` and returns the trace. Its calls into ``host.modules`` advance the plan.
+    """Runs ``work`` once by ``solution`` and returns the trace. Its calls into ``host.modules`` advance the plan.
 
     ``work`` computes on ``device.torch_device``. When it makes a call that the plan does not have, ``replan`` supplies the next
     plan; without ``replan``, or when the run ends before the plan, BrokenPlan is raised. ``handed_out`` returns the bytes of those
     outputs that the caller receives on the device. Other errors as for `graphrun.runtime.recovery.execute`; an error of ``work``'s
     own code is raised unchanged.
     """
-    with Session(problem, plan, host, device, replan=replan, handed_out=handed_out) as session:
+    refuse_broken(solution)
+    with Session(solution, host, device, replan=replan, handed_out=handed_out) as session:
         trace = session.run(work, progress)
     return trace
 
@@ -80,29 +70,29 @@ class Session:
     """Runs of one plan, one after another: the first executes the plan's ``slots``, each later one its ``again`` slots.
 
     What the plan keeps on the device, and the backing stores that it has read, stay from run to run. Leaving the context returns
-    the device and the host to their baselines. So does a failed run; the run after it is a first run again.
+    the device and the host to their baselines. So does a failed run; the run after it is a first run again. The caller has checked
+    the plan (`refuse_unfit`, `refuse_broken`).
 
-        with Session(problem, plan, host, device) as session:
+        with Session(solution, host, device) as session:
             for prompt in prompts:
                 trace = session.run(work(prompt))
     """
 
     def __init__(
         self,
-        problem: Problem,
-        plan: Plan,
+        solution: Solution,
         host: Host,
         device: Device,
         *,
         replan: Replan | None = None,
         handed_out: HandedOut | None = None,
     ) -> None:
-        _refuse_plan(problem, plan)
-        self._replan, self._handed_out = replan, handed_out
-        self._problem, self._plan, self._simulation = apply_choices(problem, plan), plan, simulate(problem, plan)
-        self._slowdowns = slowdowns(problem, plan)
+        names, problem, plan = dict(solution.plan.variants), solution.problem, solution.plan
+        chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
+        slowdowns = {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
+        self._simulation = solution.simulation
+        self._setting = Setting(solution.chosen, plan, host, device, slowdowns, replan, handed_out)
         _refuse_drop(plan, host)
-        self._host, self._device = host, device
         self._begun = False
         self._baseline_bytes = device.allocated_bytes
 
@@ -115,52 +105,49 @@ class Session:
     @on_host()
     def run(self, work: Work | Stages, progress: Progress | None = None) -> Trace:
         """One run. Raises PlanError when the plan is for one run and this is not the first."""
-        if self._begun and not self._plan.again:
+        problem, plan, host, device = self._setting.problem, self._setting.plan, self._setting.host, self._setting.device
+        if self._begun and not plan.again:
             raise PlanError("the plan is for one run: plan a session (runs above 1), or close this session and open a new one")
         if not self._begun:
-            self._baseline_bytes = self._device.allocated_bytes
-            self._host.match_layout(self._problem)
-            self._host.prepare(_used(self._problem))
-        slots = self._plan.again if self._begun else self._plan.slots
-        slots_planned = self._simulation.again if self._begun else self._simulation.slots
-        peaks = [slot.peak_bytes for slot in slots_planned]
-        plan = replace(self._plan, slots=slots)
-        run = Run(self._problem, plan, self._device, self._host, self._slowdowns, peaks, progress)
-        run.replan, run.handed_out = self._replan, self._handed_out
+            self._baseline_bytes = device.allocated_bytes
+            host.match_layout(problem)
+            host.prepare({use.component for phase in problem.phases for use in phase.uses})
+        reports = self._simulation.again if self._begun else self._simulation.slots
+        now = replace(plan, slots=plan.again) if self._begun else plan
+        run = Run(self._setting, now, [report.peak_bytes for report in reports], progress)
         self._begun = True
         try:
-            trace = run.execute(work, keep=bool(self._plan.again))
+            return run.execute(work, keep=bool(plan.again))
         except BaseException as error:  # KeyboardInterrupt too must leave the device empty
             if isinstance(work, Stages):
                 work.leave()
             self.close()
-            failure = error_to_raise(error, self._device, run.where)
+            failure = error_to_raise(error, device, run.where)
             gc.collect()
             with contextlib.suppress(RuntimeError):
-                self._device.release_cached()
-            if (left_bytes := self._device.allocated_bytes - self._baseline_bytes) > 0:
-                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(self._device, self._host.modules)}")
+                device.release_cached()
+            if (left_bytes := device.allocated_bytes - self._baseline_bytes) > 0:
+                failure.add_note(f"{show_size(left_bytes)} stayed on the device: {leftovers(device, host.modules)}")
             if isinstance(failure, OutOfMemory):
                 run.annotate(failure)
                 failure.partial = run.finished([stage.name for stage in work.todo]) if isinstance(work, Stages) else None
             if failure is error:
                 raise
             raise failure from None
-        return replace(trace, plan_digest=self._plan.digest, sources=self._host.sources)
 
     def close(self) -> None:
         """Evicts all weights from the device and drops the backing stores that the plan has read."""
-        for residency in self._host.residencies.values():
-            residency.release()
-        self._host.finish()
+        self._setting.host.evict()
+        self._setting.host.finish()
         self._begun = False
         with contextlib.suppress(RuntimeError):
-            self._device.release_cached()
+            self._setting.device.release_cached()
 
 
-def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
-    """Raises PlanError when ``plan`` is for another problem, graph or commit of the weights, or violates a rule of
+def refuse_unfit(solution: Solution, graph: Graph) -> None:
+    """Raises PlanError when the plan is for another problem, graph or commit of the weights, or violates a rule of
     `verify.check`."""
+    problem = solution.problem
     if problem.graph_digest != graph.digest:
         raise PlanError(
             f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this one has {graph.digest}: plan again"
@@ -173,22 +160,17 @@ def refuse_unfit(problem: Problem, plan: Plan, graph: Graph) -> None:
                 f"the plan was made at commit {commit} of {repository}, which is at {here[repository]} now: plan again, "
                 f"or name the commit, as in source: {name}@{commit}"
             )
-    _refuse_plan(problem, plan)
+    refuse_broken(solution)
 
 
-def _refuse_plan(problem: Problem, plan: Plan) -> None:
+def refuse_broken(solution: Solution) -> None:
+    """Raises PlanError when the plan is for another problem, or violates a rule of `verify.check`."""
+    problem, plan = solution.problem, solution.plan
     if plan.problem != problem.digest:
         raise PlanError(f"the plan is for the problem with digest {plan.problem}, this one has {problem.digest}: plan again")
     if violations := check(problem, plan):
         lines = [f"{v.rule}, slot {v.slot}{f', action {v.action}' if v.action >= 0 else ''}: {v.detail}" for v in violations]
         raise PlanError("\n".join(["the plan may not be run:", *lines]))
-
-
-def slowdowns(problem: Problem, plan: Plan) -> dict[str, float]:
-    """By name of each component that computes on the CPU: how many times longer it takes there than on the device."""
-    names = dict(plan.variants)
-    chosen = {c.name: v for c in problem.components for v in c.variants if names.get(c.name, v.name) == v.name}
-    return {name: variant.slowdown for name, variant in chosen.items() if variant.device == "cpu"}
 
 
 def _refuse_drop(plan: Plan, host: Host) -> None:
@@ -197,7 +179,3 @@ def _refuse_drop(plan: Plan, host: Host) -> None:
             raise PlanError(
                 f"the plan drops the backing store of {name}, which was passed in and stays the caller's: leave it out of modules="
             )
-
-
-def _used(problem: Problem) -> set[str]:
-    return {use.component for phase in problem.phases for use in phase.uses}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Granularity, Problem, Variant
-from graphrun.modules.build import build_part, draft, meta_module
+from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.memos import memos
 from graphrun.modules.precisions import QUANTIZED
@@ -56,6 +57,7 @@ class Host:
         self._spool = spool or Spool()
         self._variants: dict[str, Variant] = {}
         self._writers: dict[str, BlockWriter | None] = {}
+        self._borrowed = ExitStack()
         self._layout = _layout_key(problem)
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
@@ -80,7 +82,7 @@ class Host:
         host._spool.remove_stale()
         refuse_movers(passed)
         used = {use.component for phase in problem.phases for use in phase.uses}
-        host.meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
+        host.meta_modules = host._borrowed.enter_context(meta_modules(graph))
         host.modules = dict(host.meta_modules)  # a stage may list a component that it never calls
         for numbers in problem.components:
             if numbers.name in passed and graph.component(numbers.name).loras:
@@ -114,11 +116,14 @@ class Host:
         ``used``: the components that the run uses; None: all.
         """
         for name, residency in self.residencies.items():
-            if used is not None and name not in used:
-                continue
-            if not residency.backed and not self._variants[name].read_seconds:
+            if (used is None or name in used) and residency.backing_store.memory is None and not self._variants[name].read_seconds:
                 residency.prepare_reads()
                 residency.backing_store.finish_reads()
+
+    def evict(self) -> None:
+        """Evicts all weights from the device. Call after a barrier."""
+        for residency in self.residencies.values():
+            residency.release()
 
     def finish(self) -> None:
         """Drops the backing stores that the plan has read, so that the next run starts as this one did. Call after a barrier."""
@@ -132,6 +137,7 @@ class Host:
             if not residency.caller_owned:
                 residency.drop()
         self._spool.close()
+        self._borrowed.close()
 
     def fits(self, problem: Problem) -> bool:
         """Whether ``problem``, with choices applied, has the graph and the blocks that this was built for."""
@@ -152,7 +158,8 @@ class Host:
             on_disk = isinstance(before.backing_store, Disk)
             if on_disk:
                 before.drop()
-            writer = None if before.caller_owned or (before.backed and not on_disk) else self._writers[numbers.name]
+            in_ram = before.backing_store.memory is not None and not on_disk
+            writer = None if before.caller_owned or in_ram else self._writers[numbers.name]
             self.residencies[numbers.name] = Residency(self.modules[numbers.name], numbers, before.device, writer)
         self._layout = layout
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,21 +23,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
+from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
-from graphrun.model.choices import apply_choices, reorder, stages_of
+from graphrun.model.choices import reorder, stages_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import shortened
 from graphrun.model.problem import PhaseNumbers, Problem
+from graphrun.model.solution import Solution
 from graphrun.ops import Stages
 from graphrun.runtime.devices.device import Device
-from graphrun.runtime.executor import Session, refuse_unfit, stages_for
+from graphrun.runtime.executor import Session, refuse_broken, stages_for
 from graphrun.runtime.host import Host
-from graphrun.runtime.slots import Progress
+from graphrun.runtime.run import Progress
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Event, SlotTrace, Trace
 from graphrun.units import parse_size, show_size
-from graphrun.verify.simulate import simulate
 
 MAX_REPLANS = 8  # in one run
 MIN_INCREASE_FRACTION = 64  # a phase's bytes are raised by at least 1/64 of the budget
@@ -46,8 +47,7 @@ Tell = Callable[[str], None]
 
 
 def execute(
-    problem: Problem,
-    plan: Plan,
+    solution: Solution,
     graph: Graph,
     inputs: Mapping[str, Any],
     device: Device,
@@ -60,34 +60,33 @@ def execute(
     ram_bytes: int | None = None,
     **more: Any,
 ) -> Trace:
-    """Runs ``graph`` on resolved ``inputs`` under ``plan``. Returns the trace, with the graph's outputs on the host.
+    """Runs ``graph`` on resolved ``inputs`` by ``solution``, which fits it (`refuse_unfit`). Returns the trace, with the graph's
+    outputs on the host.
 
     ``modules``: components that were built before. ``host``: backing stores of an earlier run, in place of ``modules``; without it
     they are created for this run and dropped at its end. ``tell``, ``keep``: as for `run_to_the_end`; ``more``: as for `Stages`.
     ``ram_bytes``: RAM that this machine, or this process's cgroup, has left.
 
-    Raises PlanError before anything is loaded, when the plan is invalid here or needs more RAM than ``ram_bytes``; OutOfMemory when
+    Raises PlanError before anything is loaded, when the plan needs more RAM than ``ram_bytes``; OutOfMemory when
     no plan fits the memory of the device; TransferFailed when a copy fails; BrokenPlan when the run deviates from its plan. After
     any error the device is back at its baseline, and the next run is unaffected.
     """
-    refuse_unfit(problem, plan, graph)
-    if ram_bytes is not None and (held := simulate(problem, plan).host_peak_bytes) > ram_bytes:
+    if ram_bytes is not None and (held := solution.simulation.host_peak_bytes) > ram_bytes:
         raise PlanError(
             f"the plan holds {show_size(held)} in RAM, and this machine, or this process's cgroup, has {show_size(ram_bytes)} "
             f"left: plan again with --ram {ram_bytes}"
         )
-    own = Host.of_graph(graph, apply_choices(problem, plan), device, modules) if host is None else host
+    own = Host.of_graph(graph, solution.chosen, device, modules) if host is None else host
     try:
-        stages = stages_for(plan, graph, inputs, device, own, **more)
-        return run_to_the_end(problem, plan, stages, own, device, progress, tell=tell, keep=keep)
+        stages = stages_for(solution.plan, graph, inputs, device, own, **more)
+        return run_to_the_end(solution, stages, own, device, progress, tell=tell, keep=keep)
     finally:
         if host is None:
             own.close()
 
 
 def run_to_the_end(
-    problem: Problem,
-    plan: Plan,
+    solution: Solution,
     stages: Stages,
     host: Host,
     device: Device,
@@ -97,20 +96,20 @@ def run_to_the_end(
     keep: Path | None = None,
     session: Session | None = None,
 ) -> Trace:
-    """Runs ``stages`` under ``plan``. When the device has less memory than planned, or a stage needs more, plans the remaining
+    """Runs ``stages`` by ``solution``. When the device has less memory than planned, or a stage needs more, plans the remaining
     stages again and continues.
 
-    ``session``: an open session of ``plan``, of which this is the next run. After a replan, the session's next run is a first run.
-    ``tell`` is called with one line per replan. Raises OutOfMemory when no plan fits; the outputs of finished stages are then saved
-    in the folder ``keep`` (default: a new temporary one), which the error names. The trace has the slots of the finished stages,
-    and the lines as ``notes``.
+    ``session``: an open session of ``solution``, of which this is the next run. After a replan, the session's next run is a first
+    run. ``tell`` is called with one line per replan. Raises OutOfMemory when no plan fits; the outputs of finished stages are then
+    saved in the folder ``keep`` (default: a new temporary one), which the error names. The trace has the slots of the finished
+    stages, and the lines as ``notes``.
     """
     traces: list[Trace] = []
     notes: list[str] = []
     done = _steps_done(stages)
     while True:
         try:
-            with nullcontext(session) if session is not None else Session(problem, plan, host, device) as running:
+            with nullcontext(session) if session is not None else Session(solution, host, device) as running:
                 traces.append(running.run(stages, progress))
             return _joined(traces, notes)
         except OutOfMemory as error:
@@ -121,17 +120,17 @@ def run_to_the_end(
                     raise BrokenPlan(f"planned again {MAX_REPLANS} times")
                 if lost := stages.lost:
                     raise BrokenPlan(f"{', '.join(lost)} could not be copied from the device")
-                stage = next((phase.stage for phase in apply_choices(problem, plan).phases if phase.name == error.phase), "")
+                stage = next((phase.stage for phase in solution.chosen.phases if phase.name == error.phase), "")
                 begun = stage == stages.todo[0].name
-                problem = remaining_problem(problem, plan, [stage.name for stage in stages.todo], error)
+                problem = remaining_problem(solution.problem, solution.plan, [stage.name for stage in stages.todo], error)
                 problem, done = _without_done_steps(problem, stages, done)
-                solution = solve(problem)
-                problem, plan, session = solution.problem, solution.plan, None
+                solution, session = solve(problem), None
+                refuse_broken(solution)
             except (Infeasible, BrokenPlan) as reason:
                 raise _no_plan_fits(error, reason, stages, keep) from None
-            stages.todo = [stages.graph.stage(name) for name in plan.order or stages_of(problem)]
-            stages.options = dict(plan.options)
-            notes.append(_note(error, problem, stages, begun=begun))
+            stages.todo = [stages.graph.stage(name) for name in solution.plan.order or stages_of(solution.problem)]
+            stages.options = dict(solution.plan.options)
+            notes.append(_note(error, solution.problem, stages, begun=begun))
             if tell is not None:
                 tell(notes[-1])
 
@@ -199,14 +198,13 @@ def _increase(problem: Problem, error: OutOfMemory) -> dict[str, tuple[str, int]
 
 def _increased(phase: PhaseNumbers, increase: Mapping[str, tuple[str, int]]) -> PhaseNumbers:
     part, more = increase.get(phase.name, ("", 0))
-    glue_bytes = phase.glue_bytes + more if phase.glue_bytes else 0
-    if part == "load":
-        return replace(phase, live_in_bytes=phase.live_in_bytes + more, basis="measured")
-    if part == "first":
-        return replace(phase, first_bytes=phase.first_bytes + more, glue_bytes=glue_bytes, basis="measured")
-    if part == "steady":
-        return replace(phase, steady_bytes=phase.steady_bytes + more, glue_bytes=glue_bytes, basis="measured")
-    return phase
+    fields = {"load": ["live_in_bytes"], "first": ["first_bytes", "glue_bytes"], "steady": ["steady_bytes", "glue_bytes"]}
+    if part not in fields:
+        return phase
+    more_bytes: dict[str, Any] = {
+        name: held + more for name in fields[part] if (held := getattr(phase, name)) or name != "glue_bytes"
+    }
+    return replace(phase, basis="measured", **more_bytes)
 
 
 def _note(error: OutOfMemory, problem: Problem, stages: Stages, *, begun: bool) -> str:
@@ -236,14 +234,10 @@ def _no_plan_fits(error: OutOfMemory, reason: Exception, stages: Stages, keep: P
 
 def _saved(named: Mapping[str, torch.Tensor], keep: Path | None) -> Path:
     """Writes ``named`` to a file in ``keep`` and returns its path. The file is complete or absent."""
-    folder = keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    file, partial = folder / "values.safetensors", folder / ".values.safetensors.part"
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, partial)
-        return partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    file = (keep or Path(tempfile.mkdtemp(prefix="graphrun-values-"))) / "values.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, lambda part: save_file({name: tensor.contiguous() for name, tensor in named.items()}, part))
+    return file
 
 
 def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
@@ -265,17 +259,15 @@ def _joined(traces: Sequence[Trace], notes: Sequence[str]) -> Trace:
         return replace(traces[0], notes=tuple(notes))
     slots: list[SlotTrace] = []
     events: list[Event] = []
-    offset = 0.0
     for trace in traces:
-        events += [
-            replace(
-                event,
-                slot=event.slot + len(slots),
-                start_seconds=event.start_seconds + offset,
-                end_seconds=event.end_seconds + offset,
-            )
-            for event in trace.events
-        ]
-        slots += [replace(s, start_seconds=s.start_seconds + offset, end_seconds=s.end_seconds + offset) for s in trace.slots]
-        offset = slots[-1].end_seconds if slots else offset
+        offset, first = slots[-1].end_seconds if slots else 0.0, len(slots)
+        events += [replace(_later(event, offset), slot=event.slot + first) for event in trace.events]
+        slots += [_later(slot, offset) for slot in trace.slots]
     return replace(traces[-1], slots=tuple(slots), events=tuple(events), notes=tuple(notes))
+
+
+Timed = TypeVar("Timed", Event, SlotTrace)
+
+
+def _later(timed: Timed, seconds: float) -> Timed:
+    return replace(timed, start_seconds=timed.start_seconds + seconds, end_seconds=timed.end_seconds + seconds)

@@ -23,7 +23,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorLocation, lay_out
 from graphrun.modules.quantize import normalize_quantized_layers
-from graphrun.runtime.backing import Arena, BlockWriter, Disk
+from graphrun.runtime.backing import Arena, BlockWriter, Disk, Marks
 from graphrun.runtime.devices.device import Device, Mark
 from graphrun.units import round_up
 
@@ -86,36 +86,24 @@ class Residency:
         self.module = module
         self.caller_owned = writer is None
         self.granularity, self.device = numbers.granularity, device
-        self._writer = writer
         normalize_quantized_layers(module)
         order = blocks_of(numbers, None)
         layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         _refuse_other_module(numbers, layouts, on_cpu=self.caller_owned)
-        self._variant = variant = numbers.variants[0]
+        variant = numbers.variants[0]
         if variant.backing_store == "disk":
             if writer is None:
                 raise InputError(f"{self.name} was passed in, but the plan reads it from disk: leave it out of modules=")
             self.backing_store: Arena | Disk = Disk(layouts, device, writer, variant.host_bytes)
         else:
             own = {path: replace(layout, entries=()) for path, layout in layouts.items()} if self.caller_owned else layouts
-            self.backing_store = Arena(own, device, variant.backing_store == "pinned")
+            self.backing_store = Arena(own, device, writer, variant.backing_store == "pinned")
         self._blocks = {path: _block(layout) for path, layout in layouts.items()}
         self.joined = True  # whether the module has these tensors, and not those of another dtype variant
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
-
-    @property
-    def arena(self) -> torch.Tensor:
-        """Memory of the backing store: the arena, or the bounce buffer of a disk backing store."""
-        assert self.backing_store.memory is not None
-        return self.backing_store.memory
-
-    @property
-    def backed(self) -> bool:
-        """Whether the memory of the backing store is allocated (its reads may still be under way)."""
-        return self.backing_store.memory is not None
 
     @property
     def loaded_bytes(self) -> int:
@@ -127,14 +115,14 @@ class Residency:
         call."""
         kind, sizes = self.device.torch_device.type, dict[int, int]()
         for child in self.module.modules():
-            state = child.__dict__.get("state")
-            statistics = getattr(child._parameters.get("weight"), "quant_state", None)
-            more = [getattr(holder, "__dict__", {}) for holder in (state, statistics)]
-            held: list[dict[str, Any]] = [child._parameters, child._buffers, *more]
-            for tensor in (tensor for inner in held for tensor in inner.values()):
-                if isinstance(tensor, torch.Tensor) and tensor.device.type == kind:
-                    key, nbytes = self.device.storage_of(tensor)
-                    sizes[key] = nbytes
+            state, statistics = child.__dict__.get("state"), getattr(child._parameters.get("weight"), "quant_state", None)
+            held: list[dict[str, Any]] = [
+                child._parameters,
+                child._buffers,
+                *(getattr(of, "__dict__", {}) for of in (state, statistics)),
+            ]
+            tensors = (tensor for inner in held for tensor in inner.values() if isinstance(tensor, torch.Tensor))
+            sizes |= dict(self.device.storage_of(tensor) for tensor in tensors if tensor.device.type == kind)
         return sum(sizes.values())
 
     def holds_module(self) -> bool:
@@ -157,22 +145,22 @@ class Residency:
         """Bytes of block ``path``, including alignment."""
         return self._blocks[path].nbytes
 
-    def prepare_reads(self) -> list[tuple[str, int]]:
-        """Allocates the backing store and prepares the read of every block into it: (path, bytes) in order.
+    def prepare_reads(self) -> None:
+        """Allocates the backing store, unless it is there already, and prepares the read of every block into it.
 
-        Empty for a disk backing store, which only gets its bounce buffer, and for a backing store that is there already.
+        A disk backing store only gets its bounce buffer.
         """
-        if self.backed or self._writer is None:
-            return []
-        self.backing_store.allocate()
-        if isinstance(self.backing_store, Disk):
-            return []
-        self.backing_store.pin()
-        for path, block in self._blocks.items():
-            for entry, view in block.views_in(self.backing_store.block(path)):
-                entry.host = view
-            self.unbind(path)
-        return self.backing_store.prepare_reads(self._writer)
+        store = self.backing_store
+        if store.memory is not None or self.caller_owned:
+            return
+        store.allocate()
+        store.pin()
+        if isinstance(store, Arena):
+            for path, block in self._blocks.items():
+                for entry, view in block.views_in(store.block(path)):
+                    entry.host = view
+                self.unbind(path)
+            store.prepare_reads()
 
     def drop(self) -> None:
         """Drops the backing store. The module's tensors are on meta then, except those on the device. Call after a barrier."""
@@ -183,11 +171,11 @@ class Residency:
                 self.unbind(path)
         self.backing_store.drop()
 
-    def allocate(self, path: str, device: Device) -> None:
+    def allocate(self, path: str) -> None:
         """Allocates the device buffer of block ``path``. Its contents are undefined."""
-        self._blocks[path].buffer = device.allocate(self.nbytes(path))
+        self._blocks[path].buffer = self.device.allocate(self.nbytes(path))
 
-    def load(self, path: str, device: Device) -> tuple[Mark, Mark]:
+    def load(self, path: str) -> Marks:
         """Queues the copy of block ``path`` into its buffer and binds its tensors to it. Returns marks before and after the copy.
 
         Call `wait_copy` before computing with the block, unless a barrier came in between.
@@ -199,17 +187,16 @@ class Residency:
         self.bind(path, block.buffer)
         return marks
 
-    def wait_copy(self, path: str, device: Device) -> None:
+    def wait_copy(self, path: str) -> None:
         """Makes the compute stream wait for the copy of block ``path``, if one is under way."""
         if path in self._arrivals:
-            device.wait("compute", self._arrivals.pop(path))
+            self.device.wait("compute", self._arrivals.pop(path))
 
     def wait_read(self) -> None:
         """Waits until the backing store is read, on the host and on the compute stream: the component computes on the CPU."""
         assert isinstance(self.backing_store, Arena)
         for path in self._blocks:
-            if (marks := self.backing_store.wait_read(path)) is not None:
-                self.device.wait("compute", marks[1])
+            self.backing_store.wait_read(path, "compute")
 
     def bind(self, path: str, buffer: torch.Tensor) -> None:
         """Makes the tensors of block ``path`` views of ``buffer``."""
@@ -237,17 +224,13 @@ class Residency:
             if block.buffer is not None:
                 self.bind(path, block.buffer)
 
-    def copy(self, path: str, buffer: torch.Tensor) -> tuple[Mark, Mark]:
+    def copy(self, path: str, buffer: torch.Tensor) -> Marks:
         """Queues the copy of block ``path`` into ``buffer`` without binding its tensors.
 
         Returns marks before and after the copy.
         """
         self.device.annotate(block=f"{self.name} {path or 'remainder'}")
         return self.backing_store.copy(path, buffer)
-
-    def present(self) -> list[str]:
-        """Paths of the blocks that have a buffer on the device."""
-        return [path for path, block in self._blocks.items() if block.buffer is not None]
 
     def evict(self, path: str) -> None:
         """Releases the device copy of block ``path``. No bytes are copied, since weights are read-only. Call after a barrier."""
@@ -260,15 +243,15 @@ class Residency:
         for path in self._blocks:
             self.evict(path)
 
-    def _move_into_arena(self, backing_store: Arena, layouts: dict[str, BlockLayout]) -> None:
-        backing_store.allocate()
+    def _move_into_arena(self, store: Arena, layouts: dict[str, BlockLayout]) -> None:
+        store.allocate()
         for path, block in self._blocks.items():
             layouts.pop(path)
-            for entry, view in block.views_in(backing_store.block(path)):
+            for entry, view in block.views_in(store.block(path)):
                 view.copy_(entry.host.detach())
                 entry.host = entry.template = view
                 entry.put(view)
-        backing_store.pin()
+        store.pin()
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -286,19 +269,16 @@ def _block(layout: BlockLayout) -> _Block:
 
 def _refuse_other_module(numbers: ComponentNumbers, layouts: dict[str, BlockLayout], *, on_cpu: bool) -> None:
     for k, block_bytes in zip(numbers.groups, numbers.variants[0].block_bytes, strict=True):
-        for path in k.blocks:
-            layout = layouts.get(path)
-            found = round_up(layout.nbytes, ALLOCATION_BYTES) if layout else 0
-            if found > block_bytes:
+        for layout in (layouts[path] for path in k.blocks):
+            block = f"{numbers.name}: block {layout.path or 'remainder'!r}"
+            if (found := round_up(layout.nbytes, ALLOCATION_BYTES)) > block_bytes:
                 raise InputError(
-                    f"{numbers.name}: block {path or 'remainder'!r} has {found} bytes, but the problem says {block_bytes}: "
+                    f"{block} has {found} bytes, but the problem says {block_bytes}: "
                     "this is not the module that the plan was made for"
                 )
-            for entry in layout.entries if layout else ():
-                if on_cpu and entry.tensor.device.type != "cpu":
-                    raise InputError(
-                        f"{numbers.name}: block {path or 'remainder'!r} is on {entry.tensor.device}; pass it in on the CPU"
-                    )
+            away = next((entry.tensor.device for entry in layout.entries if entry.tensor.device.type != "cpu"), None)
+            if on_cpu and away is not None:
+                raise InputError(f"{block} is on {away}; pass it in on the CPU")
 
 
 def blocks_of(numbers: ComponentNumbers, chosen: Iterable[tuple[str, tuple[int, ...]]] | None) -> list[str]:

@@ -26,32 +26,34 @@ class NamedValues(Protocol):
 class Values:
     """Moves the values in ``stages`` (None: a run without values). The originals are released at the end of the slot."""
 
-    def __init__(self, stages: NamedValues | None) -> None:
-        self._stages = stages
+    def __init__(self, device: Device, stages: NamedValues | None) -> None:
+        self._device, self._stages = device, stages
         self._originals: list[torch.Tensor] = []
 
-    def spill(self, name: str, device: Device) -> int:
-        """Replaces the tensors of value ``name`` by copies on the host, and queues these copies. Returns their bytes."""
-        device.wait("copy", device.mark("compute"))
+    def spill(self, name: str) -> int:
+        """Replaces the tensors of value ``name`` by copies on the host, and queues these copies. Returns their bytes. Call after a
+        barrier, behind which nothing has computed yet."""
+        device = self._device
 
         def out(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu":
                 return tensor
             copied = torch.empty_like(tensor, device="cpu")
             device.arenas.count("arenas", copied)
-            device.copy_out(copied, tensor)
+            device.copy(copied, tensor)
             self._originals.append(tensor)
             return copied
 
         return self._replace(name, out)
 
-    def restore(self, name: str, device: Device) -> int:
+    def restore(self, name: str) -> int:
         """Replaces the tensors of value ``name`` by copies on the device; compute waits for these copies. Returns their bytes."""
+        device = self._device
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
             copied = torch.empty_like(tensor, device=device.torch_device)
             device.wait("copy", device.mark("compute"))
-            device.copy_in(copied, tensor, pageable=True)
+            device.copy(copied, tensor, pageable=True)
             self._originals.append(tensor)
             return copied
 

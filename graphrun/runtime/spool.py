@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -66,13 +67,9 @@ class Spool:
             ) from error
         finally:
             writer.close()
-        stored = {
-            path: Stored(path, "uint8", (layout.nbytes,), layout.nbytes, str(file), begin[path]) for path, layout in layouts.items()
-        }
-        for path, layout in layouts.items():
-            for entry in layout.entries:
-                key, offset = _key(entry), begin[path] + entry.offset
-                stored[key] = Stored(key, "uint8", (entry.nbytes,), entry.nbytes, str(file), offset)
+        places = {path: (begin[path], layout.nbytes) for path, layout in layouts.items()}
+        places |= {_key(e): (begin[path] + e.offset, e.nbytes) for path, layout in layouts.items() for e in layout.entries}
+        stored = {key: Stored(key, "uint8", (nbytes,), nbytes, str(file), offset) for key, (offset, nbytes) in places.items()}
         return _SpooledBlocks(FileSource(stored), layouts)
 
     def remove_stale(self) -> None:
@@ -148,14 +145,8 @@ def remove_stale(root: Path) -> list[Path]:
 
 def _is_running(name: str) -> bool:
     """Whether the process that created the folder ``name`` still runs, so that it may be about to lock the folder."""
-    number = name.removeprefix(PREFIX).split("-")[0]
-    try:
-        os.kill(int(number), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    number = name.removeprefix(PREFIX).partition("-")[0]
+    return number.isdigit() and psutil.pid_exists(int(number))
 
 
 def _write(file: Path, layouts: dict[str, BlockLayout], writer: Writer) -> dict[str, int]:

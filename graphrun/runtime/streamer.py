@@ -1,4 +1,5 @@
-"""Streams the blocks of one component through a staging ring while it runs. The plan sets the blocks and the size of the ring.
+"""Copies the blocks of one component to the device while it runs: streamed ones through a staging ring, and those that the slot
+loads and keeps. The plan sets the blocks and the size of the ring.
 
 A pass is one copy of a block into the ring and one run of it.
 
@@ -6,29 +7,28 @@ A pass is one copy of a block into the ring and one run of it.
     ring               | 1      | 3   |                                  copies are issued ahead while the ring has free bytes
     hooks    before 1: issue its copy, compute waits for it, bind tensors     after 1: unbind tensors, mark, issue more copies
 
-Blocks that the slot loads and keeps are copied in the same queue, so that copies arrive in the order of use. The host never waits:
-a copy that overwrites a block waits on the copy stream for the mark after that block's compute. A block larger than the ring gets a
-buffer of its own when compute reaches it; the ring is released for that time. Copies are issued ahead only for the passes that the
-slot expects. If the component runs more often, the copies of a further call are issued when that call begins.
+All copies are issued in the order of use. The host waits only for the read of a block that compute has reached: where the next
+block is not in RAM yet, its read is begun, and its copy is issued in a later hook. A copy that overwrites a block waits on the copy
+stream for the mark after that block's compute. A block larger than the ring gets a buffer of its own when compute reaches it; the
+ring is released for that time. Copies are issued ahead only for the passes that the slot expects. If the component runs more often,
+the copies of a further call are issued when that call begins.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.ring import Ring, RingSlot
-from graphrun.runtime.devices.device import Device, Mark
+from graphrun.runtime.devices.device import Mark
+from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.residency import Residency
-
-Note = Callable[[str, str, str, int, tuple[Mark, Mark]], None]
-"""Called for each copy and each run of a streamed block: kind (``load``, ``stream``, ``block``), component, block, bytes, marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +43,31 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """What a slot streams of one component. Paths of blocks are in call order."""
+    """What a slot copies of a component that it computes with. Paths of blocks are in call order."""
 
-    paths: tuple[str, ...]  # streamed blocks; a layer that runs several times in a call is listed several times
-    passes: int  # passes that the slot expects in all its calls
+    order: Sequence[str]  # all blocks
+    loads: Sequence[str]  # blocks that the slot loads and keeps, already allocated
+    streamed: Sequence[tuple[str, int]]  # (block, calls of the slot in which it runs); a layer that runs twice in a call, twice
     ring_bytes: int
-    loads: tuple[str, ...]  # blocks that the slot loads and keeps, already allocated
-    order: tuple[str, ...]  # all blocks
-    rooms: Mapping[str, int] = field(default_factory=dict)  # block -> bytes of the activation that are free while it runs
+    rooms: Mapping[str, int]  # block -> bytes of the activation that are free while it runs
 
 
 class Streamer:
-    """Streams a component for one slot. ``idle`` is called when no further copy can be issued, and before a copy that has to wait
-    for compute: other copies fit in there. Raises what the device raises."""
+    """Copies the blocks of a component for one slot. ``idle`` is called when no further copy can be issued, and before a copy that
+    has to wait for compute: other copies fit in there. Raises what the device raises."""
 
-    def __init__(self, device: Device, residency: Residency, streaming: Streaming, note: Note, idle: Callable[[], None]) -> None:
-        self._device, self._residency = device, residency
-        self._paths = streaming.paths
-        self._indices: dict[str, list[int]] = {}  # block -> its indices in paths
-        for index, path in enumerate(self._paths):
-            self._indices.setdefault(path, []).append(index)
-        self._rooms = streaming.rooms
-        self._limit = streaming.passes
+    def __init__(self, residency: Residency, streaming: Streaming, recorder: EventRecorder, idle: Callable[[], None]) -> None:
+        self._device, self._residency, self._recorder, self._idle = residency.device, residency, recorder, idle
+        self._paths, self._rooms = [path for path, _ in streaming.streamed], streaming.rooms
+        self._limit = sum(calls for _, calls in streaming.streamed)  # passes that the slot expects
         self._loads = _loads_before(streaming)
-        self._note, self._idle = note, idle
         self._ring = Ring(streaming.ring_bytes)
-        self._buffer: torch.Tensor | None = device.allocate(streaming.ring_bytes)
-        self._due_reached = False  # whether compute has reached the due pass
+        self._buffer = self._device.allocate(streaming.ring_bytes) if self._paths else None
+        self.streamed_bytes = 0  # issued so far
+        self.waiting = False  # whether the next copy waits for the read of its block
         self._issued: deque[_Pass] = deque()
         self._due = 0  # the pass that compute runs next; pass p is of block paths[p % len(paths)]
+        self._due_reached = False  # whether compute has reached the due pass
         self._next = 0  # the pass whose copy is issued next
         self._placements = 0
         self._reserved: RingSlot | None = None  # ring slot of the next pass, which may wait for blocks in it to finish
@@ -83,10 +79,10 @@ class Streamer:
 
     def open(self) -> None:
         """Registers hooks and issues the first copies."""
-        for path in self._indices:
-            block = self._residency.module.get_submodule(path)
-            self._hooks.append(block.register_forward_pre_hook(self._before(path)))
-            self._hooks.append(block.register_forward_hook(self._after(path)))
+        for path in dict.fromkeys(self._paths):
+            self._hook(path, self._before, self._after)
+        for _, path in self._loads:
+            self._hook(path, self._before_loaded)
         self.issue_ahead()
 
     def begin_call(self) -> None:
@@ -97,33 +93,25 @@ class Streamer:
         self.issue_ahead()
 
     def issue_ahead(self) -> None:
-        """Issues copies until the next one would overwrite a block that compute has not run yet."""
+        """Issues copies until the next one would overwrite a block that compute has not run yet, or its block is not in RAM."""
         while True:
-            for path in self._loads.pop(self._next, ()):
-                self.load(path)
-            if self._next >= self._limit or not self._issue():
+            if self._loads and self._loads[0][0] <= self._next:
+                path, issue = self._loads[0][1], self._load_next
+            elif self._next < self._limit and self._place():
+                path, issue = self._paths[self._next % len(self._paths)], self._issue
+            else:
+                self.waiting = False
                 break
+            self.waiting = not self._residency.backing_store.request(path)
+            if self.waiting and not (self._due_reached and self._next == self._due):
+                break
+            issue()
         self._idle()
-
-    def load(self, path: str) -> None:
-        """Issues the copy of a block that the slot loads and keeps."""
-        marks = self._residency.load(path, self._device)
-        self._note("load", self._residency.name, path, self._residency.nbytes(path), marks)
-
-    def load_now(self, path: str) -> None:
-        """Issues the load of ``path`` if it is still queued: compute has reached it."""
-        for number, paths in self._loads.items():
-            if path in paths:
-                self._loads[number] = tuple(other for other in paths if other != path)
-                self.load(path)
-                return
 
     def finish(self) -> None:
         """Issues the loads that are still queued."""
-        for paths in self._loads.values():
-            for path in paths:
-                self.load(path)
-        self._loads.clear()
+        while self._loads:
+            self._load_next()
 
     def release(self) -> None:
         """Removes hooks, unbinds the running block and releases the ring. Call after a barrier or a failure."""
@@ -135,36 +123,48 @@ class Streamer:
         self._bound, self._buffer = None, None
         self._issued.clear()
 
-    def _issue(self) -> bool:
-        """Issues the copy of the next pass; False if it would overwrite a block that compute has not run yet."""
+    def _load(self, path: str) -> None:
+        """Issues the copy of a block that the slot loads and keeps."""
+        marks = self._residency.load(path)
+        self._recorder.note("load", self._residency.name, path, self._residency.nbytes(path), marks)
+
+    def _load_next(self) -> None:
+        self._load(self._loads.popleft()[1])
+
+    def _place(self) -> bool:
+        """Reserves the ring slot of the next pass. False if its copy would overwrite a block that compute has not run yet."""
         path, following = (self._paths[number % len(self._paths)] for number in (self._next, self._next + 1))
-        nbytes = self._residency.nbytes(path)
         after = self._residency.nbytes(following) if self._next + 1 < self._limit else 0
-        slot = self._reserved = self._reserved or self._ring.place(nbytes, after, self._rooms.get(path, 0))
-        if any(number not in self._done for number in slot.released) or (slot.alone and not self._due_reached):
-            return False
+        slot = self._reserved = self._reserved or self._ring.place(self._residency.nbytes(path), after, self._rooms.get(path, 0))
+        return all(number in self._done for number in slot.released) and (not slot.alone or self._due_reached)
+
+    def _issue(self) -> None:
+        """Issues the copy of the next pass into its reserved ring slot."""
+        path, slot = self._paths[self._next % len(self._paths)], self._reserved
+        assert slot is not None
+        nbytes = self._residency.nbytes(path)
         self._wait_for(slot)
         buffer = self._buffer_of(slot, nbytes)
         if slot.released or slot.alone:
+            self.waiting = False
             self._idle()
         marks = self._residency.copy(path, buffer)
-        self._note("stream", self._residency.name, path, nbytes, marks)
+        self._recorder.note("stream", self._residency.name, path, nbytes, marks)
+        self.streamed_bytes += nbytes
         self._issued.append(_Pass(self._placements, path, buffer, marks[1]))
         self._placements += 1
         self._next += 1
-        return True
 
     def _buffer_of(self, slot: RingSlot, nbytes: int) -> torch.Tensor:
         """The bytes of ``slot`` in the ring; for a block larger than the ring, a new buffer in place of the ring."""
+        if slot.alone or self._buffer is None:
+            self._buffer = None  # freed before the new one is allocated
+            self._buffer = self._device.allocate(nbytes if slot.alone else self._ring.capacity_bytes)
+            self._device.wait("copy", self._device.mark("compute"))
+        buffer = self._buffer[max(0, slot.offset) : max(0, slot.offset) + nbytes]
         if slot.alone:
             self._buffer = None
-            buffer = self._device.allocate(nbytes)
-            self._device.wait("copy", self._device.mark("compute"))
-            return buffer
-        if self._buffer is None:
-            self._buffer = self._device.allocate(self._ring.capacity_bytes)
-            self._device.wait("copy", self._device.mark("compute"))
-        return self._buffer[slot.offset : slot.offset + nbytes]
+        return buffer
 
     def _wait_for(self, slot: RingSlot) -> None:
         """Makes the copy stream wait until compute has finished the blocks that ``slot`` overwrites."""
@@ -173,42 +173,57 @@ class Streamer:
         if marks:
             self._device.wait("copy", marks[-1])
 
-    def _before(self, path: str) -> Callable[[nn.Module, object], None]:
-        def before(_: nn.Module, __: object) -> None:
-            if not self._residency.joined:
-                return  # another dtype variant of the component runs
-            self._advance_to(path)
-            if not self._issued:
-                self._limit, self._due_reached = max(self._limit, self._due + 1), True
-                self.issue_ahead()
-                self._due_reached = False
-            due = self._issued[0]
-            self._device.wait("compute", due.copied)
-            self._bound = path
-            self._residency.bind(path, due.buffer)
-            self._began = self._device.mark("compute")
+    def _hook(self, path: str, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
+        """Calls ``before`` and ``after`` with ``path`` around each run of the block, unless another dtype variant of the component
+        runs."""
+        block = self._residency.module.get_submodule(path)
 
-        return before
+        def around(act: Callable[[str], None]) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                if self._residency.joined:
+                    act(path)
 
-    def _after(self, path: str) -> Callable[[nn.Module, object, object], None]:
-        def after(_: nn.Module, __: object, ___: object) -> None:
-            if not self._residency.joined:
-                return
-            self._residency.unbind(path)
-            self._bound = None
-            end = self._done[self._issued.popleft().number] = self._device.mark("compute")
-            self._note("block", self._residency.name, path, 0, (self._began, end))
-            self._due += 1
+            return hook
+
+        self._hooks.append(block.register_forward_pre_hook(around(before)))
+        if after is not None:
+            self._hooks.append(block.register_forward_hook(around(after)))
+
+    def _before_loaded(self, path: str) -> None:
+        """Compute has reached a block that the slot loads."""
+        queued = next((load for load in self._loads if load[1] == path), None)
+        if queued is not None:
+            self._loads.remove(queued)
+            self._load(path)
+        self._residency.wait_copy(path)
+
+    def _before(self, path: str) -> None:
+        """Compute has reached a streamed block."""
+        self._advance_to(path)
+        if not self._issued:
+            self._limit, self._due_reached = max(self._limit, self._due + 1), True
             self.issue_ahead()
+            self._due_reached = False
+        due = self._issued[0]
+        self._device.wait("compute", due.copied)
+        self._bound = path
+        self._residency.bind(path, due.buffer)
+        self._began = self._device.mark("compute")
 
-        return after
+    def _after(self, path: str) -> None:
+        self._residency.unbind(path)
+        self._bound = None
+        end = self._done[self._issued.popleft().number] = self._device.mark("compute")
+        self._recorder.note("block", self._residency.name, path, 0, (self._began, end))
+        self._due += 1
+        self.issue_ahead()
 
     def _advance_to(self, path: str) -> None:
         """Advances to the pass of ``path``. Passes that this call skips (an entry point may use some blocks only) are discarded.
 
         Raises BrokenPlan when the blocks of a call do not run in the plan's order.
         """
-        index = next((index for index in self._indices[path] if index > self._last), -1)
+        index = next((n for n in range(self._last + 1, len(self._paths)) if self._paths[n] == path), -1)
         if index < 0 or self._bound is not None:
             before = self._bound or self._paths[self._last]
             raise BrokenPlan(
@@ -235,14 +250,13 @@ class Streamer:
         self._next += 1
 
 
-def _loads_before(streaming: Streaming) -> dict[int, tuple[str, ...]]:
-    """Number of a pass -> the loads needed before it. Those after the last streamed block: under the number of passes in a call."""
-    found: dict[int, tuple[str, ...]] = {}
-    number = 0
-    streamed, loads = set(streaming.paths), set(streaming.loads)
+def _loads_before(streaming: Streaming) -> deque[tuple[int, str]]:
+    """(number of a pass, load needed before it), in call order. Loads after the last streamed block, and at the end those that no
+    call runs: the number of passes in a call."""
+    found: dict[str, int] = {}
+    number, streamed, loads = 0, {path for path, _ in streaming.streamed}, set(streaming.loads)
     for path in streaming.order:
         if path in loads:
-            found[number] = (*found.get(number, ()), path)
-            loads.remove(path)
+            found.setdefault(path, number)
         number += path in streamed
-    return found
+    return deque((found.get(path, number), path) for path in dict.fromkeys((*found, *streaming.loads)))

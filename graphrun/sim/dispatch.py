@@ -18,7 +18,7 @@ import torch
 from graphrun.sim.active import active_machine
 from graphrun.sim.flops import FORMULAS, Formula
 from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, Handler
-from graphrun.sim.wrap import sync_storage, wrap, wrap_all
+from graphrun.sim.tensor import SimTensor, sync_storage, wrap, wrap_all
 
 
 class Traits(NamedTuple):
@@ -66,53 +66,53 @@ def traits_of(func: Any) -> Traits:
     )
 
 
-def dispatch(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The result of ``func`` on simulated tensors; the body of ``__torch_dispatch__`` of the tensor subclass ``cls``."""
+def dispatch(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The result of ``func`` on simulated tensors; the body of ``SimTensor.__torch_dispatch__``."""
     traits = traits_of(func)
     if traits.handler is not None:
-        return traits.handler(cls, func, args, kwargs or {})
+        return traits.handler(func, args, kwargs or {})
     if traits.composite:
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
     tensors: list[Any] = []
     raws: list[Any] = []
     for value in args:
         kind = type(value)
-        if kind is cls:
+        if kind is SimTensor:
             tensors.append(value)
             raws.append(value.raw)
         elif kind is int or kind is float or kind is bool:
             raws.append(value)
         else:
-            raws.append(_unwrap(cls, value, tensors))
+            raws.append(_unwrap(value, tensors))
     options: dict[str, Any] = {}
     on_host = False
     if kwargs:
-        on_host = _options(cls, kwargs, options, tensors)
-    machine = _machine(cls, traits, args, tensors)
+        on_host = _options(kwargs, options, tensors)
+    machine = _machine(traits, args, tensors)
     hollow = machine.hollow_bytes is not None and any(r.nbytes > machine.hollow_bytes for r in raws if isinstance(r, torch.Tensor))
     out = uninitialized(func, raws, options) if hollow and not traits.views else func(*raws, **options)
     if traits.written:
         results = [args[i] if i < len(args) else (kwargs or {})[name] for i, name in traits.written]
         if traits.reshapes:
             for result in results:
-                sync_storage(cls, result)
+                sync_storage(result)
         out = results[0] if len(results) == 1 else tuple(results)
     elif isinstance(out, torch.Tensor):
-        out = out if on_host else wrap(cls, out, machine)
+        out = out if on_host else wrap(out, machine)
     elif isinstance(out, (list, tuple)) and not on_host:
-        out = type(out)(wrap_all(cls, out, machine))
+        out = type(out)(wrap_all(out, machine))
     if machine.ordering is not None and not traits.views:
-        _report(cls, machine, traits, tensors, out)
+        _report(machine, traits, tensors, out)
     if traits.flops is not None:
         machine.charge(traits.flops(raws, out))
     return out
 
 
-def _report(cls: Any, machine: Any, traits: Traits, tensors: Sequence[Any], out: Any) -> None:
+def _report(machine: Any, traits: Traits, tensors: Sequence[Any], out: Any) -> None:
     """Tells the ordering checker what the operator read and wrote."""
-    results = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if type(each) is cls]
+    results = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if type(each) is SimTensor]
     written = {id(each) for each in results}
-    read = [tensor.raw if type(tensor) is cls else tensor for tensor in tensors if id(tensor) not in written]
+    read = [tensor.raw if type(tensor) is SimTensor else tensor for tensor in tensors if id(tensor) not in written]
     machine.ordering.operator(traits.name, machine.clock.current, read, [each.raw for each in results])
 
 
@@ -133,19 +133,19 @@ def uninitialized(func: Any, raws: Sequence[Any], options: Mapping[str, Any]) ->
     return to_cpu(func(*map(to_meta, raws), **on_meta))
 
 
-def _unwrap(cls: Any, value: Any, tensors: list[Any]) -> Any:
+def _unwrap(value: Any, tensors: list[Any]) -> Any:
     """``value`` with raw tensors in place of simulated ones; every tensor found is appended to ``tensors``."""
-    if type(value) is cls:
+    if type(value) is SimTensor:
         tensors.append(value)
         return value.raw
     if isinstance(value, torch.Tensor):
         tensors.append(value)
     elif isinstance(value, (list, tuple)) and value and type(value[0]) is not int:
-        return [_unwrap(cls, item, tensors) for item in value]
+        return [_unwrap(item, tensors) for item in value]
     return value
 
 
-def _options(cls: Any, kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[Any]) -> bool:
+def _options(kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[Any]) -> bool:
     """Whether the results are to be on the host. Adds to ``options`` the keyword arguments of the CPU operator."""
     on_host = False
     for key, value in kwargs.items():
@@ -155,11 +155,11 @@ def _options(cls: Any, kwargs: Mapping[str, Any], options: dict[str, Any], tenso
         elif key == "generator" and value is not None:
             raise RuntimeError(f"Expected a 'sim' device type for generator but found '{value.device.type}'")
         elif key != "pin_memory":
-            options[key] = _unwrap(cls, value, tensors)
+            options[key] = _unwrap(value, tensors)
     return on_host
 
 
-def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) -> Any:
+def _machine(traits: Traits, args: Sequence[Any], tensors: list[Any]) -> Any:
     """The machine that all of ``tensors`` are on; raises RuntimeError, as CUDA does, if tensors are on different devices.
 
     Allowed on the CPU, as on CUDA: 0-dim tensors that are not written, and index tensors.
@@ -167,7 +167,7 @@ def _machine(cls: Any, traits: Traits, args: Sequence[Any], tensors: list[Any]) 
     machine = None
     stray = None
     for tensor in tensors:
-        if type(tensor) is cls:
+        if type(tensor) is SimTensor:
             found = tensor.allocation.machine
             if machine is None:
                 machine = found

@@ -11,7 +11,7 @@ Pure: knows sizes, no tensors, operators or time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -65,44 +65,68 @@ class Allocation:
 
     def __del__(self) -> None:
         if self.nbytes:
-            release(self.machine, self.key, self.nbytes)
-
-
-def release(machine: Any, key: int, nbytes: int) -> None:
-    """Storage ``key`` of ``machine`` is gone."""
-    machine.ledger.release(key, nbytes)
-    if machine.ordering is not None:
-        machine.ordering.freed(key, nbytes)
+            self.machine.release(self.key, self.nbytes)
 
 
 class Ledger:
     """Counters of allocated and peak bytes, with refusals. Each storage is rounded up to ``BLOCK_BYTES``. ``pages``: what counts
     against the capacity, and for the peak, is what it reserves."""
 
-    def __init__(self, capacity_bytes: int | None = None, pages: Pages | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.pages = pages
-        self.allocated_bytes = 0
-        self.peak_bytes = 0
-        self.allocations = 0
-        self.fail_in: int | None = None
-        self.listener: Listener | None = None
-        self.live: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
+    allocated_bytes = 0
+    """Bytes of all live storages."""
+    peak_bytes = 0
+    """Peak bytes in use since the start or the last ``reset_peak``."""
+    allocations = 0
+    """Number of storages allocated so far."""
+    listener: Listener | None = None
+    """Called for each allocation and free, in order; None for no listener."""
+
+    def __init__(self, capacity_bytes: int | None = None, fail_allocation: int | None = None, pages: Pages | None = None) -> None:
+        self.capacity_bytes, self.fail_allocation, self.pages = capacity_bytes, fail_allocation, pages
+        self._storages: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Physical memory in bytes, None for no limit. May be set at any time, also below the allocated bytes."""
+        return self._capacity_bytes
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, nbytes: int | None) -> None:
+        self._capacity_bytes = positive("capacity_bytes", nbytes)
+
+    @property
+    def fail_allocation(self) -> int | None:
+        """n: the n-th allocation from now fails, once. None: none fails."""
+        return self._fail_in
+
+    @fail_allocation.setter
+    def fail_allocation(self, count: int | None) -> None:
+        self._fail_in = positive("fail_allocation", count)
+
+    def reset_peak(self) -> None:
+        """Restarts the peak at the bytes in use now."""
+        self.peak_bytes = self.used_bytes
+
+    def live(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+        """(nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
+
+        Shape and dtype are those of the tensor that allocated the storage.
+        """
+        return sorted(self._storages.values(), key=lambda entry: -entry[0])
 
     def admit(self, sizes: Sequence[int]) -> None:
         """Raises SimulatedOutOfMemory unless storages of ``sizes`` (rounded) can all be allocated now. Changes no counter."""
         wanted = sum(sizes)
-        if self.fail_in is not None:
-            counted = sum(1 for size in sizes if size)
-            if counted >= self.fail_in:
-                self.fail_in = None
-                raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
-        if self.capacity_bytes is not None and wanted and self._used_bytes_with(sizes) > self.capacity_bytes:
-            free = self.capacity_bytes - self.allocated_bytes
+        if self._fail_in is not None and sum(map(bool, sizes)) >= self._fail_in:
+            self._fail_in = None
+            raise SimulatedOutOfMemory(f"sim out of memory: injected fault, allocating {show_size(wanted)} ({wanted} bytes)")
+        capacity_bytes = self._capacity_bytes
+        if capacity_bytes is not None and wanted and self._used_bytes_with(sizes, capacity_bytes) > capacity_bytes:
+            free = capacity_bytes - self.allocated_bytes
             raise SimulatedOutOfMemory(
                 f"sim out of memory. Tried to allocate {show_size(wanted)} ({wanted} bytes). sim:0 has a capacity of "
-                f"{show_size(self.capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
-                f"and {show_size(self.allocated_bytes)} in {len(self.live)} storages is allocated"
+                f"{show_size(capacity_bytes)}, of which {show_size(max(free, 0))} ({free} bytes) is free "
+                f"and {show_size(self.allocated_bytes)} in {len(self._storages)} storages is allocated"
             )
 
     @property
@@ -115,34 +139,38 @@ class Ledger:
         if self.pages is not None:
             self.pages.trim()
 
-    def _used_bytes_with(self, sizes: Sequence[int]) -> int:
-        """`used_bytes` once storages of ``sizes`` are allocated. As PyTorch's allocator does, unused pages are returned, and it is
-        tried again, before an allocation is refused."""
+    def _used_bytes_with(self, sizes: Sequence[int], capacity_bytes: int) -> int:
+        """`used_bytes` once storages of ``sizes`` are allocated. As PyTorch's allocator does, unused pages are returned before an
+        allocation is refused."""
         if self.pages is None:
             return self.allocated_bytes + sum(sizes)
-        used = 0
-        for last in (False, True):
-            trial = [(-1 - number, size) for number, size in enumerate(sizes) if size]
-            for key, size in trial:
-                self.pages.allocate(key, size)
-            used = self.pages.used_bytes
-            for key, _ in trial:
-                self.pages.release(key)
-            if self.capacity_bytes is None or used <= self.capacity_bytes or last:
-                break
+        used = self._pages_with(self.pages, sizes)
+        if used > capacity_bytes:
             self.pages.trim()
-        if self.capacity_bytes is not None and used > self.capacity_bytes:
+            used = self._pages_with(self.pages, sizes)
+        if used > capacity_bytes:
             self.pages.trim()
+        return used
+
+    @staticmethod
+    def _pages_with(pages: Pages, sizes: Sequence[int]) -> int:
+        """What ``pages`` reserve once storages of ``sizes`` are allocated. They are released again, and their pages stay."""
+        keys = {-1 - number: size for number, size in enumerate(sizes) if size}
+        for key, size in keys.items():
+            pages.allocate(key, size)
+        used = pages.used_bytes
+        for key in keys:
+            pages.release(key)
         return used
 
     def enter(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Counts a storage of ``size`` bytes (rounded), which ``admit`` has accepted, and returns its key; 0 for 0 bytes."""
         if not size:
             return 0
-        if self.fail_in is not None:
-            self.fail_in -= 1
+        if self._fail_in is not None:
+            self._fail_in -= 1
         self.allocations = key = self.allocations + 1
-        self.live[key] = (size, shape, dtype)
+        self._storages[key] = (size, shape, dtype)
         self.allocated_bytes += size
         if self.pages is not None:
             self.pages.allocate(key, size)
@@ -153,7 +181,7 @@ class Ledger:
 
     def release(self, key: int, size: int) -> None:
         """Stops counting storage ``key`` of ``size`` bytes."""
-        if self.live.pop(key, None) is None:
+        if self._storages.pop(key, None) is None:
             return
         self.allocated_bytes -= size
         if self.pages is not None:
@@ -167,7 +195,11 @@ def rounded(nbytes: int) -> int:
     return round_up(nbytes, BLOCK_BYTES)
 
 
-def positive(name: str, value: float) -> None:
-    """Raises InputError unless ``value`` is above zero; ``name`` is used in the message."""
-    if not value > 0:
+Number = TypeVar("Number", float, int | None)
+
+
+def positive(name: str, value: Number) -> Number:
+    """``value``, None too. Raises InputError unless it is above zero; ``name`` is used in the message."""
+    if value is not None and not value > 0:
         raise InputError(f"simulated machine: {name} is {value}; give a number above 0")
+    return value

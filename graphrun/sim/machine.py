@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from graphrun.sim.active import ActiveMachine, active
+from graphrun.sim.active import active
 from graphrun.sim.clock import Clock, Stream
-from graphrun.sim.ledger import Ledger, Listener, Pages, positive
+from graphrun.sim.ledger import Ledger, Pages, positive
 from graphrun.sim.ordering import Ordering
 from graphrun.sim.register import register
 from graphrun.units import show_size
@@ -25,7 +25,7 @@ class SimulatedCopyError(RuntimeError):
     """A copy between host and simulated device failed because a fault was injected."""
 
 
-class Machine:
+class Machine(Ledger):
     """A simulated accelerator. Inside ``with machine:`` tensors created on device ``sim`` belong to it.
 
     ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy engine; ``flops_per_second`` of
@@ -59,96 +59,27 @@ class Machine:
         pages: Pages | None = None,
     ) -> None:
         register()
-        self.pageable_bytes_per_second = pageable_bytes_per_second or h2d_bytes_per_second
-        for name, rate in (
-            ("h2d_bytes_per_second", h2d_bytes_per_second),
-            ("d2h_bytes_per_second", d2h_bytes_per_second),
-            ("pageable_bytes_per_second", self.pageable_bytes_per_second),
-            ("disk_bytes_per_second", disk_bytes_per_second),
-        ):
-            positive(name, rate)
-        self.disk_bytes_per_second = disk_bytes_per_second
-        self.bytes_read = 0
-        self._pageable = False
-        positive("flops_per_second", flops_per_second)
+        super().__init__(capacity_bytes, fail_allocation, pages)
+        self.h2d_bytes_per_second = positive("h2d_bytes_per_second", h2d_bytes_per_second)
+        self.d2h_bytes_per_second = positive("d2h_bytes_per_second", d2h_bytes_per_second)
+        pageable_bytes_per_second = pageable_bytes_per_second or h2d_bytes_per_second
+        self.pageable_bytes_per_second = positive("pageable_bytes_per_second", pageable_bytes_per_second)
+        self.disk_bytes_per_second = positive("disk_bytes_per_second", disk_bytes_per_second)
+        self.flops_per_second = positive("flops_per_second", flops_per_second)
+        self.fail_copy = fail_copy
         self.device = torch.device("sim:0")
-        self.ledger = Ledger(pages=pages)
         self.clock = Clock()
         self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
-        self.h2d_bytes_per_second = h2d_bytes_per_second
-        self.d2h_bytes_per_second = d2h_bytes_per_second
-        self.flops_per_second = flops_per_second
-        self.copies_in = self.copies_out = 0
-        self.bytes_in = self.bytes_out = 0
-        self.charge_flops = 0
-        self.capacity_bytes = capacity_bytes
-        self.fail_allocation = fail_allocation
-        self.fail_copy = fail_copy
+        self.copies_in = self.copies_out = self.bytes_in = self.bytes_out = self.bytes_read = self.charge_flops = 0
         self.hollow_bytes: int | None = None
-        self._token: Token[ActiveMachine | None] | None = None
+        self._pageable = False
+        self._token: Token[Any] | None = None
 
-    # -- memory
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Physical memory in bytes, None for no limit. May be set at any time, also below the allocated bytes."""
-        return self.ledger.capacity_bytes
-
-    @capacity_bytes.setter
-    def capacity_bytes(self, nbytes: int | None) -> None:
-        if nbytes is not None:
-            positive("capacity_bytes", nbytes)
-        self.ledger.capacity_bytes = nbytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of all live storages, each rounded up to 512."""
-        return self.ledger.allocated_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak bytes, allocated or reserved in pages, since the start or the last ``reset_peak``."""
-        return self.ledger.peak_bytes
-
-    def reset_peak(self) -> None:
-        """Restarts the peak at the bytes in use now."""
-        self.ledger.peak_bytes = self.ledger.used_bytes
-
-    def trim(self) -> None:
-        """Returns pages without storages; nothing to return where memory counts in bytes."""
-        self.ledger.trim()
-
-    @property
-    def allocations(self) -> int:
-        """Number of storages allocated so far."""
-        return self.ledger.allocations
-
-    @property
-    def listener(self) -> Listener | None:
-        """Called for each allocation and free, in order; None for no listener."""
-        return self.ledger.listener
-
-    @listener.setter
-    def listener(self, listener: Listener | None) -> None:
-        self.ledger.listener = listener
-
-    def live(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-        """(nbytes, shape, dtype) of every live storage, largest first, for reports of leaks.
-
-        Shape and dtype are those of the tensor that allocated the storage.
-        """
-        return sorted(self.ledger.live.values(), key=lambda entry: -entry[0])
-
-    @property
-    def fail_allocation(self) -> int | None:
-        """n: the n-th allocation from now fails, once. None: none fails."""
-        return self.ledger.fail_in
-
-    @fail_allocation.setter
-    def fail_allocation(self, count: int | None) -> None:
-        if count is not None:
-            positive("fail_allocation", count)
-        self.ledger.fail_in = count
+    def release(self, key: int, size: int) -> None:
+        """Stops counting storage ``key`` of ``size`` bytes."""
+        super().release(key, size)
+        if self.ordering is not None:
+            self.ordering.freed(key, size)
 
     # -- copies and work
 
@@ -159,9 +90,7 @@ class Machine:
 
     @fail_copy.setter
     def fail_copy(self, count: int | None) -> None:
-        if count is not None:
-            positive("fail_copy", count)
-        self._fail_copy_in = count
+        self._fail_copy_in = positive("fail_copy", count)
 
     def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
         """Counts and charges a copy of ``nbytes`` to the device. Returns whether the host waits for it. Raises SimulatedCopyError

@@ -17,7 +17,9 @@ import torch
 
 from graphrun.errors import GraphrunError
 from graphrun.sim.active import active, active_machine
+from graphrun.sim.clock import Clock
 from graphrun.sim.clock import Stream as Timeline
+from graphrun.sim.dispatch import dispatch
 from graphrun.sim.special import LEAVES, SPECIAL
 from graphrun.sim.tensor import SimTensor
 
@@ -102,7 +104,8 @@ class DeviceModule:
 
     def stream(self, stream: SimStream) -> AbstractContextManager[None]:
         """A context that issues work to ``stream``."""
-        return active_machine().clock.on(stream.timeline, synchronous=True)
+        clock: Clock = active_machine().clock
+        return clock.on(stream.timeline, synchronous=True)
 
     def empty_cache(self) -> None:
         """Does nothing: freed memory is available at once."""
@@ -129,6 +132,7 @@ def register() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in (name.removeprefix("aten::") for name in (*SPECIAL, *sorted(LEAVES))):
         library.impl(name, _kernel(name), "PrivateUse1")
+    SimTensor.__torch_dispatch__ = staticmethod(dispatch)
     _setup(NAME, backend_module=DeviceModule(library))
 
 
@@ -137,6 +141,6 @@ def _kernel(name: str) -> Any:
     func = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return SimTensor.__torch_dispatch__(func, (), args, kwargs)
+        return dispatch(func, (), args, kwargs)
 
     return kernel

@@ -1,6 +1,6 @@
 """Handlers of the operators that do more than "compute on the CPU and wrap": factory functions, copies, resizing in place.
 
-A handler gets the tensor subclass, the operator and its arguments.
+A handler gets the operator and its arguments.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from graphrun.sim.active import active_machine
 from graphrun.sim.ledger import rounded
-from graphrun.sim.wrap import replace, sync_storage, wrap
+from graphrun.sim.tensor import SimTensor, replace, sync_storage, wrap
 
-Handler = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], Any]
+Handler = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 LEAVES = frozenset({"aten::scaled_dot_product_attention", "aten::linear"})
 """Composite operators that are not decomposed: attention, because devices other than CUDA, CPU and XPU get the math form, which
@@ -28,7 +28,7 @@ INDEXING = frozenset(
 """Operators whose second argument may hold index tensors on the CPU, as on CUDA."""
 
 
-def _new(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``empty(size)`` and ``empty_strided(size, stride)``: refused before the host allocates anything."""
     machine = active_machine()
     if kwargs.get("pin_memory"):
@@ -36,19 +36,19 @@ def _new(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     size = args[0]
     elements = prod(size) if len(args) == 1 else _extent(size, args[1])
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    machine.ledger.admit((rounded(elements * dtype.itemsize),))
-    return wrap(cls, func(*args, **{**kwargs, "device": "cpu"}), machine)
+    machine.admit((rounded(elements * dtype.itemsize),))
+    return wrap(func(*args, **{**kwargs, "device": "cpu"}), machine)
 
 
 def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
-def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``_to_copy(source, dtype=, device=, ...)``. The dtype is converted on the source device, as in CUDA's copies."""
     source = args[0]
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "layout", "memory_format")}
-    from_sim = type(source) is cls
+    from_sim = type(source) is SimTensor
     target = kwargs.get("device")
     kind = "sim" if target is None else torch.device(target).type
     to_sim = kind == "sim"
@@ -61,10 +61,10 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if kind != "meta":
             waits = machine.copy_out(nbytes, non_blocking)
     elif not from_sim:
-        machine.ledger.admit((rounded(nbytes),))
+        machine.admit((rounded(nbytes),))
         waits = machine.copy_in(nbytes, non_blocking)
     copied = func(raw, **options)
-    made = wrap(cls, copied, machine) if to_sim else copied
+    made = wrap(copied, machine) if to_sim else copied
     if machine.ordering is not None and kind != "meta":
         if from_sim and to_sim:
             machine.ordering.operator("aten::_to_copy", machine.clock.current, (raw,), (copied,))
@@ -73,29 +73,29 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return made
 
 
-def _copy_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _copy_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``copy_(destination, source, non_blocking)``, counted with the bytes of the destination."""
-    return _copy(cls, args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+    return _copy(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
-def _copy_from(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _copy_from(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``_copy_from(source, destination, non_blocking)``: replaces ``copy_`` where C++ excludes Python dispatch."""
-    return _copy(cls, args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+    return _copy(args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
-def _copy_from_and_resize(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _copy_from_and_resize(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``_copy_from_and_resize(source, destination)``."""
     source, destination = args
-    if type(destination) is cls:
+    if type(destination) is SimTensor:
         destination.raw.resize_(source.shape)
-        sync_storage(cls, destination)
+        sync_storage(destination)
     else:
         destination.resize_(source.shape)
-    return _copy(cls, destination, source)
+    return _copy(destination, source)
 
 
-def _copy(cls: Any, destination: Any, source: Any, non_blocking: bool = False) -> Any:
-    into, from_ = type(destination) is cls, type(source) is cls
+def _copy(destination: Any, source: Any, non_blocking: bool = False) -> Any:
+    into, from_ = type(destination) is SimTensor, type(source) is SimTensor
     machine = (destination if into else source).allocation.machine
     nbytes = destination.numel() * destination.dtype.itemsize
     waits = False
@@ -113,7 +113,7 @@ def _copy(cls: Any, destination: Any, source: Any, non_blocking: bool = False) -
     return destination
 
 
-def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _item(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``item()``: a copy of one element to the host."""
     raw = args[0].raw
     machine = args[0].allocation.machine
@@ -124,33 +124,33 @@ def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return func(raw)
 
 
-def _resize_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _resize_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``resize_(tensor, size)``: refused before anything changes."""
     tensor, size = args[0], args[1]
     raw = tensor.raw
     size_bytes = rounded((raw.storage_offset() + prod(size)) * raw.dtype.itemsize)
     if size_bytes > tensor.allocation.nbytes:
-        tensor.allocation.machine.ledger.admit((size_bytes,))
+        tensor.allocation.machine.admit((size_bytes,))
     func(raw, *args[1:], **kwargs)
-    sync_storage(cls, tensor)
+    sync_storage(tensor)
     return tensor
 
 
-def _set_(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``set_()`` and ``set_(other)``: the tensor gets another storage."""
     tensor = args[0]
     if len(args) == 1:
-        replace(cls, tensor, wrap(cls, torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine))
-    elif type(args[1]) is cls and len(args) == 2:
-        replace(cls, tensor, wrap(cls, args[1].raw.detach(), args[1].allocation.machine))
+        replace(tensor, wrap(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.allocation.machine))
+    elif type(args[1]) is SimTensor and len(args) == 2:
+        replace(tensor, wrap(args[1].raw.detach(), args[1].allocation.machine))
     else:
         raise NotImplementedError("sim: set_ takes a sim tensor, not a storage: storages of sim tensors have no memory")
     return tensor
 
 
-def _compatible(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _compatible(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Called for ``tensor.data = other``: both must be sim tensors."""
-    return type(args[0]) is cls and type(args[1]) is cls
+    return type(args[0]) is SimTensor and type(args[1]) is SimTensor
 
 
 SPECIAL: Mapping[str, Handler] = {

@@ -1,14 +1,19 @@
-"""Tensor subclass of the simulated device: holds a CPU tensor and reports device ``sim:0``. Operators: ``dispatch.py``."""
+"""Tensor subclass of the simulated device: holds a CPU tensor and reports device ``sim:0``. Operators: ``dispatch.py``.
+
+A storage has its ``Allocation`` as an attribute, so views find it, and it is released exactly when the storage is freed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from graphrun.sim.dispatch import dispatch
-from graphrun.sim.ledger import Allocation
-from graphrun.sim.wrap import replace
+from graphrun.sim.ledger import Allocation, SimulatedOutOfMemory, rounded
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_data: Any = torch._C.TensorBase.data  # the original property, also if torch.Tensor.data was replaced
 
 
 class SimTensor(torch.Tensor):
@@ -18,7 +23,6 @@ class SimTensor(torch.Tensor):
     allocation: Allocation
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
         """A Parameter of ``data``, for code that constructs a parameter by ``type(param)`` (accelerate). Use ``wrap`` otherwise."""
@@ -51,7 +55,7 @@ class SimTensor(torch.Tensor):
     def data(self, other: torch.Tensor) -> None:
         if type(other) is not SimTensor:
             raise RuntimeError(f"cannot set .data of a tensor on {self.device} to one on {other.device}")
-        replace(SimTensor, self, other)
+        replace(self, other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -69,3 +73,79 @@ class SimTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec and self.dim() == 0 else str(self)
+
+
+def wrap(raw: torch.Tensor, machine: Any) -> Any:
+    """The simulated tensor of ``raw``. Counts its storage on ``machine``, unless it is counted already.
+
+    Raises SimulatedOutOfMemory, without counting, if it does not fit.
+    """
+    allocation = _allocation(raw, machine)
+    tensor = _shell(raw, machine)
+    tensor.raw, tensor.allocation = raw, allocation
+    return tensor
+
+
+def _allocation(raw: torch.Tensor, machine: Any) -> Allocation:
+    """The allocation of the storage of ``raw``, which is counted on ``machine`` unless it is counted already."""
+    storage: Any = raw.untyped_storage()
+    found: Allocation | None = getattr(storage, "graphrun_allocation", None)
+    if found is None:
+        size = rounded(storage.nbytes())
+        machine.admit((size,))
+        found = storage.graphrun_allocation = Allocation(machine, _enter(machine, size, raw), size)
+    return found
+
+
+def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
+    """``wrap`` of each tensor in ``raws``; other items are returned unchanged. All are refused if they do not fit together."""
+    fresh: dict[int, int] = {}
+    for raw in raws:
+        if isinstance(raw, torch.Tensor):
+            storage = raw.untyped_storage()
+            if getattr(storage, "graphrun_allocation", None) is None:
+                fresh[storage._cdata] = rounded(storage.nbytes())
+    if len(fresh) > 1:
+        machine.admit(tuple(fresh.values()))
+    return [wrap(raw, machine) if isinstance(raw, torch.Tensor) else raw for raw in raws]
+
+
+def sync_storage(tensor: Any) -> None:
+    """Updates the ledger and ``tensor``'s shape after an operator that may have resized or replaced the storage of its raw tensor.
+
+    A grown storage is counted as a new one while the old one still exists, as on a device. If that does not fit, the raw tensor is
+    restored and SimulatedOutOfMemory is raised.
+    """
+    raw, machine = tensor.raw, tensor.allocation.machine
+    allocation, storage = _allocation(raw, machine), raw.untyped_storage()
+    if (size := rounded(storage.nbytes())) != allocation.nbytes:
+        try:
+            machine.admit((size,))
+        except SimulatedOutOfMemory:
+            storage.resize_(allocation.nbytes)
+            raw.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            raise
+        before = allocation.key, allocation.nbytes
+        allocation.key, allocation.nbytes = _enter(machine, size, raw), size
+        machine.release(*before)
+    tensor.allocation = allocation
+    if raw.shape != tensor.shape or raw.stride() != tensor.stride() or raw.storage_offset() != tensor.storage_offset():
+        _data.__set__(tensor, _shell(raw, machine))
+
+
+def replace(tensor: Any, other: Any) -> None:
+    """Makes ``tensor`` share the storage and shape of ``other``, as ``tensor.data = other``."""
+    _data.__set__(tensor, _shell(other.raw, other.allocation.machine))
+    tensor.raw, tensor.allocation = other.raw, other.allocation
+
+
+def _enter(machine: Any, size: int, raw: torch.Tensor) -> int:
+    key: int = machine.enter(size, raw.shape, raw.dtype)
+    if machine.ordering is not None and size:
+        machine.ordering.allocated(key, size, machine.clock.current)
+    return key
+
+
+def _shell(raw: torch.Tensor, machine: Any) -> Any:
+    # positional arguments, because parsing keywords takes a fifth of the time of a call
+    return _make_wrapper(SimTensor, raw.shape, raw.stride(), raw.storage_offset(), None, raw.dtype, raw.layout, machine.device)

@@ -2,7 +2,8 @@
 
 orders        stage orders and stage options to choose from       variants     variants worth solving for
 program       integers, constraints and costs of a plan           granularity  which components are split into layers
-milp          the program as rows and columns for HiGHS           search       goals in order: seconds, bytes moved, memory
+milp          the program as rows and columns                      search       goals in order: seconds, bytes moved, memory
+linear        linear expressions, and HiGHS
 actions       a plan's text from the integers                     solve        all of it, judged by the simulator
 infeasible    what does not fit, and why                          least        the smallest budgets
 repairs       changes after which a plan exists                   remedies     those that take another dry run

@@ -18,28 +18,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
-from graphrun.solve.dominance import budget_excess
-from graphrun.solve.milp import with_drops
+import numpy as np
+from numpy.typing import NDArray
+
+from graphrun.model.choices import BUFFERED_BLOCKS
 from graphrun.solve.program import Choice, Program
 
 Baseline = Literal["resident", "one by one", "streamed", "single K"]
-BASELINES: tuple[Baseline, ...] = ("resident", "one by one", "streamed", "single K")
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 
 def fitting(program: Program, baseline: Baseline, most: int | None = None) -> Iterator[Choice]:
     """The choices of ``baseline`` that fit the budgets. ``single K`` yields one choice per K, from the largest K down, at most
     ``most``; larger K are usually faster. ``program`` has one variant per component."""
-    sizes = [sum(c.count * c.block_bytes for c in program.groups if c.component == n) for n in range(len(program.variant_choices))]
-    largest = max(range(len(sizes)), key=lambda n: sizes[n], default=0)
+    weights = [sum(program.counts[of] * [program.groups[j].block_bytes for j in of]) for of in program.groups_of]
+    largest = max(range(len(weights)), key=lambda c: weights[c], default=0)
+    too_large = [c for c in range(len(weights)) if _short_bytes(program, c) > 0]
     blocks = max((group.count for group in program.groups if group.component == largest), default=0)
     found = 0
     for kept in range(blocks, -1, -1) if baseline == "single K" else (0,):
-        double = _choice(program, baseline, largest, kept)
-        single = replace(double, depths=((1,) * len(program.groups),) * len(program.intervals))
-        for choice in (with_drops(program, double), with_drops(program, single)):
-            if found != most and not budget_excess(program, choice):
+        streamed = [
+            group.streamable and (baseline == "streamed" or (baseline == "single K" and group.component in (largest, *too_large)))
+            for group in program.groups
+        ]
+        stay = [min(kept, group.count) if group.component == largest else 0 for group in program.groups]
+        goals = _needed(program) * np.where(streamed, stay, program.counts)
+        double = _reaching(program, goals, evict=baseline != "resident")
+        for choice in (double, replace(double, depths=np.ones_like(double.depths))):
+            if found != most and not program.excess_bytes(choice):
                 found += 1
                 yield choice
                 break
@@ -47,86 +55,45 @@ def fitting(program: Program, baseline: Baseline, most: int | None = None) -> It
 
 def _short_bytes(program: Program, component: int) -> int:
     """Bytes missing to hold all of ``component`` in the tightest slot that uses it; 0 or less: it fits."""
-    weights = sum(group.count * group.held_bytes for group in program.groups if group.component == component)
+    of = program.groups_of[component]
     slots = [t for t, interval in enumerate(program.intervals) if component in interval.used]
     fixed = max((program.intervals[t].fixed_bytes + program.activation_bytes(t) for t in slots), default=0)
-    return weights + fixed - program.problem.effective_bytes
-
-
-def _choice(program: Program, baseline: Baseline, largest: int, kept: int) -> Choice:
-    present, loaded = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    held = [0] * len(program.groups)
-    too_large = {c for c in range(len(program.problem.components)) if _short_bytes(program, c) > 0}
-    reads = [-1] * len(program.variant_choices)
-    for t, interval in enumerate(program.intervals):
-        phase = program.problem.phases[interval.phase]
-        uses = {use.component: use for use in phase.uses}
-        goal = []
-        for group in program.groups:
-            use = uses.get(program.problem.components[group.component].name)
-            needed = use is not None and use.group_calls[group.index] > 0
-            streamed = group.streamable and (
-                baseline == "streamed" or (baseline == "single K" and group.component in (largest, *too_large))
-            )
-            stays = min(kept, group.count) if group.component == largest else 0
-            goal.append(0 if not needed else stays if streamed else group.count)
-        stay = held if baseline == "resident" else [min(h, g) for h, g in zip(held, goal, strict=True)]
-        more = [max(0, g - h) if interval.part == "load" else 0 for g, h in zip(goal, stay, strict=True)]
-        present.append(tuple(stay))
-        loaded.append(tuple(more))
-        held = [h + m for h, m in zip(stay, more, strict=True)]
-        for variant_choice in program.variant_choices:
-            name = program.problem.components[variant_choice.component].name
-            if (
-                variant_choice.read_seconds is not None
-                and reads[variant_choice.component] < 0
-                and name in uses
-                and t < program.run_length
-            ):
-                reads[variant_choice.component] = t
-    if program.session and baseline == "resident":
-        further = program.run_length
-        present[further:] = [tuple(held) for _ in present[further:]]
-        loaded[further:] = [tuple(0 for _ in held) for _ in loaded[further:]]
-    return Choice(
-        tuple(present), tuple(loaded), tuple(reads), (-1,) * len(program.variant_choices), (False,) * len(program.spill_gaps)
-    )
+    return int(program.counts[of] @ program.held_bytes[of]) + fixed - program.problem.effective_bytes
 
 
 def mapped(program: Program, kept: Mapping[str, Sequence[int]]) -> Choice:
     """The choice that keeps ``kept`` (component -> number of blocks per group) on the device for the whole run. Other components
     are loaded for their phases. ``program`` has one variant per component."""
-    components = [component.name for component in program.problem.components]
-    stay = [kept[name][c.index] if (name := components[c.component]) in kept else 0 for c in program.groups]
-    present, loaded = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    held, reads = [0] * len(program.groups), [-1] * len(program.variant_choices)
+    names = [program.problem.components[group.component].name for group in program.groups]
+    pairs = list(zip(names, program.groups, strict=True))
+    stay = [kept[name][group.index] if name in kept else 0 for name, group in pairs]
+    streamed = [group.streamable and name in kept for name, group in pairs]
+    return _reaching(program, np.maximum(stay, _needed(program) * np.where(streamed, 0, program.counts)))
+
+
+def _needed(program: Program) -> NDArray[np.int64]:
+    """1 where the phase of an interval runs blocks of a group."""
+    phases = np.array([interval.phase for interval in program.intervals])
+    runs = [(program.calls[phases == phase] > 0).any(axis=0) for phase in phases]
+    return np.array(runs, dtype=np.int64).reshape(program.calls.shape)
+
+
+def _reaching(program: Program, goals: NDArray[np.int64], *, evict: bool = True) -> Choice:
+    """The choice with ``goals[t, j]`` blocks of each group on the device in each interval: missing ones are loaded in load slots,
+    and others leave if ``evict``. Backing stores are read when first needed, and dropped as in `Program.with_drops`."""
+    present, loaded = np.zeros((2, *goals.shape), dtype=np.int64)
+    held = np.zeros(len(program.groups), dtype=np.int64)
+    reads = [-1] * len(program.variant_choices)
     for t, interval in enumerate(program.intervals):
-        uses = {use.component: use for use in program.problem.phases[interval.phase].uses}
-        goal = []
-        for number, group in enumerate(program.groups):
-            name = components[group.component]
-            needed = name in uses and uses[name].group_calls[group.index] > 0
-            streamed = group.streamable and name in kept
-            goal.append(max(stay[number], group.count if needed and not streamed else 0))
-        stays = [min(h, g) for h, g in zip(held, goal, strict=True)]
-        more = [g - s if interval.part == "load" else 0 for g, s in zip(goal, stays, strict=True)]
-        present.append(tuple(stays))
-        loaded.append(tuple(more))
-        held = [s + m for s, m in zip(stays, more, strict=True)]
-        for variant_choice in program.variant_choices:
-            begins = components[variant_choice.component] in uses or any(
-                more[n] for n, group in enumerate(program.groups) if group.component == variant_choice.component
-            )
-            if (
-                variant_choice.read_seconds is not None
-                and reads[variant_choice.component] < 0
-                and begins
-                and t < program.run_length
-            ):
-                reads[variant_choice.component] = t
-    return with_drops(
-        program,
-        Choice(
-            tuple(present), tuple(loaded), tuple(reads), (-1,) * len(program.variant_choices), (False,) * len(program.spill_gaps)
-        ),
+        present[t] = np.minimum(held, goals[t]) if evict else held
+        loaded[t] = np.maximum(goals[t] - present[t], 0) * (interval.part == "load")
+        held = present[t] + loaded[t]
+        uses = {use.component for use in program.problem.phases[interval.phase].uses}
+        for c, (of, groups) in enumerate(zip(program.variant_choices, program.groups_of, strict=True)):
+            begins = program.problem.components[c].name in uses or loaded[t, groups].any()
+            if of.read_seconds is not None and reads[c] < 0 and begins and t < program.run_length:
+                reads[c] = t
+    spills = (False,) * len(program.spill_gaps)
+    return program.with_drops(
+        Choice(present, loaded, np.full_like(goals, BUFFERED_BLOCKS), tuple(reads), (-1,) * len(reads), spills)
     )

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import ComponentNumbers, Problem, Variant
-from graphrun.solve.milp import max_host_bytes
 from graphrun.solve.program import Choice, Program, program_of, usable
 
 SAME_SECONDS = 1e-9  # relative: seconds that differ by no more are equal up to the order of additions
@@ -19,22 +18,11 @@ SAME_SECONDS = 1e-9  # relative: seconds that differ by no more are equal up to 
 def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Per component, indices of the usable variants that no other usable variant dominates."""
     program = program_of(problem)
-    limits = (problem.ram_bytes, problem.pinned_bytes)
-    binds = [
-        limit is not None and max_host_bytes(program, locked) > limit for limit, locked in zip(limits, (False, True), strict=True)
-    ]
-    stored = [
-        max(
-            (
-                variant_choice.variant.stored_bytes
-                for variant_choice in program.variant_choices
-                if variant_choice.component == c and variant_choice.used
-            ),
-            default=0,
-        )
-        for c in range(len(problem.components))
-    ]
-    binds.append(problem.disk_bytes is not None and sum(stored) > problem.disk_bytes)
+    used = [[program.variant_choices[n] for n in of if program.variant_choices[n].used] for of in program.choices_of]
+    stored = [max((each.variant.stored_bytes for each in of), default=0) for of in used]
+    limits = (problem.ram_bytes, problem.pinned_bytes, problem.disk_bytes)
+    most = (program.most_host_bytes(False), program.most_host_bytes(True), sum(stored))
+    binds = [limit is not None and nbytes > limit for nbytes, limit in zip(most, limits, strict=True)]
     found = []
     for number, component in enumerate(problem.components):
         left = list(usable(problem, number)) if component in used_components(problem) else list(usable(problem, number)[:1])
@@ -102,28 +90,11 @@ def simplest_variants(problem: Problem, variants: tuple[int, ...], choice: Choic
 
 
 def _no_worse(tried: Program, program: Program, choice: Choice) -> bool:
-    if tried.seconds(choice) > program.seconds(choice) * (1 + SAME_SECONDS) or tried.moved_bytes(choice) > program.moved_bytes(
-        choice
-    ):
+    if tried.seconds(choice) > program.seconds(choice) * (1 + SAME_SECONDS):
         return False
-    if max(tried.device_bytes(choice), default=0) > max(program.device_bytes(choice), default=0):
+    if tried.moved_bytes(choice) > program.moved_bytes(choice) or tried.excess_bytes(choice):
         return False
-    return not budget_excess(tried, choice)
-
-
-def budget_excess(program: Program, choice: Choice) -> dict[str, dict[int, int]]:
-    """Bytes above each budget, by tier and interval, exact; empty where everything fits."""
-    problem, host = program.problem, program.host_bytes(choice)
-    limits = {"device": problem.effective_bytes, "ram": problem.ram_bytes, "pinned": problem.pinned_bytes}
-    taken = {"device": program.device_bytes(choice), "ram": [ram for ram, _ in host], "pinned": [locked for _, locked in host]}
-    found = {}
-    for tier, limit in limits.items():
-        if limit is not None and (more := {t: n - limit for t, n in enumerate(taken[tier]) if n > limit}):
-            found[tier] = more
-    stored = sum(variant_choice.variant.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
-    if problem.disk_bytes is not None and stored > problem.disk_bytes:
-        found["disk"] = {0: stored - problem.disk_bytes}
-    return found
+    return max(tried.device_bytes(choice), default=0) <= max(program.device_bytes(choice), default=0)
 
 
 def only_blocks_to_choose(problem: Problem) -> bool:

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from graphrun.model.least_memory import PhaseMinimum, least_weights
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use
-
-T = TypeVar("T")
 
 
 def splittable(problem: Problem) -> tuple[str, ...]:
@@ -108,18 +105,6 @@ def _device_minimum(problem: Problem, component: ComponentNumbers, by_layer: boo
 def _host_minimum(problem: Problem, component: ComponentNumbers, by_layer: bool) -> list[int]:
     of = component.layers if by_layer and component.layers is not None else component
     return [of.variants[n].host_bytes for n in problem.usable(component)]
-
-
-def until_it_fits(
-    problem: Problem, attempt: Callable[[Problem], T | None], needs: Callable[[Problem], Sequence[PhaseMinimum]]
-) -> T | None:
-    """The result of ``attempt`` for ``problem`` at the coarsest granularity for which it is not None; None: there is none."""
-    tried: Problem | None = problem
-    while tried is not None:
-        if (found := attempt(tried)) is not None:
-            return found
-        tried = finer(tried, needs(tried))
-    return None
 
 
 def _layers_of(use: Use) -> Use:

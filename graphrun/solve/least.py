@@ -8,16 +8,16 @@ integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from graphrun.model.least_memory import PhaseMinimum, least_memory, needed_components
 from graphrun.model.problem import Problem
-from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants, undominated_variants
-from graphrun.solve.granularity import granularities, smaller_as_layers, split_into_layers
-from graphrun.solve.milp import Formulation, Tier, with_drops
+from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants
+from graphrun.solve.granularity import finer, granularities, smaller_as_layers, split_into_layers
+from graphrun.solve.milp import Formulation, Tier
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.program import Choice, Program, program_of, usable
+from graphrun.solve.program import Choice, Program, usable
 from graphrun.solve.search import Goal, minimise_over
 
 AMPLE = 1 << 50  # bytes: never binds
@@ -120,7 +120,7 @@ def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
     best: tuple[int, Program, Choice] | None = None
     tried = with_ample_device(problem)
     for _ in range(ROUNDS):
-        found = _least_usage(tried, None, lambda program, choice: max(program.device_bytes(choice), default=0))
+        found = _least_usage(tried, None, lambda program, choice: int(max(program.device_bytes(choice), default=0)))
         if found is None or (best is not None and found[0] >= best[0]):
             break
         best = found
@@ -133,8 +133,8 @@ def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
 def _least_host(problem: Problem, tier: Tier) -> int:
     def usage_of(program: Program, choice: Choice) -> int:
         if tier == "disk":
-            return sum(variant_choice.variant.stored_bytes for variant_choice in program.variant_choices if variant_choice.used)
-        return max((of[tier == "pinned"] for of in program.host_bytes(with_drops(program, choice, always=True))), default=0)
+            return program.stored_bytes
+        return int(max(program.host_bytes(program.with_drops(choice, always=True))[:, int(tier == "pinned")], default=0))
 
     wide = {"ram": {"ram_bytes": AMPLE}, "pinned": {"pinned_bytes": None}, "disk": {"disk_bytes": None}}[tier]
     unlimited = replace(problem, **wide)  # type: ignore[arg-type]
@@ -146,17 +146,13 @@ def _least_host(problem: Problem, tier: Tier) -> int:
 
 def _least_usage(problem: Problem, tier: Tier | None, of: Callable[[Program, Choice], int]) -> tuple[int, Program, Choice] | None:
     """The least use of ``tier`` (None: VRAM) over all stage orders and options, counted in integers by ``of``, and the choice."""
-    found_all = [each.problem for each in stage_choices(problem)[0]]
-    programs = [program_of(each, None if tier else undominated_variants(each)) for each in found_all]
-    formulations = [Formulation(program, (1.0,) * len(program.intervals), minimised_tier=tier) for program in programs]
+    formulations = [
+        Formulation(each.program, minimised_tier=tier) for each in stage_choices(problem, dominated=tier is not None)[0]
+    ]
     goal = Goal(lambda formulation: (formulation.tier_bytes, 1.0) if tier else (formulation.peak, formulation.bytes_unit), gap=0.0)
     good, _, _ = minimise_over(formulations, range(len(formulations)), goal)
-    found = []
-    for number, answer in good.items():
-        variants, choice = formulations[number].choice(answer.values)
-        program = programs[number].with_variants(variants)
-        found.append((of(program, choice), program, choice))
-    return min(found, key=lambda each: each[0], default=None)
+    found = [formulations[number].choice(answer.values) for number, answer in good.items()]
+    return min(((of(*each), *each) for each in found), key=lambda each: each[0], default=None)
 
 
 def least_memory_of(problem: Problem) -> tuple[PhaseMinimum, ...]:
@@ -171,3 +167,11 @@ def least_memory_of(problem: Problem) -> tuple[PhaseMinimum, ...]:
     _, program, _ = found
     of = replace(program.problem, budget_bytes=problem.budget_bytes, hardware=problem.hardware)
     return least_memory(restrict_variants(of, tuple(variant_choice.index for variant_choice in program.variant_choices)))
+
+
+def ever_finer(problem: Problem) -> Iterator[Problem]:
+    """``problem``, then with more and more components split into layers (see `finer`), while there is something to gain."""
+    tried: Problem | None = problem
+    while tried is not None:
+        yield tried
+        tried = finer(tried, least_memory_of(tried))

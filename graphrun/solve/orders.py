@@ -1,4 +1,4 @@
-"""Every order of the stages with every combination of stage options: the choices for which a program is written."""
+"""The programs to solve for a problem: every order of the stages with every combination of stage options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from itertools import islice, pairwise, product
 
 from graphrun.model.choices import reorder, stages_of
 from graphrun.model.problem import Problem
+from graphrun.solve.dominance import undominated_variants
+from graphrun.solve.program import Program, program_of
 
 # Of orders times options. Graphs of stages are nearly chains: four independent encoders make 24 orders.
 MOST_STAGE_CHOICES = 512
@@ -15,24 +17,29 @@ MOST_STAGE_CHOICES = 512
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """``problem`` with its stages in ``order`` (empty: as they are), run by ``options``."""
+    """The program of a problem with its stages in ``order`` (empty: as they are), run by ``options``."""
 
-    problem: Problem
-    order: tuple[str, ...] = ()
-    options: tuple[tuple[str, str], ...] = ()
+    program: Program
+    order: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
 
 
-def stage_choices(problem: Problem) -> tuple[tuple[StageChoice, ...], bool]:
-    """Every order with every combination of options, own order first, and whether these are all (see `MOST_STAGE_CHOICES`)."""
+def stage_choices(problem: Problem, *, dominated: bool = False) -> tuple[list[StageChoice], bool]:
+    """The candidate programs of ``problem`` at its granularity: every order with every combination of options, own order first; and
+    whether these are all (see `MOST_STAGE_CHOICES`). ``dominated``: with all usable variants, not only those worth solving for."""
     plain = stages_of(problem)
-    choices = [("", *(of.name for of in problem.options if of.stage == stage and _allowed(problem, of.needs))) for stage in plain]
-    every = ((order, names) for order in topological_orders(problem) for names in product(*choices))
+    choices = [
+        ("", *(of.name for of in problem.options if of.stage == stage and (not of.needs or of.needs in problem.allow)))
+        for stage in plain
+    ]
+    every = list(islice(product(topological_orders(problem), product(*choices)), MOST_STAGE_CHOICES + 1))
     found = []
-    for order, names in islice(every, MOST_STAGE_CHOICES + 1):
+    for order, names in every[:MOST_STAGE_CHOICES]:
         options = tuple((stage, name) for stage, name in zip(plain, names, strict=True) if name)
         asked = order if order != plain else ()
-        found.append(StageChoice(_reordered(problem, asked, options), asked, options))
-    return tuple(found[:MOST_STAGE_CHOICES]), len(found) <= MOST_STAGE_CHOICES
+        of = reorder(problem, asked, dict(options)) if asked or options else replace(problem, precedence=None, options=())
+        found.append(StageChoice(program_of(of, None if dominated else undominated_variants(of)), asked, options))
+    return found, len(every) <= MOST_STAGE_CHOICES
 
 
 def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
@@ -55,13 +62,3 @@ def topological_orders(problem: Problem) -> Iterator[tuple[str, ...]]:
     found = islice(map(tuple, networkx.all_topological_sorts(order)), MOST_STAGE_CHOICES + 1)
     others = sorted((each for each in found if each != stages), key=lambda each: [places[stage] for stage in each])
     yield from others[:MOST_STAGE_CHOICES]
-
-
-def _allowed(problem: Problem, needs: str) -> bool:
-    return not needs or needs in problem.allow
-
-
-def _reordered(problem: Problem, order: tuple[str, ...], options: tuple[tuple[str, str], ...]) -> Problem:
-    if not order and not options:
-        return replace(problem, precedence=None, options=())
-    return reorder(problem, order, dict(options))

@@ -55,12 +55,17 @@ which then need not be copied. It is also used where memory does not allow more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from graphrun.model.choices import activation_bytes, use_with
-from graphrun.model.least_memory import DEPTH, room_bytes, streamable_groups, used_components
+from graphrun.model.least_memory import room_bytes, streamable_groups, used_components
 from graphrun.model.plan import Part
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Placement, Problem, Variant
+from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Variant
 from graphrun.units import round_up
 
 
@@ -106,10 +111,10 @@ class Group:
     disk_seconds: float
     streamable: bool
     movable: bool
-    demanded: frozenset[Placement] = frozenset()
-    overlap_key: str = ""
-    by_layer: bool = False
-    excluded: bool = False
+    demanded: frozenset[Placement]
+    overlap_key: str
+    by_layer: bool
+    excluded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +152,9 @@ class Interval:
     ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs that execute the slot. For
     each group j: ``calls[j]`` (n), calls that run its blocks; ``seconds[j]``, compute of one block in one call; ``passes[j]``
     (p), how often a block runs in one call; ``rooms[j]``, bytes of the phase's activation that are not allocated while a block
-    runs. ``cpu_seconds``: compute on the CPU, for each variant choice. ``used``: components (indices) that compute on the
-    device in the slot. ``entered``: all components of the phase; none in a load slot. ``fixed_bytes``: values and live-in
-    bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of them remain on the device if
+    runs, in whole allocations. ``cpu_seconds``: compute on the CPU, for each variant choice. ``used``: components (indices) that
+    compute on the device in the slot. ``entered``: all components of the phase; none in a load slot. ``fixed_bytes``: values and
+    live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of them remain on the device if
     every component of the phase computes on the CPU."""
 
     phase: int
@@ -158,39 +163,39 @@ class Interval:
     weight: float
     fixed_bytes: int
     activation_bytes: int
+    glue_bytes: int
     calls: tuple[int, ...]
     seconds: tuple[float, ...]
+    passes: tuple[int, ...]
+    rooms: tuple[int, ...]
     used: frozenset[int]
     entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
-    passes: tuple[int, ...] = ()
-    rooms: tuple[int, ...] = ()
-    glue_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The integers of one solution of a program that has one variant per component.
 
-    ``present[t][j]``, ``loaded[t][j]``: K and d. ``reads``, ``drops``: for each component, the interval in which its backing
-    store is read and dropped; -1: never. ``spills``: for each spill gap, whether the value is spilled. ``depths[t][j]``: for
-    how many blocks the ring has room where group j is streamed; 1: single-buffered (r = 1). Empty ``depths``: `DEPTH`
-    everywhere."""
+    ``present[t, j]``, ``loaded[t, j]``: K and d. ``depths[t, j]``: for how many blocks the ring has room where group j is
+    streamed; 1: single-buffered (r = 1). ``reads``, ``drops``: for each component, the interval in which its backing store is read
+    and dropped; -1: never. ``spills``: for each spill gap, whether the value is spilled."""
 
-    present: tuple[tuple[int, ...], ...]
-    loaded: tuple[tuple[int, ...], ...]
-    reads: tuple[int, ...] = ()
-    drops: tuple[int, ...] = ()
-    spills: tuple[bool, ...] = ()
-    depths: tuple[tuple[int, ...], ...] = ()
+    present: NDArray[np.int64]
+    loaded: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    reads: tuple[int, ...]
+    drops: tuple[int, ...]
+    spills: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """A problem as variant choices, block groups and intervals. The end slot is not an interval, because it only evicts.
 
     ``run_length``: number of intervals of one run. In a session, the intervals of the further run follow, from that index on.
-    Methods that take a `Choice` need a program with one variant per component, as `with_variants` returns it."""
+    Arrays have a row per interval and a column per group. Methods that take a `Choice` need a program with one variant per
+    component, as `with_variants` returns it."""
 
     problem: Problem
     variant_choices: tuple[VariantChoice, ...]
@@ -204,71 +209,82 @@ class Program:
         """Whether the problem is a session: a first run and further ones."""
         return self.run_length < len(self.intervals)
 
-    def copied_blocks(self, t: int, j: int, present: int, loaded: int) -> int:
-        """x: blocks of group ``j`` copied to the device in interval ``t``, for K ``present`` and d ``loaded``. A block that is
-        copied several times counts as often."""
-        calls, group = self.intervals[t].calls[j], self.groups[j]
-        passes = self.intervals[t].passes[j]
-        return calls * passes * (group.count - present) - (passes - 1) * loaded if calls else loaded
+    @cached_property
+    def choices_of(self) -> list[list[int]]:
+        """For each component, the numbers of its variant choices."""
+        components = range(len(self.problem.components))
+        return [[n for n, of in enumerate(self.variant_choices) if of.component == c] for c in components]
 
-    def compute_seconds(self, t: int, j: int) -> float:
-        """Seconds of compute of all blocks of group ``j`` in interval ``t``."""
-        return self.intervals[t].calls[j] * self.groups[j].count * self.intervals[t].seconds[j]
+    @cached_property
+    def groups_of(self) -> list[list[int]]:
+        """For each component, the numbers of its groups."""
+        return [[j for j, group in enumerate(self.groups) if group.component == c] for c in range(len(self.problem.components))]
 
-    def slot_seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> tuple[float, ...]:
+    def _table(self, rows: Sequence[Sequence[float]]) -> NDArray[Any]:
+        return np.array(rows).reshape(len(self.intervals), len(self.groups))
+
+    @cached_property
+    def calls(self) -> NDArray[np.int64]:
+        """n: calls that run the blocks of a group."""
+        return self._table([interval.calls for interval in self.intervals])
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Blocks per group."""
+        return np.array([group.count for group in self.groups], dtype=np.int64)
+
+    @cached_property
+    def held_bytes(self) -> NDArray[np.int64]:
+        """`Group.held_bytes` of each group."""
+        return np.array([group.held_bytes for group in self.groups], dtype=np.int64)
+
+    @cached_property
+    def compute_seconds(self) -> NDArray[np.float64]:
+        """Seconds of compute of all blocks of a group."""
+        seconds: NDArray[np.float64] = self._table([interval.seconds for interval in self.intervals])
+        return self.calls * self.counts * seconds
+
+    @cached_property
+    def overlap_sets(self) -> list[list[list[int]]]:
+        """For each interval, the groups that it runs as overlap sets: copies of one group overlap compute of all in its set."""
+        found = []
+        for interval in self.intervals:
+            sets: dict[tuple[int, str], list[int]] = {}
+            for j, (group, calls) in enumerate(zip(self.groups, interval.calls, strict=True)):
+                if calls:
+                    sets.setdefault((group.variant_choice, group.overlap_key), []).append(j)
+            found.append(list(sets.values()))
+        return found
+
+    def copied_blocks(self, choice: Choice) -> NDArray[np.int64]:
+        """x: blocks copied to the device. A block that is copied several times counts as often."""
+        passes = self._table([interval.passes for interval in self.intervals])
+        used = self.calls * passes * (self.counts - choice.present) - (passes - 1) * choice.loaded
+        return np.where(self.calls > 0, used, choice.loaded)
+
+    def slot_seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> list[float]:
         """D of each interval when it is executed once.
 
         ``factors[t]`` multiplies the times of copies and disk reads in interval t; empty: 1. ``full_overlap``: as if every copy
         overlapped all compute of its slot, which gives a lower bound.
         """
-        found = []
-        for t, interval in enumerate(self.intervals):
-            factor = factors[t] if factors else 1.0
-            copied = [
-                self.copied_blocks(t, j, k, d) for j, (k, d) in enumerate(zip(choice.present[t], choice.loaded[t], strict=True))
-            ]
-            copies = [factor * group.load_seconds * number for group, number in zip(self.groups, copied, strict=True)]
-            disk_reads = [factor * group.disk_seconds * number for group, number in zip(self.groups, copied, strict=True)]
-            overlap_sets = self.overlap_sets(t)
-            if full_overlap:  # one set of all groups
-                overlap_sets = [[j for members in overlap_sets for j in members]]
-            alternating = [  # compute that no copy of the same group overlaps
-                self.compute_seconds(t, j) if not full_overlap and self._single_buffered(choice, t, j) else 0.0
-                for j in range(len(self.groups))
-            ]
-            device_seconds = sum(
-                max(
-                    sum(self.compute_seconds(t, j) for j in members),
-                    sum(copies[j] + alternating[j] for j in members),
-                    sum(disk_reads[j] for j in members),
-                )
-                for members in overlap_sets
-            )
-            spills = sum(gap.seconds(t) for gap, spilled in zip(self.spill_gaps, choice.spills, strict=False) if spilled)
-            reads = sum(
-                variant_choice.read_seconds or 0.0
-                for variant_choice, read_in in zip(self.variant_choices, choice.reads, strict=False)
-                if read_in == t
-            )
-            compute = device_seconds + sum(interval.cpu_seconds)
-            found.append(max(compute, sum(copies) + factor * spills, sum(disk_reads) + factor * reads))
-        return tuple(found)
-
-    def overlap_sets(self, t: int) -> list[list[int]]:
-        """The groups that interval ``t`` runs, as overlap sets: copies of one group overlap compute of all groups in its set."""
-        found: dict[tuple[int, str], list[int]] = {}
-        for j, calls in enumerate(self.intervals[t].calls):
-            if calls:
-                found.setdefault((self.groups[j].variant_choice, self.groups[j].overlap_key), []).append(j)
-        return list(found.values())
-
-    def _single_buffered(self, choice: Choice, t: int, j: int) -> bool:
-        """Whether group ``j`` is streamed, and the ring has no room for one of its blocks beside the largest block (r = 1)."""
-        if not self._streamed_count(choice, t, j):
-            return False
-        component = self.groups[j].component
-        largest = max(self.groups[i].held_bytes for i in self._streamed_groups(choice, t, component))
-        return self.ring_bytes(choice, t, component) < largest + self.groups[j].held_bytes
+        factor = np.array(factors or [1.0] * len(self.intervals))
+        copied = self.copied_blocks(choice) * factor[:, None]
+        copies, reads = (copied * [of.load_seconds for of in self.groups], copied * [of.disk_seconds for of in self.groups])
+        serial = copies if full_overlap else copies + self.compute_seconds * self._single_buffered(choice)
+        busy = np.array([sum(interval.cpu_seconds) for interval in self.intervals])
+        for t, sets in enumerate(self.overlap_sets):
+            for of in [sum(sets, [])] if full_overlap else sets:  # full overlap: one set of all groups
+                busy[t] += max(self.compute_seconds[t, of].sum(), serial[t, of].sum(), reads[t, of].sum())
+        copy_seconds, disk_seconds = copies.sum(axis=1), reads.sum(axis=1)
+        for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
+            copy_seconds[gap.out] += spilled * factor[gap.out] * gap.out_seconds
+            copy_seconds[gap.back] += spilled * factor[gap.back] * gap.back_seconds
+        for each, at in zip(self.variant_choices, choice.reads, strict=True):
+            if at >= 0:
+                disk_seconds[at] += factor[at] * (each.read_seconds or 0.0)
+        found: list[float] = np.maximum(busy, np.maximum(copy_seconds, disk_seconds)).tolist()
+        return found
 
     def seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> float:
         """Seconds of all runs together; arguments as in `slot_seconds`."""
@@ -277,108 +293,131 @@ class Program:
 
     def moved_bytes(self, choice: Choice) -> int:
         """Bytes copied to the device in all runs: blocks, streamed ones each time they are copied, and restored values."""
-        restored = sum(
-            int(self.intervals[gap.back].weight) * gap.nbytes
-            for gap, spilled in zip(self.spill_gaps, choice.spills, strict=False)
-            if spilled
-        )
-        return restored + sum(
-            int(interval.weight) * group.block_bytes * self.copied_blocks(t, j, choice.present[t][j], choice.loaded[t][j])
-            for t, interval in enumerate(self.intervals)
-            for j, group in enumerate(self.groups)
-        )
+        runs = np.array([int(interval.weight) for interval in self.intervals], dtype=np.int64)
+        restored = sum(gap.nbytes * runs[gap.back] for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True) if spilled)
+        return int(restored + sum(runs @ self.copied_blocks(choice) * [group.block_bytes for group in self.groups]))
 
-    def _streamed_count(self, choice: Choice, t: int, j: int) -> int:
-        """Blocks of group ``j`` that are streamed in interval ``t``."""
-        return self.groups[j].count - choice.present[t][j] - choice.loaded[t][j] if self.intervals[t].calls[j] else 0
+    def streamed(self, choice: Choice) -> NDArray[np.bool_]:
+        """Whether any block of a group is streamed."""
+        return (self.calls > 0) & (choice.present + choice.loaded < self.counts)
 
-    def _streamed_groups(self, choice: Choice, t: int, component: int) -> list[int]:
-        """The groups of ``component`` of which a block is streamed in interval ``t``."""
-        return [j for j, group in enumerate(self.groups) if group.component == component and self._streamed_count(choice, t, j)]
+    def _single_buffered(self, choice: Choice) -> NDArray[np.bool_]:
+        """Whether a group is streamed, and the ring has no room for one of its blocks beside the largest block (r = 1)."""
+        streamed, rings = self.streamed(choice), self.ring_bytes(choice)
+        found = np.zeros_like(streamed)
+        for c, of in enumerate(self.groups_of):
+            largest = np.max(self.held_bytes[of] * streamed[:, of], axis=1, initial=0)
+            found[:, of] = streamed[:, of] & (rings[:, [c]] < largest[:, None] + self.held_bytes[of])
+        return found
 
-    def streams(self, choice: Choice, t: int, component: int) -> bool:
-        """Whether any block of ``component`` is streamed in interval ``t``."""
-        return bool(self._streamed_groups(choice, t, component))
+    def ring_bytes(self, choice: Choice) -> NDArray[np.int64]:
+        """L + M: bytes of the ring of each component (columns) in each interval; 0: nothing is streamed. It has room for the
+        largest streamed block, and beside it for the further blocks that `Choice.depths` says."""
+        streamed = self.streamed(choice)
+        more, room = (choice.depths - 1) * self.held_bytes * streamed, self._table([interval.rooms for interval in self.intervals])
+        found = np.zeros((len(self.intervals), len(self.groups_of)), dtype=np.int64)
+        for c, of in enumerate(self.groups_of):
+            beside = np.max(more[:, of], axis=1, initial=0)
+            share = (self.held_bytes[of] - np.where(beside[:, None] > 0, 0, room[:, of])) * streamed[:, of]
+            found[:, c] = beside + np.max(share, axis=1, initial=0)
+        return found
 
-    def ring_bytes(self, choice: Choice, t: int, component: int) -> int:
-        """L + M: bytes of the ring of ``component`` in interval ``t``. It has room for the largest streamed block, and beside
-        it for the further blocks that `Choice.depths` says."""
-        streamed = self._streamed_groups(choice, t, component)
-        depths = choice.depths[t] if choice.depths else (DEPTH,) * len(self.groups)
-        beside = max(((depths[j] - 1) * self.groups[j].held_bytes for j in streamed), default=0)
-        return max((self.ring_share_bytes(t, j, beside > 0) for j in streamed), default=0) + beside
-
-    def ring_share_bytes(self, t: int, j: int, deep: bool) -> int:
-        """Bytes of the ring that one block of group ``j`` takes. ``deep``: the ring has room for several blocks. In a ring for one,
-        part of the block may lie in activation bytes that are not allocated while it runs (`Interval.rooms`)."""
-        room = 0 if deep else self.intervals[t].rooms[j] // ALLOCATION_BYTES * ALLOCATION_BYTES
-        return max(0, self.groups[j].held_bytes - room)
-
-    def device_bytes(self, choice: Choice) -> tuple[int, ...]:
+    def device_bytes(self, choice: Choice) -> NDArray[np.int64]:
         """Peak bytes on the device per interval."""
-        found = []
-        for t, interval in enumerate(self.intervals):
-            weights = sum(group.held_bytes * (choice.present[t][j] + choice.loaded[t][j]) for j, group in enumerate(self.groups))
-            rings = sum(self.ring_bytes(choice, t, component) for component in interval.used)
-            gaps = zip(self.spill_gaps, choice.spills, strict=False)
-            absent = sum(gap.nbytes for gap, spilled in gaps if spilled and gap.absent(t))
-            found.append(interval.fixed_bytes - absent + self.activation_bytes(t) + weights + rings)
-        return tuple(found)
+        found = np.array([interval.fixed_bytes + self.activation_bytes(t) for t, interval in enumerate(self.intervals)])
+        for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
+            found[gap.out + 1 : gap.back] -= gap.nbytes * spilled
+        weights: NDArray[np.int64] = (choice.present + choice.loaded) @ self.held_bytes
+        rings: NDArray[np.int64] = self.ring_bytes(choice).sum(axis=1)
+        return found + weights + rings
 
     def activation_bytes(self, t: int) -> int:
         """Bytes of activation on the device in interval ``t``, with the scratch of the variants; 0 in a load slot."""
         interval = self.intervals[t]
-        variants = [
-            variant_choice.variant for variant_choice in self.variant_choices if variant_choice.component in interval.entered
-        ]
+        variants = [of.variant for of in self.variant_choices if of.component in interval.entered]
         return activation_bytes(interval.activation_bytes, variants, interval.glue_bytes) if interval.rounds else 0
 
-    def excess_bytes(self, choice: Choice) -> tuple[int, ...]:
-        """For each interval, the exact number of bytes above the effective budget; negative where it has headroom."""
-        return tuple(nbytes - self.problem.effective_bytes for nbytes in self.device_bytes(choice))
-
-    def host_bytes(self, choice: Choice) -> tuple[tuple[int, int], ...]:
+    def host_bytes(self, choice: Choice) -> NDArray[np.int64]:
         """For each interval: bytes of RAM in backing stores, spilled values and activation on the CPU, and how many of them are
         page-locked."""
-        found = []
+        found = np.zeros((len(self.intervals), 2), dtype=np.int64)
+        for of, read, drop in zip(self.variant_choices, choice.reads, choice.drops, strict=True):
+            if of.used and (of.read_seconds is None or read >= 0):
+                held = slice(0 if of.read_seconds is None else read, drop if drop >= 0 else None)
+                found[held] += of.variant.host_bytes, of.variant.locked_bytes
+            if of.used and read >= 0:
+                found[read, 0] += of.variant.transient_bytes
+        for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
+            found[gap.out : gap.back + 1, 0] += gap.nbytes * spilled
         for t, interval in enumerate(self.intervals):
-            ram = locked = 0
-            for variant_choice, read, drop in zip(self.variant_choices, choice.reads, choice.drops, strict=True):
-                if not variant_choice.used:
-                    continue
-                if (variant_choice.read_seconds is None or 0 <= read <= t) and not 0 <= drop <= t:
-                    ram, locked = ram + variant_choice.variant.host_bytes, locked + variant_choice.variant.locked_bytes
-                ram += variant_choice.variant.transient_bytes if read == t else 0
-            gaps = zip(self.spill_gaps, choice.spills, strict=True)
-            ram += sum(gap.nbytes for gap, spilled in gaps if spilled and gap.out <= t <= gap.back)
-            entered = [of for of in self.variant_choices if of.component in interval.entered]
-            if interval.rounds and interval.entered and not any(of.computes for of in entered):
-                ram += interval.activation_bytes  # all components of the phase compute on the CPU
-            found.append((ram, locked))
-        return tuple(found)
+            entered = [of.computes for of in self.variant_choices if of.component in interval.entered]
+            if interval.rounds and interval.entered and not any(entered):  # all components of the phase compute on the CPU
+                found[t, 0] += interval.activation_bytes
+        return found
 
-    def last_need(self, choice: Choice) -> tuple[int, ...]:
-        """For each component: the last interval that copies from its backing store or computes with it on the CPU; -1: none
-        does."""
-        found = []
-        for variant_choice in self.variant_choices:
-            groups = [j for j, group in enumerate(self.groups) if group.component == variant_choice.component]
-            found.append(
-                max(
-                    (
-                        t
-                        for t, interval in enumerate(self.intervals)
-                        if any(self.copied_blocks(t, j, choice.present[t][j], choice.loaded[t][j]) for j in groups)
-                        or (not variant_choice.computes and variant_choice.component in interval.entered)
-                    ),
-                    default=-1,
-                )
-            )
-        return tuple(found)
+    def most_host_bytes(self, locked: bool) -> int:
+        """Upper bound on the RAM (``locked``: page-locked RAM) that any choice takes in any interval, in bytes."""
+        used = [[self.variant_choices[n].variant for n in of if self.variant_choices[n].used] for of in self.choices_of]
+        if locked:
+            return sum(max((v.locked_bytes for v in variants), default=0) for variants in used)
+        total = sum(max((v.host_bytes + v.transient_bytes for v in variants), default=0) for variants in used)
+        if any(not of.computes for of in self.variant_choices):
+            total += max((interval.activation_bytes for interval in self.intervals), default=0)
+        return total + sum(gap.nbytes for gap in self.spill_gaps)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the variants write to disk."""
+        return sum(of.variant.stored_bytes for of in self.variant_choices if of.used)
+
+    def excess_bytes(self, choice: Choice) -> dict[str, NDArray[np.int64]]:
+        """For each budget that is exceeded, the exact bytes above it: per interval, for ``disk`` one number."""
+        problem, host = self.problem, self.host_bytes(choice)
+        tiers: dict[str, tuple[NDArray[np.int64], int | None]] = {
+            "device": (self.device_bytes(choice), problem.effective_bytes),
+            "ram": (host[:, 0], problem.ram_bytes),
+            "pinned": (host[:, 1], problem.pinned_bytes),
+            "disk": (np.array([self.stored_bytes]), problem.disk_bytes),
+        }
+        found = {tier: np.maximum(taken - limit, 0) for tier, (taken, limit) in tiers.items() if limit is not None}
+        return {tier: excess for tier, excess in found.items() if excess.any()}
+
+    def with_drops(self, choice: Choice, *, always: bool = False) -> Choice:
+        """``choice`` with every backing store dropped after its last use, where RAM cannot hold all of them to the end of the run,
+        or ``always``. Sessions keep all backing stores."""
+        if self.session or not (always or self.excess_bytes(choice).keys() & {"ram", "pinned"}):
+            return choice
+        copied, drops = self.copied_blocks(choice) > 0, list[int]()
+        for of, read, groups in zip(self.variant_choices, choice.reads, self.groups_of, strict=True):
+            after = 1 + max(np.flatnonzero(copied[:, groups].any(axis=1) | self._called_on_cpu(of)), default=-1)
+            held = of.used and (of.read_seconds is None or read >= 0)
+            drops.append(int(after) if held and after < len(self.intervals) else -1)
+        return replace(choice, drops=tuple(drops))
+
+    def first_use(self, number: int) -> int:
+        """The first interval that uses variant choice ``number``; -1: none does."""
+        of, groups = self.variant_choices[number], [j for j, group in enumerate(self.groups) if group.variant_choice == number]
+        uses = np.flatnonzero(self.calls[:, groups].any(axis=1) | self._called_on_cpu(of))
+        return int(uses[0]) if len(uses) else -1
+
+    def _called_on_cpu(self, of: VariantChoice) -> NDArray[np.bool_]:
+        """Whether an interval calls the component on the CPU."""
+        return np.array([not of.computes and of.component in interval.entered for interval in self.intervals], dtype=bool)
 
     def with_variants(self, variants: Sequence[int]) -> Program:
         """The program in which each component has one variant only: the one at this index."""
         return program_of(self.problem, tuple((variant,) for variant in variants))
+
+    @property
+    def reference_seconds(self) -> float:
+        """Seconds of one run's compute plus one copy of every block, each component in its first variant that may be chosen. The
+        MILP scales its times by this number."""
+        first = [of[0] for of in self.choices_of if of]
+        groups = [j for j, group in enumerate(self.groups) if group.variant_choice in first]
+        compute = sum(self.compute_seconds[t, j] for t in range(self.run_length) for j in groups)
+        compute += sum(interval.cpu_seconds[n] for interval in self.intervals[: self.run_length] for n in first)
+        copied = [self.groups[j] for j in groups]
+        return float(compute + sum(group.count * (group.load_seconds + group.disk_seconds) for group in copied))
 
 
 # ---- Building a program
@@ -389,17 +428,15 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
 
     ``variants``: for each component, indices of the variants that may be chosen; None: all usable ones.
     """
-    used = {component.name for component in used_components(problem)}
+    used = used_components(problem)
     variant_choices: list[VariantChoice] = []
     for number, component in enumerate(problem.components):
         for index in variants[number] if variants is not None else usable(problem, number):
             variant = component.variants[index]
             pairs = zip(component.groups, variant.read_seconds, strict=False)
             read_seconds = sum(len(group.blocks) * seconds for group, seconds in pairs) if variant.read_seconds else None
-            variant_choices.append(VariantChoice(number, index, variant, read_seconds, component.name in used))
-    groups = tuple(
-        group for number, variant_choice in enumerate(variant_choices) for group in _groups(problem, number, variant_choice)
-    )
+            variant_choices.append(VariantChoice(number, index, variant, read_seconds, component in used))
+    groups = tuple(group for number, of in enumerate(variant_choices) for group in _groups(problem, number, of))
     run_weights = (1.0, float(problem.runs - 1))[: min(2, problem.runs)]  # how many runs the first and the further one stand for
     intervals = tuple(
         interval
@@ -415,44 +452,36 @@ def program_of(problem: Problem, variants: Sequence[Sequence[int]] | None = None
 
 
 def usable(problem: Problem, number: int) -> tuple[int, ...]:
-    """Indices of the variants of component ``number`` that are allowed and compatible with its directives."""
+    """Indices of the variants of component ``number`` that are allowed and compatible with its directives. One that computes on the
+    CPU has no blocks on the device, as `keep` and `whole` demand, and needs its weights in RAM."""
     component = problem.components[number]
-    demanded = problem.demanded(component.name)
-    return tuple(index for index in problem.usable(component) if _obeys(component.variants[index], demanded))
-
-
-def _obeys(variant: Variant, demanded: frozenset[Placement]) -> bool:
-    """Whether a component with these directives may have ``variant``. One that computes on the CPU has no blocks on the device, as
-    `keep` and `whole` demand, and needs its weights in RAM."""
-    return variant.device != "cpu" or (variant.backing_store != "disk" and not demanded & {"keep", "whole"})
+    resident = problem.demanded(component.name) & {"keep", "whole"}
+    of = component.variants
+    return tuple(n for n in problem.usable(component) if of[n].device != "cpu" or (of[n].backing_store != "disk" and not resident))
 
 
 def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Iterator[Group]:
     component, variant = problem.components[variant_choice.component], variant_choice.variant
+    demanded, by_layer = problem.demanded(component.name), component.granularity == "layers"
     for index, streamable in enumerate(streamable_groups(component, variant_choice.index) if variant_choice.computes else ()):
-        nbytes = variant.block_bytes[index]
+        of, nbytes = component.groups[index], variant.block_bytes[index]
         yield Group(
             variant_choice=number,
             component=variant_choice.component,
             index=index,
-            count=len(component.groups[index].blocks),
+            count=len(of.blocks),
             block_bytes=nbytes,
             held_bytes=round_up(nbytes, ALLOCATION_BYTES),
             load_seconds=variant.load_seconds[index],
             disk_seconds=variant.disk_seconds[index] if variant.backing_store == "disk" and variant.disk_seconds else 0.0,
             streamable=streamable,
             movable=variant.movable,
-            demanded=problem.demanded(component.name),
-            overlap_key=_overlap_key(component, index),
-            by_layer=component.granularity == "layers",
-            excluded=component.groups[index].streamable and "exclude" in problem.demanded(component.name),
+            demanded=demanded,
+            # Block groups run one after another: each is a set of its own. Calls of layers in one child module alternate.
+            overlap_key=of.blocks[0].split(".")[0] if by_layer else f"{index}",
+            by_layer=by_layer,
+            excluded=of.streamable and "exclude" in demanded,
         )
-
-
-def _overlap_key(component: ComponentNumbers, index: int) -> str:
-    """`Group.overlap_key`. Block groups run one after another, so each is an overlap set of its own: the key is its index. Calls of
-    layers in one child module alternate between groups, so these form one set: the key is the child's name."""
-    return component.groups[index].blocks[0].split(".")[0] if component.granularity == "layers" else f"{index}"
 
 
 def _intervals(
@@ -460,54 +489,46 @@ def _intervals(
 ) -> Iterator[Interval]:
     """Intervals of phase ``number``: load where the phase uses a component, first, and steady where there are further calls."""
     phase = problem.phases[number]
-    names = [component.name for component in problem.components]
-    uses = {names.index(use.component): use for use in phase.uses}
-    components = problem.components
-    use_of_choice = [  # the phase's use of the component with the seconds of this variant; None if the phase does not use it
-        use_with(uses[of.component], components[of.component], of.variant) if of.component in uses else None
-        for of in variant_choices
+    own = {use.component: use for use in phase.uses}
+    components = [problem.components[of.component] for of in variant_choices]
+    uses = [  # the phase's use of each variant choice with the seconds of the variant; None if the phase does not use it
+        use_with(own[component.name], component, of.variant) if component.name in own else None
+        for component, of in zip(components, variant_choices, strict=True)
     ]
-    pairs = [(use_of_choice[group.variant_choice], group) for group in groups]
-    seconds = tuple(use.seconds[group.index] if use else 0.0 for use, group in pairs)
-    passes = tuple(use.passes_of(group.index) if use else 1 for use, group in pairs)
-    fixed_bytes = problem.value_bytes(number) + phase.live_in_bytes
+    pairs = [(uses[group.variant_choice], group.index) for group in groups]
     parts: tuple[tuple[Part, int, int], ...] = (
         ("load", 0, 0),
         ("first", 1, phase.first_bytes),
         ("steady", phase.steady_calls, phase.steady_bytes),
     )
     for part, rounds, activation in parts:
-        if rounds or (part == "load" and phase.uses):
-            calls = tuple(use.group_calls_in(part)[group.index] if use else 0 for use, group in pairs)
-            yield Interval(
-                phase=number,
-                part=part,
-                rounds=rounds,
-                weight=weight,
-                fixed_bytes=fixed_bytes,
-                activation_bytes=activation,
-                calls=calls,
-                seconds=seconds,
-                used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
-                entered=frozenset(uses) if part != "load" else frozenset(),
-                cpu_seconds=tuple(
-                    _cpu_seconds(problem, phase, variant_choice, part) if use else 0.0
-                    for variant_choice, use in zip(variant_choices, use_of_choice, strict=True)
-                ),
-                passes=passes,
-                rooms=tuple(room_bytes(activation, use, group.index) if use else 0 for use, group in pairs),
-                glue_bytes=min(activation, phase.glue_bytes),
-            )
-
-
-def _cpu_seconds(problem: Problem, phase: PhaseNumbers, variant_choice: VariantChoice, part: Part) -> float:
-    """Seconds that a component computes on the CPU in the slot ``part``; 0 if it computes on the device."""
-    if variant_choice.computes:
-        return 0.0
-    component = problem.components[variant_choice.component]
-    use = use_with(next(use for use in phase.uses if use.component == component.name), component, variant_choice.variant)
-    triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
-    return sum(len(group.blocks) * calls * seconds for group, calls, seconds in triples)
+        if not rounds and (part != "load" or not phase.uses):
+            continue
+        calls = tuple(use.group_calls_in(part)[k] if use else 0 for use, k in pairs)
+        cpu_seconds = [0.0] * len(variant_choices)
+        for n, (use, component) in enumerate(zip(uses, components, strict=True)):
+            if use and not variant_choices[n].computes:
+                triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
+                cpu_seconds[n] = sum(len(group.blocks) * times * seconds for group, times, seconds in triples)
+        rooms = (room_bytes(activation, use, k) if use else 0 for use, k in pairs)
+        yield Interval(
+            phase=number,
+            part=part,
+            rounds=rounds,
+            weight=weight,
+            fixed_bytes=problem.value_bytes(number) + phase.live_in_bytes,
+            activation_bytes=activation,
+            glue_bytes=min(activation, phase.glue_bytes),
+            calls=calls,
+            seconds=tuple(use.seconds[k] if use else 0.0 for use, k in pairs),
+            passes=tuple(use.passes_of(k) if use else 1 for use, k in pairs),
+            rooms=tuple(
+                min(nbytes // ALLOCATION_BYTES * ALLOCATION_BYTES, of.held_bytes) for nbytes, of in zip(rooms, groups, strict=True)
+            ),
+            used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
+            entered=frozenset(c for c, of in enumerate(problem.components) if of.name in own and part != "load"),
+            cpu_seconds=tuple(cpu_seconds),
+        )
 
 
 def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, count: int) -> tuple[SpillGap, ...]:
@@ -535,17 +556,3 @@ def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, c
         for run_start in range(0, count, max(run_length, 1))
         for number, nbytes, out, back in found
     )
-
-
-def reference_seconds(program: Program) -> float:
-    """Seconds of one run's compute plus one copy of every block, each component in its first variant that may be chosen. The MILP
-    scales its times by this number."""
-    first = [
-        min(n for n, variant_choice in enumerate(program.variant_choices) if variant_choice.component == c)
-        for c in {variant_choice.component for variant_choice in program.variant_choices}
-    ]
-    groups = [j for j, group in enumerate(program.groups) if group.variant_choice in first]
-    compute = sum(program.compute_seconds(t, j) for t in range(program.run_length) for j in groups)
-    compute += sum(interval.cpu_seconds[n] for interval in program.intervals[: program.run_length] for n in first)
-    copies = sum(program.groups[j].count * (program.groups[j].load_seconds + program.groups[j].disk_seconds) for j in groups)
-    return compute + copies

@@ -11,24 +11,20 @@ from dataclasses import dataclass, replace
 from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
-from graphrun.solve.dominance import undominated_variants
-from graphrun.solve.granularity import until_it_fits
-from graphrun.solve.least import has_usable_variants, least_memory_of
+from graphrun.solve.least import ever_finer, has_usable_variants
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.program import program_of
 from graphrun.solve.search import SECONDS, choose
 from graphrun.units import show_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
     """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None where nothing fits."""
-    return until_it_fits(problem, _seconds, least_memory_of) if has_usable_variants(problem) else None
-
-
-def _seconds(problem: Problem) -> float | None:
-    found, _ = stage_choices(problem)
-    answer = choose([program_of(of.problem, undominated_variants(of.problem)) for of in found], goals=SECONDS)
-    return None if answer is None else answer.program.seconds(answer.choice)
+    for each in ever_finer(problem) if has_usable_variants(problem) else ():
+        answer = choose([Formulation(of.program) for of in stage_choices(each)[0]], SECONDS)
+        if answer is not None:
+            return answer.program.seconds(answer.choice)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.least_memory import DEPTH
-from graphrun.solve.dominance import budget_excess
-from graphrun.solve.milp import GAP, ROUGH_GAP, Formulation, Linear, Margins, MilpResult, linear_sum
+from graphrun.solve.linear import GAP, ROUGH_GAP, Linear, MilpResult, Row
+from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 
 ROUNDS = 3
@@ -44,11 +43,9 @@ GOALS = (
 SECONDS = GOALS[:1]
 
 
-def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
+def _refine_goal(of: Formulation) -> tuple[Linear, float]:
     """Seconds, plus a hundredth of the copy time, plus a tie-breaker for memory."""
-    return linear_sum(
-        (1.0, formulation.seconds), (COPY_WEIGHT, formulation.copying), (1e-6, formulation.memory)
-    ), formulation.seconds_unit
+    return of.seconds + COPY_WEIGHT * of.copying + 1e-6 * of.memory, of.seconds_unit
 
 
 # Goal when a program is solved again because the simulator found its plan slower than predicted: among plans that are nearly as
@@ -70,56 +67,39 @@ class Answer:
     large: bool = False
 
 
-def choose(
-    programs: Sequence[Program] | Program, factors: Sequence[float] = (), *, goals: Sequence[Goal] = GOALS, depth: int = DEPTH
-) -> Answer | None:
-    """The best choice over ``programs``, with the bound in seconds; None: nothing fits. Copy times of interval t are multiplied by
-    ``factors[t]``. ``goals``: in order of priority; ``depth``: blocks that rings hold at once.
+def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -> Answer | None:
+    """The best choice over the programs of ``formulations``, with the bound in seconds; None: nothing fits. ``goals``: in order of
+    priority.
 
     Budgets are checked in integers. Where rounding let a slot exceed one, that much is kept free and the programs are solved again.
     Raises BrokenPlan if that does not help.
     """
-    programs = [programs] if isinstance(programs, Program) else programs
-    margins = [Margins() for _ in programs]
+    formulations = list(formulations)
     for trial in range(ROUNDS):
-        formulations = [
-            Formulation(program, factors or (1.0,) * len(program.intervals), margin, depth=depth)
-            for program, margin in zip(programs, margins, strict=True)
-        ]
         layered = goals is GOALS and any(formulation.layer_columns for formulation in formulations)
         found = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
         if found is None:
             return None
         number, answer, bound, proven = found
-        if layers := formulations[number].layer_columns:
-            model, (light, _) = formulations[number].model, _refine_goal(formulations[number])
-            answer = model.rounded(answer, layers, light, ROUNDING_GAPS[model.size > MOST_LARGE]) or answer
-        variants, choice = formulations[number].choice(answer.values)
-        program = formulations[number].program.with_variants(variants)
-        excess = budget_excess(program, choice)
+        of = formulations[number]
+        if layers := of.layer_columns:
+            answer = of.model.rounded(answer, layers, _refine_goal(of)[0], ROUNDING_GAPS[of.model.size > MOST_LARGE]) or answer
+        program, choice = of.choice(answer.values)
+        excess = program.excess_bytes(choice)
         if not excess:
-            return Answer(number, program, choice, bound, proven, formulations[number].model.size > LARGE)
-        margins[number] = _larger_margins(margins[number], excess, MARGIN_GROWTH**trial)
+            return Answer(number, program, choice, bound, proven, of.model.size > LARGE)
+        more = {tier: of.margins.get(tier, 0) + MARGIN_GROWTH**trial * nbytes for tier, nbytes in excess.items()}
+        formulations[number] = Formulation(of.program, of.factors, {**of.margins, **more}, depth=of.depth)
     raise BrokenPlan("the solver found no plan where one exists, which is a bug; report it with the JSON form of the problem")
 
 
-def can_reach(program: Program, seconds: float) -> bool:
-    """Whether ``program`` has a solution within ``seconds``, as far as that is quick to find out: the relaxation is tried first,
+def can_reach(formulation: Formulation, seconds: float) -> bool:
+    """Whether the program has a solution within ``seconds``, as far as that is quick to find out: the relaxation is tried first,
     and programs with many columns count as False."""
-    formulation = Formulation(program, (1.0,) * len(program.intervals))
-    of, unit = GOALS[0].of(formulation)
-    enough = [(of, seconds / unit)]
-    if formulation.model.size > MOST_LARGE or formulation.model.minimise(of, enough, whole=False) is None:
+    model, of, enough = formulation.model, formulation.seconds, [formulation.seconds <= seconds / formulation.seconds_unit]
+    if model.size > MOST_LARGE or model.minimise(of, enough, whole=False) is None:
         return False
-    return formulation.model.minimise(of, enough, gap=1.0) is not None
-
-
-def _larger_margins(margins: Margins, excess: Mapping[str, Mapping[int, int]], times: int) -> Margins:
-    def added(now: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-        return {t: now.get(t, 0) + times * more.get(t, 0) for t in {*now, *more}}
-
-    of = [added(getattr(margins, tier), excess.get(tier, {})) for tier in ("device", "ram", "pinned")]
-    return Margins(*of)
+    return model.minimise(of, enough, gap=1.0) is not None
 
 
 def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -> tuple[int, MilpResult, float, bool] | None:
@@ -142,7 +122,8 @@ def _minimise_in_order(formulations: list[Formulation], goals: Sequence[Goal]) -
             bound, proven = least, all(found.proven for found in results.values())
             if large or sum(formulations[n].model.size for n in candidates) > MOST_LARGE:
                 number = min(candidates)
-                candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(candidates[number].values)
+                of_variants = formulations[number].chosen_in(candidates[number].values)
+                candidates, fixed = {number: candidates[number]}, formulations[number].variant_columns(of_variants)
         elif large:  # the remaining choice is when blocks are loaded for later use
             ((number, found),) = candidates.items()
             fixed = (fixed or {}) | formulations[number].compute_slot_columns(found.values)
@@ -163,19 +144,27 @@ def minimise_over(
 ) -> tuple[dict[int, MilpResult], float, float]:
     """Minimises ``goal`` over the formulations ``candidates``: results that reach the best value, by index; the best value and the
     bound on it, in seconds or bytes. ``limits``: earlier goals and their values; ``known``: solutions within these."""
-    rows = {
-        n: [(by.of(formulations[n])[0], most / by.of(formulations[n])[1] * (1 + SLACK)) for by, most in limits] for n in candidates
-    }
-    bounds = {n: _relaxation_bound(formulations[n], goal, rows[n]) if len(candidates) > 1 else 0.0 for n in candidates}
+    goals = {n: goal.of(formulations[n]) for n in candidates}
+    rows: dict[int, list[Row]] = {n: [] for n in candidates}
+    for n in candidates:
+        for earlier, most in limits:
+            of, unit = earlier.of(formulations[n])
+            rows[n].append(of <= most / unit * (1 + SLACK))
+    bounds = dict.fromkeys(candidates, 0.0)
+    for n in candidates if len(candidates) > 1 else ():
+        relaxed = formulations[n].model.minimise(goals[n][0], rows[n], whole=False)
+        if relaxed is None:
+            del bounds[n]
+        else:
+            bounds[n] = relaxed.value * goals[n][1]
     found: dict[int, MilpResult] = {}
     best, least = float("inf"), float("inf")
-    for n in sorted((n for n in candidates if bounds[n] is not None), key=lambda n: (bounds[n], n)):
-        of, unit = goal.of(formulations[n])
-        low = bounds[n] or 0.0
-        if low > best * (1 + SLACK):
-            least = min(least, low)
+    for n in sorted(bounds, key=lambda n: (bounds[n], n)):
+        of, unit = goals[n]
+        if bounds[n] > best * (1 + SLACK):
+            least = min(least, bounds[n])
             continue
-        cutoff = [(of, best / unit * (1 + SLACK))] if found else []
+        cutoff = [of <= best / unit * (1 + SLACK)] if found else []
         start = None if cutoff else (known or {}).get(n)
         answer = _minimise_staged(formulations[n], of, [*rows[n], *cutoff], goal.gap, staged, fixed, start)
         if answer is None:
@@ -184,14 +173,14 @@ def minimise_over(
         best = min(best, answer.value * unit)
         least = min(least, answer.bound * unit)
     most = best * (1 + 2 * SLACK)  # HiGHS may violate the cutoff row by its tolerance
-    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goal.of(formulations[n])[1] <= most}
+    good = {n: answer for n, answer in sorted(found.items()) if answer.value * goals[n][1] <= most}
     return good, best, min(least, best)
 
 
 def _minimise_staged(
     formulation: Formulation,
     of: Linear,
-    rows: Sequence[tuple[Linear, float]],
+    rows: Sequence[Row],
     gap: float,
     staged: bool,
     fixed: Mapping[int, float] | None,
@@ -200,25 +189,16 @@ def _minimise_staged(
     """Minimises ``of``. ``staged``, for large programs: first with variants fixed, then over all variants from that start. The
     fixed variants are the first ones if the relaxation is no worse with them, else those with the largest share in the relaxation,
     else those of a solution within ROUGH_GAP."""
-    model = formulation.model
-    if start is None and staged and formulation.first_variant_columns:
+    model, first = formulation.model, formulation.variant_columns(formulation.first_choices)
+    if start is None and staged and first:
         relaxed = model.minimise(of, rows, whole=False)
         if relaxed is None:
             return None
-        first = model.minimise(of, rows, whole=False, fixed=formulation.first_variant_columns)
-        near = (
-            formulation.first_variant_columns
-            if first is not None and first.value <= relaxed.value * (1 + gap)
-            else formulation.variant_columns(relaxed.values)
-        )
-        start = model.minimise(of, rows, gap=gap, fixed=near)
+        simplest = model.minimise(of, rows, whole=False, fixed=first)
+        if simplest is None or simplest.value > relaxed.value * (1 + gap):
+            first = formulation.variant_columns(formulation.chosen_in(relaxed.values))
+        start = model.minimise(of, rows, gap=gap, fixed=first)
         if start is None and (rough := model.minimise(of, rows, gap=ROUGH_GAP)) is not None:
-            start = model.minimise(of, rows, gap=gap, fixed=formulation.variant_columns(rough.values), start=rough) or rough
+            chosen = formulation.variant_columns(formulation.chosen_in(rough.values))
+            start = model.minimise(of, rows, gap=gap, fixed=chosen, start=rough) or rough
     return model.minimise(of, rows, gap=gap, fixed=fixed, start=start)
-
-
-def _relaxation_bound(formulation: Formulation, goal: Goal, rows: Sequence[tuple[Linear, float]]) -> float | None:
-    """A lower bound from the relaxation; None: infeasible."""
-    of, unit = goal.of(formulation)
-    found = formulation.model.minimise(of, rows, whole=False)
-    return None if found is None else found.value * unit

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from graphrun.errors import BrokenPlan
 from graphrun.model.choices import reorder
 from graphrun.model.plan import Drop, Plan, Read
@@ -19,10 +21,11 @@ from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.dominance import budget_excess, simplest_variants, undominated_variants
-from graphrun.solve.granularity import smaller_as_layers, split_into_layers, until_it_fits
+from graphrun.solve.dominance import simplest_variants, undominated_variants
+from graphrun.solve.granularity import smaller_as_layers, split_into_layers
 from graphrun.solve.infeasible import refusal, surely_infeasible
-from graphrun.solve.least import least_memory_of
+from graphrun.solve.least import ever_finer
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.pages import within_pages
 from graphrun.solve.program import Choice, Program, program_of
@@ -58,28 +61,30 @@ def solved(problem: Problem) -> Solution | None:
 
 def _solved(problem: Problem) -> Solution | None:
     """The best plan where memory is counted in bytes of tensors."""
-    found = until_it_fits(problem, _solve_as_split, least_memory_of)
+    tried = (_solve_as_split(each) for each in ever_finer(problem))
+    found = next((solution for solution in tried if solution is not None), None)
     if found is None:
         return None
-    if (name := _worth_splitting(found)) is not None:
-        finer = split_into_layers(found.problem, {name})
-        other = _solve_as_split(finer, baselines=False) if problem.runs == 1 else _repeated_run(finer)
+    if (worth := _worth_splitting(found)) is not None:
+        finer = split_into_layers(found.problem, {worth[0]})
+        other = _solve_as_split(finer, worth[1], baselines=False) if problem.runs == 1 else _repeated_run(finer, worth[1])
         if other is not None and other.simulation.total_seconds * TOLERANCE <= found.simulation.total_seconds:
             return other
     return found
 
 
-def _worth_splitting(found: Solution) -> str | None:
-    """The largest component that can be split into layers, if a faster plan is then possible: smaller rings leave more memory for
-    resident blocks, and weights outside of blocks need no longer be loaded all at once before a slot."""
+def _worth_splitting(found: Solution) -> tuple[str, Formulation] | None:
+    """The largest component that can be split into layers, if a faster plan with the choices of ``found`` is then possible: smaller
+    rings leave more memory for resident blocks, and weights outside of blocks need no longer be loaded all at once before a slot.
+    Also the formulation that tells."""
     problem = found.problem
     if not (names := smaller_as_layers(problem)):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
     # Of a session, one run is compared with the average run.
     once = split_into_layers(replace(_with_choices_of(problem, found.plan), runs=1), {name})
-    program = program_of(once, undominated_variants(once))
-    return name if can_reach(program, found.objective_seconds / problem.runs / TOLERANCE) else None
+    formulation = Formulation(program_of(once, undominated_variants(once)))
+    return (name, formulation) if can_reach(formulation, found.objective_seconds / problem.runs / TOLERANCE) else None
 
 
 def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
@@ -94,10 +99,10 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
     return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
-def _repeated_run(problem: Problem) -> Solution | None:
+def _repeated_run(problem: Problem, known: Formulation) -> Solution | None:
     """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
     solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
-    once = _solve_as_split(replace(problem, runs=1))
+    once = _solve_as_split(replace(problem, runs=1), known)
     if once is None:
         return None
     first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
@@ -109,12 +114,13 @@ def _repeated_run(problem: Problem) -> Solution | None:
     return checked_solution(problem, plan, False, bound, objective, 1 - bound / objective)
 
 
-def _solve_as_split(problem: Problem, *, baselines: bool = True) -> Solution | None:
-    """The best plan at the granularity of ``problem``; None: nothing fits. ``baselines``: `BASELINES` are tried too."""
+def _solve_as_split(problem: Problem, known: Formulation | None = None, *, baselines: bool = True) -> Solution | None:
+    """The best plan at the granularity of ``problem``; None: nothing fits. ``known``: a formulation, used for the program that it
+    states. ``baselines``: `BASELINES` are tried too."""
     if surely_infeasible(problem):
         return None
     found, every = stage_choices(problem)
-    first = choose([program_of(of.problem, undominated_variants(of.problem)) for of in found])
+    first = choose([known if known and known.program == each.program else Formulation(each.program) for each in found])
     if first is None:
         return None
     program, best = _refined(problem, found[first.number], first, baselines)
@@ -128,7 +134,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
     """The best plan for the chosen stage order, options and variants. Solves again, with higher copy times for the slots in
     question, while the simulator needs longer than predicted; then tries deeper rings and baselines."""
     variants, choice = simplest_variants(
-        chosen.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
+        first.program.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
     )
     program = first.program.with_variants(variants)
 
@@ -145,7 +151,7 @@ def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bo
         slots = (*last.simulation.slots[: program.run_length], *last.simulation.again)
         delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
         factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
-        answer = choose(program, factors, goals=REFINE_GOALS)
+        answer = choose([Formulation(program, factors)], REFINE_GOALS)
         if answer is None:
             break
         last = candidate_of(answer.choice)
@@ -179,10 +185,9 @@ class _Candidate:
 def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
     """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice with such rings."""
     for depth in DEEPER:
-        depths = tuple(tuple(max(depth, each) for each in slot) for slot in choice.depths)
-        if choice.depths and not budget_excess(program, wider := replace(choice, depths=depths)):
+        if not program.excess_bytes(wider := replace(choice, depths=np.maximum(depth, choice.depths))):
             yield wider
-        if (answer := choose(program, goals=REFINE_GOALS, depth=depth)) is not None:
+        if (answer := choose([Formulation(program, depth=depth)], REFINE_GOALS)) is not None:
             yield answer.choice
 
 

@@ -53,11 +53,12 @@ Gaps of a value, in whose load slots it may be spilled and restored:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream, Violation
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, ValueNumbers, Variant
+from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
 from graphrun.units import round_up
 
 
@@ -204,14 +205,13 @@ class _HostRules:
         terms |= {f"{name} (transient)": n for name in reading if (n := self.variants[name].transient_bytes)}
         terms |= {name: value.nbytes for name, value in self.values.items() if name in self.restored or name in self.spilled}
         if (phase := self.on_cpu.get(slot.phase)) and slot.part != "load":
-            terms["activation"] = phase.first_bytes if slot.part == "first" else phase.steady_bytes
+            terms["activation"] = _activation(phase, slot)
         pinned = self.applied.pinned_bytes
         for which, (rule, found, limit) in enumerate((("ram", terms, self.applied.ram_bytes), ("pinned", locked, pinned))):
             total = sum(found.values())
             if limit is not None and total > max(limit, self.previous[which]):
-                sums = " + ".join(f"{nbytes} {name}" for name, nbytes in found.items())
                 kind = "on the host" if rule == "ram" else "page-locked"
-                yield Violation(rule, index, -1, f"{sums} = {total} bytes {kind} > {limit}")
+                yield Violation(rule, index, -1, f"{_sum(found)} = {total} bytes {kind} > {limit}")
             self.previous[which] = total
         self.restored = set()
 
@@ -350,12 +350,10 @@ def _structure(problem: Problem, slots: tuple[Slot, ...], start: int) -> Iterato
         expected += [(phase.name, "steady", phase.steady_calls)] if phase.steady_calls else []
     expected.append(("", "end", 0))
     found = [(slot.phase, slot.part, slot.calls) for slot in slots]
-    for index in range(max(len(expected), len(found))):
-        want = expected[index] if index < len(expected) else None
-        have = found[index] if index < len(found) else None
-        if want != have:
-            say = ["nothing" if s is None else f"{s[0] or 'the run'} {s[1]} with {s[2]} calls" for s in (want, have)]
-            yield Violation("structure", start + index, -1, f"expected {say[0]}, found {say[1]}")
+    for index, pair in enumerate(zip_longest(expected, found), start):
+        if pair[0] != pair[1]:
+            want, have = ("nothing" if s is None else f"{s[0] or 'the run'} {s[1]} with {s[2]} calls" for s in pair)
+            yield Violation("structure", index, -1, f"expected {want}, found {have}")
             return
 
 
@@ -435,9 +433,7 @@ class _SlotRules:
 
     def required_blocks(self, phase: PhaseNumbers | None) -> Iterator[Violation]:
         """Whether all blocks that the slot's calls need are available. ``phase`` None: the slot computes nothing."""
-        used = {}
-        for use in phase.uses if phase else ():
-            used[use.component] = {k for k, calls in enumerate(use.group_calls_in(self.slot.part)) if calls}
+        used = {use.component: self.groups(use) for use in phase.uses} if phase else {}
         for name, (number, stream) in self.streams.items():
             component = self.problem.component(name)
             if not used.get(name):
@@ -449,7 +445,7 @@ class _SlotRules:
             component = self.problem.component(name)
             if component.variants[0].device == "cpu":
                 continue
-            every = {(k, i) for k in groups for i in range(len(component.groups[k].blocks))}
+            every = _every(component, groups)
             if self.slot.part == "steady" and groups and self.loaded[name]:
                 yield self.broken("steady-load", -1, f"loaded in a steady slot that uses it: {_show(component, self.loaded[name])}")
             yield from self.streaming(component, every - self.resident[name])
@@ -474,12 +470,15 @@ class _SlotRules:
                 "ring", number, f"{len(streamed)} blocks are streamed through a ring of {stream.ring_bytes} bytes; it needs {least}"
             )
 
+    def groups(self, use: Use) -> set[int]:
+        """The groups of which the slot runs blocks."""
+        return {k for k, calls in enumerate(use.group_calls_in(self.slot.part)) if calls}
+
     def room(self, name: str, number: int) -> int:
         """Bytes of the slot's activation that are unused while a block of group ``number`` runs."""
         phase = next(phase for phase in self.problem.phases if phase.name == self.slot.phase)
         beside = next(use for use in phase.uses if use.component == name).beside_bytes
-        most = phase.first_bytes if self.slot.part == "first" else phase.steady_bytes
-        return max(0, most - beside[number]) if beside else 0
+        return max(0, _activation(phase, self.slot) - beside[number]) if beside else 0
 
     def directives(self, phase: PhaseNumbers, groups: dict[str, set[int]]) -> Iterator[Violation]:
         """Whether the slot follows the directives. Adds the groups it uses to ``groups``, those used so far per component."""
@@ -488,15 +487,14 @@ class _SlotRules:
             name, demanded = component.name, self.problem.demanded(component.name)
             held = self.resident[name] | self.loaded[name]
             if "keep" in demanded:
-                every = {(k, i) for k in groups[name] for i in range(len(component.groups[k].blocks))}
+                every = _every(component, groups[name])
                 if gone := every - self.resident[name]:
                     yield self.broken("keep", -1, f"kept from its first use on, but not on the device: {_show(component, gone)}")
-            if demanded & {"keep", "whole"} and name in self.streams:
-                rule = "keep" if "keep" in demanded else "whole"
-                yield self.broken(rule, self.streams[name][0], f"{name} is streamed, which the directive {rule} forbids")
-            if demanded & {"keep", "whole"} and name in used and component.variants[0].device == "cpu":
-                rule = "keep" if "keep" in demanded else "whole"
-                yield self.broken(rule, -1, f"{name} computes on the CPU, which the directive {rule} forbids")
+            for rule in sorted(demanded & {"keep", "whole"})[:1]:
+                if name in self.streams:
+                    yield self.broken(rule, self.streams[name][0], f"{name} is streamed, which the directive {rule} forbids")
+                if name in used and component.variants[0].device == "cpu":
+                    yield self.broken(rule, -1, f"{name} computes on the CPU, which the directive {rule} forbids")
             staying = {key for key in held if component.groups[key[0]].streamable}
             if "exclude" in demanded and staying:
                 yield self.broken("exclude", -1, f"on the device, though excluded: {_show(component, staying)}")
@@ -504,7 +502,7 @@ class _SlotRules:
             if "drop" in demanded and outside:
                 yield self.broken("drop", -1, f"on the device outside its own phases: {_show(component, outside)}")
             if name in used:
-                groups[name] |= {k for k, calls in enumerate(used[name].group_calls_in(self.slot.part)) if calls}
+                groups[name] |= self.groups(used[name])
 
     def vram(self, number: int, phase: PhaseNumbers | None, spilled_bytes: int) -> Iterator[Violation]:
         weights = 0
@@ -514,11 +512,15 @@ class _SlotRules:
             weights += sum(round_up(sizes[k], ALLOCATION_BYTES) for k, _ in held)
         rings = sum(round_up(stream.ring_bytes, ALLOCATION_BYTES) for _, stream in self.streams.values())
         values = self.problem.value_bytes(number) - spilled_bytes + phase.live_in_bytes if phase else 0
-        activation = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(self.slot.part, 0) if phase else 0
+        activation = _activation(phase, self.slot) if phase else 0
         total, limit = weights + rings + activation + values, self.problem.effective_bytes
         if total > limit:
             terms = f"{weights} weights + {rings} rings + {activation} activation + {values} values and live-in"
             yield self.broken("vram", -1, f"{terms} = {total} > {limit} bytes")
+
+
+def _activation(phase: PhaseNumbers, slot: Slot) -> int:
+    return {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
 
 
 def _unknown(component: ComponentNumbers, blocks: Blocks) -> Iterator[str]:
@@ -528,9 +530,13 @@ def _unknown(component: ComponentNumbers, blocks: Blocks) -> Iterator[str]:
             yield f"{name}{bad}"
 
 
+def _every(component: ComponentNumbers, groups: Iterable[int]) -> BlockSet:
+    return {(k, i) for k in groups for i in range(len(component.groups[k].blocks))}
+
+
 def _named(component: ComponentNumbers, blocks: Blocks) -> BlockSet:
     if blocks is None:
-        return {(k, i) for k, of in enumerate(component.groups) for i in range(len(of.blocks))}
+        return _every(component, range(len(component.groups)))
     number = {of.name: k for k, of in enumerate(component.groups)}
     return {(number[name], i) for name, indices in blocks for i in indices}
 

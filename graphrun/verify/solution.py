@@ -1,4 +1,4 @@
-"""A plan with its simulation, after a check."""
+"""A plan with its simulation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from graphrun.verify.pages import reserved_bytes
 from graphrun.verify.simulate import simulate
 
 
-def checked_solution(
-    problem: Problem, plan: Plan, proven_optimal: bool, bound_seconds: float, objective_seconds: float, gap: float
-) -> Solution | None:
-    """The solution with ``plan``, checked and simulated once; None where the plan breaks a rule."""
-    if check(problem, plan):
-        return None
-    simulation = simulate(problem, plan)
-    return in_pages(Solution(problem, plan, simulation, proven_optimal, bound_seconds, objective_seconds, gap))
+def solution_of(
+    problem: Problem,
+    plan: Plan,
+    proven_optimal: bool = False,
+    bound_seconds: float = 0.0,
+    objective_seconds: float = 0.0,
+    gap: float = 1.0,
+) -> Solution:
+    """The solution with ``plan``, simulated once and not checked. By default nothing is known about how good it is."""
+    return in_pages(Solution(problem, plan, simulate(problem, plan), proven_optimal, bound_seconds, objective_seconds, gap))
 
 
 def in_pages(solution: Solution) -> Solution:
@@ -28,5 +30,11 @@ def in_pages(solution: Solution) -> Solution:
     chosen = solution.chosen
     if not chosen.hardware.caching_allocator or not all(phase.trace.first for phase in chosen.phases):
         return solution
-    reserved = reserved_bytes(chosen, solution.plan)
-    return replace(solution, simulation=solution.simulation.in_pages(reserved))
+    return replace(solution, simulation=solution.simulation.in_pages(reserved_bytes(chosen, solution.plan)))
+
+
+def checked_solution(
+    problem: Problem, plan: Plan, proven_optimal: bool, bound_seconds: float, objective_seconds: float, gap: float
+) -> Solution | None:
+    """The solution with ``plan``, checked and simulated once; None where the plan breaks a rule."""
+    return None if check(problem, plan) else solution_of(problem, plan, proven_optimal, bound_seconds, objective_seconds, gap)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_parts
 import torch
 import yaml
 from PIL import Image
@@ -30,6 +29,7 @@ from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 AMPLE = 1 << 40
 
@@ -54,7 +54,7 @@ class Called:
         problem, plan = solution.problem, solution.plan
         host = Host.of_graph(self.graph, problem, self.device, self.modules)
         stages = stages_for(plan, self.graph, self.graph.resolve(self.inputs), self.device, host)
-        trace = follow(problem, plan, host, self.device, stages)
+        trace = follow(solution_of(problem, plan), host, self.device, stages)
         slots = simulate(problem, plan).slots
         assert all(measured.peak_bytes <= slot.peak_bytes for measured, slot in zip(trace.slots, slots, strict=True))
         assert trace.left_bytes == self.device.allocated_bytes == 0
@@ -132,7 +132,7 @@ def part_of(part: Any) -> dict[str, Any]:
         marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
         return {
             "class": "transformers.PreTrainedTokenizerFast",
-            "file": str(tiny_parts.BYTES),
+            "file": part.init_kwargs["tokenizer_file"],
             "config": {"model_max_length": part.model_max_length, **marks},
         }
     config = config_of(part) if hasattr(part, "set_timesteps") else part.to_dict()

@@ -12,6 +12,7 @@ from test_attach import SD, seeded
 from test_attach_pipelines import equal, weight_bytes
 
 import graphrun
+from graphrun.errors import InputError
 from graphrun.report.summary import broken_caps
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
@@ -59,3 +60,31 @@ def test_loras_may_be_loaded_weighted_fused_and_unloaded_while_attached() -> Non
             assert device.allocated_bytes == 0
     assert not equal(wants[0], wants[1])
     assert not equal(wants[0], bare)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda pipe: pipe.fuse_lora(), "fuse_lora"),
+        (lambda pipe: pipe.unet.fuse_lora(), "fuse_lora"),
+        (lambda pipe: pipe.unet.delete_adapters("first"), "delete_adapters"),
+        (lambda pipe: pipe.text_encoder.delete_adapter("first"), "delete_adapter"),
+        (lambda pipe: next(m for m in pipe.unet.modules() if hasattr(m, "merge")).merge(), "merge"),
+        (lambda pipe: pipe.vae.load_state_dict(pipe.vae.state_dict()), "load_state_dict"),
+    ],
+    ids=["pipeline", "component", "adapters", "text encoder", "layer", "state dict"],
+)
+def test_weights_cannot_be_changed_inside_a_call(change: Callable[[Any], Any], name: str) -> None:
+    pipe, device = SD.build(), SimulatedDevice(Machine())
+    pipe.load_lora_weights(lora(pipe, 1, 4), adapter_name="first")
+    want = seeded(pipe)
+
+    def callback(_: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        change(pipe)
+        return values
+
+    with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device):
+        with pytest.raises(InputError, match=rf"weights cannot change while .* runs: call {name}\(\) before or after it"):
+            seeded(pipe, callback_on_step_end=callback)
+        assert device.allocated_bytes == 0
+        assert equal(seeded(pipe), want)

@@ -8,8 +8,7 @@ import diffusers as d
 import numpy as np
 import pytest
 import torch
-from tiny_modular import modular
-from tiny_pipelines import checked_peak_bytes
+from tiny_pipelines import checked_peak_bytes, modular
 
 import graphrun
 from graphrun.diffusers_.live import components_of, state_of

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import diffusers as d
 import numpy as np
 import pytest
 import torch
-from tiny_pipelines import Case, cases, checked_peak_bytes, picture
+from tiny_pipelines import Case, cases, checked_peak_bytes, each, picture
 
 import graphrun
 from graphrun.report.summary import broken_caps
@@ -16,6 +18,7 @@ from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
 CASES = cases()
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "pipelines.md"
 SHARE = 0.95  # cap as a share of the weights' bytes, so that not all fit at once
 
 
@@ -45,7 +48,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(pairs) and all(a.shape == b.shape and a.size and np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each())
 def test_output_peak_and_baseline(name: str) -> None:
     case: Case = CASES[name]
     pipe = case.build()
@@ -69,6 +72,13 @@ def test_output_peak_and_baseline(name: str) -> None:
         assert 0 < peaks[0] <= cap_bytes
     assert type(pipe) is case.kind
     assert equal(case.call(pipe), want)
+
+
+def test_every_class_that_is_documented_to_work_is_attached_to() -> None:
+    """The last one is below, the modular ones in `test_attach_modular.py`."""
+    documented = re.findall(r"^\| (\S+) \| [^|]+ \| works \|$", DOCUMENT.read_text(), re.MULTILINE)
+    others = {"FluxModularPipeline", "StableDiffusionXLModularPipeline", "LEditsPPPipelineStableDiffusion"}
+    assert sorted(documented) == sorted({*CASES, *others})
 
 
 def test_equal_calls_are_equal_problems() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_parts
 import torch
 import transformers
 from test_attach_pipelines import equal, weight_bytes
-from tiny_pipelines import cases, checked_peak_bytes
+from tiny_pipelines import cases, checked_peak_bytes, tiny
 
 import graphrun
 from graphrun.report.summary import broken_caps
@@ -21,17 +20,7 @@ from graphrun.sim import Machine
 
 def parts() -> dict[str, Any]:
     """DiT whose blocks are large compared with its embeddings, as at its real size."""
-    transformer = diffusers.DiTTransformer2DModel(
-        sample_size=8,
-        num_layers=4,
-        patch_size=4,
-        attention_head_dim=64,
-        num_attention_heads=4,
-        in_channels=4,
-        out_channels=8,
-        num_embeds_ada_norm=1000,
-    )
-    return {"transformer": transformer, "vae": tiny_parts.vae(), "scheduler": diffusers.DDIMScheduler()}
+    return {**cases()["DiTPipeline"].parts(), "transformer": tiny("DiTTransformer2DModel", attention_head_dim=64)}
 
 
 def test_the_part_of_the_first_block_that_the_last_layer_calls_stays_while_blocks_are_streamed() -> None:

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import diffusers as d
-import tiny_parts
 import torch
 from test_attach_pipelines import SHARE, equal, weight_bytes
-from tiny_pipelines import Case, checked_peak_bytes, picture, texts, z_image
+from tiny_pipelines import cases, checked_peak_bytes, tiny
 
 import graphrun
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
-
-def parts() -> dict[str, Any]:
-    controlnet = d.ZImageControlNetModel(
-        control_layers_places=[0, 2],
-        control_in_dim=4,
-        all_patch_size=(2,),
-        all_f_patch_size=(1,),
-        dim=32,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-    )
-    return {**z_image(), "controlnet": controlnet}
-
-
-ARGUMENTS = texts(control_image=lambda: picture(32), max_sequence_length=16, height=32, width=32)
-CASE = Case(d.ZImageControlNetPipeline, "ControlNet", parts, ARGUMENTS)
+CASE = cases()["ZImageControlNetPipeline"]
 
 
 def test_components_that_share_weights_are_one_component_with_each_weight_counted_once() -> None:
@@ -52,7 +32,7 @@ def test_components_that_share_weights_are_one_component_with_each_weight_counte
         assert solutions[1] is solutions[0], "nothing of the pipeline changed"
         components = {numbers.name: numbers for numbers in solutions[0].problem.components}
         assert set(components) == {"vae", "text_encoder", "transformer_and_controlnet"}
-        pipe.vae = tiny_parts.flow_vae().eval()
+        pipe.vae = tiny("AutoencoderKL-flow").eval()
         assert not equal(CASE.call(pipe, put), want)
         assert checked_peak_bytes(attached, device) == peaks[0]
     assert pipe.controlnet.noise_refiner is pipe.transformer.noise_refiner

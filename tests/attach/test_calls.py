@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_parts
 import torch
 import yaml
 from call_graphs import Called, called, pixels, written
-from tiny_pipelines import cases, picture
+from campaign import sampled
+from tiny_pipelines import WIDTH, cases, picture, tiny
 
 from graphrun.errors import GraphError
 from graphrun.graph.loading import load
@@ -39,7 +39,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+ALWAYS = (
+    "StableDiffusionControlNetPipeline-two",
+    "CogVideoXVideoToVideoPipeline",
+    "StableAudioPipeline",
+    "KandinskyV22PriorPipeline",
+    "MarigoldDepthPipeline",
+)
+
+
+@pytest.mark.parametrize("name", sampled(CASES, ALWAYS, "pipelines"))
 def test_a_call_stage_gives_the_pipelines_own_output_in_the_planned_bytes(name: str, tmp_path: Path) -> None:
     case = called(name, tmp_path, CASES[name])
     problem = case.problem()
@@ -64,9 +73,9 @@ def test_an_ip_adapter_adds_its_tensors_and_depends_on_its_picture(tmp_path: Pat
 
     case = cases()["StableDiffusionPipeline"]
     pipe = case.build()
-    pipe.image_encoder, pipe.feature_extractor = tiny_parts.vision().eval(), tiny_parts.vision_processor()
+    pipe.image_encoder, pipe.feature_extractor = tiny("CLIPVisionModelWithProjection").eval(), tiny("CLIPImageProcessor")
     pipe.register_modules(image_encoder=pipe.image_encoder, feature_extractor=pipe.feature_extractor)
-    state = adapter_of(pipe.unet, tiny_parts.WIDTH)
+    state = adapter_of(pipe.unet, WIDTH)
     save_file({f"{part}.{key}": tensor for part in state for key, tensor in state[part].items()}, tmp_path / "adapter.safetensors")
     arguments = {**case.arguments(), "ip_adapter_image": picture(32)}
     del arguments["output_type"]

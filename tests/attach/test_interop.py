@@ -64,7 +64,7 @@ def test_a_script_runs_with_the_picture_of_the_plan(
     graph = graphrun.load(saved("flux-tiny"))
     solution = solved(graph, vram)
     script, picture = tmp_path / "script.py", tmp_path / "picture.png"
-    script.write_text(diffusers_script(graph, solution.problem, solution.plan))
+    script.write_text(diffusers_script(graph, solution))
     monkeypatch.setattr(sys, "argv", ["script.py", "cpu", str(picture)])
     runpy.run_path(str(script), run_name="__main__")
     trace = graphrun.run(solution, graph, {"steps": 2})
@@ -74,7 +74,7 @@ def test_a_script_runs_with_the_picture_of_the_plan(
 def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(saved: Callable[[str], Path]) -> None:
     graph = graphrun.load(saved("flux-tiny"))
     solution = solved(graph, "5M")
-    text = diffusers_script(graph, solution.problem, solution.plan)
+    text = diffusers_script(graph, solution)
     streams = {a.component: a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream)}
     said = ast.get_docstring(ast.parse(text)) or ""
     assert solution.plan.digest in said
@@ -85,7 +85,7 @@ def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(saved: Ca
     assert f"{len(kept['transformer_blocks'])} of {blocks['transformer_blocks']} transformer_blocks" in said
     assert "no budget" in said
     assert "evicted before" in said
-    resident = diffusers_script(graph, (whole := solved(graph, "64M", keep=["transformer"])).problem, whole.plan)
+    resident = diffusers_script(graph, solved(graph, "64M", keep=["transformer"]))
     assert "transformer.to(DEVICE)" in resident
     assert 'offload_type="block_level"' not in resident
 
@@ -94,7 +94,7 @@ def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(saved: Ca
 def test_scripts_of_other_graphs_compile(saved: Callable[[str], Path], name: str) -> None:
     graph = graphrun.load(saved(name))
     solution = solved(graph, "1G")
-    text = diffusers_script(graph, solution.problem, solution.plan)
+    text = diffusers_script(graph, solution)
     compile(text, "script.py", "exec")
     loaded = [line.split(" = ")[0] for line in text.splitlines() if ".from_pretrained(" in line]
     assert {component.name for component in solution.problem.components} <= set(loaded)
@@ -104,11 +104,11 @@ def test_a_graph_that_cannot_be_exported_is_refused(saved: Callable[[str], Path]
     graph = graphrun.load(saved("flux-tiny"))
     half = graphrun.plan(graphrun.estimate(graph, vram="64M", until="encode", **{**OPTIONS, "inputs": {}}))
     with pytest.raises(InputError, match="this plan has encode_prompt"):
-        diffusers_script(graph.until("encode"), half.problem, half.plan)
+        diffusers_script(graph.until("encode"), half)
     random = graphrun.load(GRAPHS / "flux-tiny.yaml")
     solution = solved(random, "64M")
     with pytest.raises(InputError, match="text_encoder, .* random weights are graphrun's own"):
-        diffusers_script(random, solution.problem, solution.plan)
+        diffusers_script(random, solution)
 
 
 def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
 
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     solution = solved(graph, "5M")
-    placements = device_maps(graph, solution.problem, solution.plan)["transformer"]
+    placements = device_maps(graph, solution)["transformer"]
     streams = [a for slot in solution.plan.slots for a in slot.actions if isinstance(a, Stream) and a.component == "transformer"]
     kept = dict(streams[-1].keep or ())
     blocks = {k.name: k.blocks for k in solution.problem.component("transformer").groups}
@@ -162,7 +162,7 @@ def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
 def test_a_component_that_is_whole_on_the_device_has_one_entry() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     solution = solved(graph, "64M", keep=["transformer"])
-    assert device_maps(graph, solution.problem, solution.plan)["transformer"] == {"": 0}
+    assert device_maps(graph, solution)["transformer"] == {"": 0}
 
 
 def test_a_plan_follows_its_device_map() -> None:
@@ -203,7 +203,7 @@ def test_the_map_of_a_plan_gives_a_plan_close_to_it() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     tight = graphrun.estimate(graph, vram="5M", **OPTIONS)
     solution = graphrun.plan(replace(tight, components=tuple(replace(c, layers=None) for c in tight.components)))
-    maps = device_maps(graph, solution.problem, solution.plan)
+    maps = device_maps(graph, solution)
     wide = graphrun.estimate(graph, vram="64M", **OPTIONS)
     back = plan_for(wide, maps)
     assert check(wide, back.plan) == ()

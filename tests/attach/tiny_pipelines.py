@@ -1,30 +1,34 @@
-"""Tiny pipelines of many classes: which parts each has, and how it is called. Data for the tests that attach to them.
-
-A case makes its parts and its arguments anew each time, the same each time. What is called ``None`` is optional and absent.
-"""
+"""Tiny pipelines of many classes, as `tiny_components.yaml` and `tiny_pipelines.yaml` describe them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from pydoc import locate
 from typing import Any
 
-import diffusers as d
+import diffusers
 import numpy as np
-import tiny_parts as p
 import torch
+import transformers
+import yaml
+from campaign import sampled
 from PIL import Image
 
 from graphrun.report.summary import broken_caps
 
 PROMPT = "a lighthouse at dusk"
-SAFE = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-SMALL = {"height": 16, "width": 16}
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+WIDTH = 32  # of every text encoder
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline class to test. ``family``: its task. ``parts`` and ``arguments`` return what it is built from and called with."""
+    """A pipeline class to test. ``family``: its task. ``parts`` and ``arguments`` return what it is built from and called
+    with, made anew each time, the same each time."""
 
     kind: Any
     family: str
@@ -37,10 +41,7 @@ class Case:
         torch.manual_seed(0)
         pipe = self.kind(**self.parts())
         pipe.set_progress_bar_config(disable=True)
-        for module in pipe.components.values():
-            if isinstance(module, torch.nn.Module):
-                module.eval().requires_grad_(False)
-        return pipe
+        return frozen(pipe)
 
     def call(self, pipe: Any, put: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Any:
         """The output of ``pipe`` for the arguments, with fresh generators. ``put`` moves argument tensors to a device."""
@@ -48,6 +49,73 @@ class Case:
         given = {name: put(value) if isinstance(value, torch.Tensor) else value for name, value in self.arguments().items()}
         generator = {} if self.steps == 0 else {"generator": torch.Generator().manual_seed(3)}
         return pipe(**{**({"num_inference_steps": self.steps} if self.steps else {}), **generator, **given})
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Every case by the name of its class, some with a suffix."""
+    return {name: _case(name, **row) for name, row in _table("tiny_pipelines.yaml")["pipelines"].items()}
+
+
+def each() -> list[Any]:
+    """The names of all cases as parameters of a test: a spread of them always, the others in the sweep."""
+    return sampled(cases(), _table("tiny_pipelines.yaml")["spread"], "pipelines")
+
+
+def _case(name: str, family: str, parts: Any, call: Any, steps: int = 2, dtype: str = "float32") -> Case:
+    """``dtype``: of the weights, as ``torch_dtype=`` loads them: pipelines cast their VAE to fp32 and back in the call."""
+
+    def built() -> dict[str, Any]:
+        found = {key: _made(value) for key, value in parts.items()}
+        if dtype == "float32":
+            return found
+        return {key: part.to(getattr(torch, dtype)) if isinstance(part, torch.nn.Module) else part for key, part in found.items()}
+
+    return Case(_class(name), family, built, lambda: {key: _made(value) for key, value in call.items()}, steps)
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    """The component ``name`` of `tiny_components.yaml`, or of a class without settings there, with ``changes`` of its settings."""
+    row = _table("tiny_components.yaml").get(name, {})
+    kind, config = locate(row["class"]) if "class" in row else _class(name), {**row.get("config", {}), **changes}
+    if "tokenizer_file" in config:
+        config["tokenizer_file"] = str(ROOT / config["tokenizer_file"])
+    if hasattr(kind, "from_config"):
+        made = kind.from_config(config)
+    else:
+        made = kind(kind.config_class(**config)) if getattr(kind, "config_class", None) else kind(**config)
+    for key, value in row.get("fill", {}).items():
+        getattr(made, key).data.fill_(value)
+    for module in (module for key in row.get("noise", ()) for module in getattr(made, key)):
+        module.weight.data.normal_(std=0.1)
+    for key, value in row.get("set", {}).items():
+        setattr(made, key, value)
+    return made
+
+
+@cache
+def _table(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FOLDER / file).read_text())
+    return found
+
+
+def _class(name: str) -> Any:
+    name = name.partition("-")[0]
+    return getattr(diffusers, name, None) or getattr(transformers, name)
+
+
+def _is_component(name: Any) -> bool:
+    return isinstance(name, str) and (name in _table("tiny_components.yaml") or hasattr(diffusers, name))
+
+
+def _made(value: Any) -> Any:
+    """What stands for ``value`` in a row: a component, a picture or a tensor; else the value itself."""
+    if isinstance(value, list):
+        return [_made(item) for item in value]
+    if isinstance(value, dict):
+        (name, given), *more = value.items()
+        return tiny(name, **given) if _is_component(name) else MEDIA[name](given, **dict(more))
+    return tiny(value) if _is_component(value) else value
 
 
 def picture(size: int = 16, seed: int = 0) -> Any:
@@ -64,408 +132,35 @@ def film(frames: int, size: int = 16) -> list[Any]:
     return [picture(size, seed) for seed in range(frames)]
 
 
-def texts(**more: Any) -> Callable[[], dict[str, Any]]:
-    """Arguments: a prompt, arrays as output, and ``more``; callables in it are called."""
+def noise(shape: list[int], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-    def made() -> dict[str, Any]:
-        filled = {name: value() if callable(value) else value for name, value in more.items()}
-        return {"prompt": PROMPT, "output_type": "np", **filled}
 
-    return made
+MEDIA: dict[str, Callable[..., Any]] = {"picture": picture, "mask": mask, "film": film, "noise": noise}
 
-
-def pictures(**more: Any) -> Callable[[], dict[str, Any]]:
-    def made() -> dict[str, Any]:
-        return {name: value for name, value in texts(**more)().items() if name != "prompt"}
-
-    return made
-
-
-# -- parts by family
-
-
-def sd(**unet: Any) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        return {
-            "text_encoder": p.clip(),
-            "tokenizer": p.tokenizer(),
-            "unet": p.unet(**unet),
-            "vae": p.vae(),
-            "scheduler": d.DDIMScheduler(**p.BETAS, clip_sample=False, set_alpha_to_one=False),
-            **SAFE,
-        }
-
-    return parts
-
-
-def sdxl(refiner: bool = False, **unet: Any) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        return {
-            "text_encoder": p.clip(),
-            "tokenizer": p.tokenizer(),
-            "text_encoder_2": p.clip_projected(),
-            "tokenizer_2": p.tokenizer(),
-            "unet": p.unet_xl(**unet),
-            "vae": p.vae(),
-            "scheduler": d.EulerDiscreteScheduler(**p.BETAS),
-        }
-
-    return parts
-
-
-def with_controlnet(base: Callable[[], dict[str, Any]], nets: int = 1) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        made = base()
-        found = [p.controlnet(made["unet"], conditioning_embedding_out_channels=(8, 8)) for _ in range(nets)]
-        return {**made, "controlnet": found[0] if nets == 1 else found}
-
-    return parts
-
-
-def plus(base: Callable[[], dict[str, Any]], **more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        return {**base(), **{name: make() if callable(make) else make for name, make in more.items()}}
-
-    return parts
-
-
-def halved(base: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """The parts in float16, as ``torch_dtype=torch.float16`` loads them: pipelines cast their VAE to fp32 and back in the call."""
-    return lambda: {name: part.half() if isinstance(part, torch.nn.Module) else part for name, part in base().items()}
-
-
-def without(base: Callable[[], dict[str, Any]], *names: str) -> Callable[[], dict[str, Any]]:
-    return lambda: {name: part for name, part in base().items() if name not in names}
-
-
-def sd3(channels: int = 4, **more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        return {
-            "transformer": p.sd3(channels=channels),
-            "text_encoder": p.clip_projected(),
-            "tokenizer": p.tokenizer(),
-            "text_encoder_2": p.clip_projected(),
-            "tokenizer_2": p.tokenizer(),
-            "text_encoder_3": p.t5(),
-            "tokenizer_3": p.tokenizer(),
-            "vae": p.flow_vae(channels),
-            "scheduler": d.FlowMatchEulerDiscreteScheduler(),
-            **{name: make() for name, make in more.items()},
-        }
-
-    return parts
-
-
-def flux(channels: int = 16, out: int | None = None, **more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        return {
-            "transformer": p.flux(channels, out),
-            "text_encoder": p.clip(),
-            "tokenizer": p.tokenizer(),
-            "text_encoder_2": p.t5(),
-            "tokenizer_2": p.tokenizer(),
-            "vae": p.flow_vae(),
-            "scheduler": d.FlowMatchEulerDiscreteScheduler(),
-            **{name: make() for name, make in more.items()},
-        }
-
-    return parts
-
-
-def t5_and(**more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        usual = {"text_encoder": p.t5, "tokenizer": p.tokenizer, "vae": p.vae, "scheduler": d.FlowMatchEulerDiscreteScheduler}
-        return {name: make() for name, make in {**usual, **more}.items()}
-
-    return parts
-
-
-def wan(channels: int = 16, **more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
-    return t5_and(**{"transformer": lambda: p.wan(channels=channels), "vae": p.wan_vae, **more})
-
-
-def cogvideox(channels: int = 4) -> Callable[[], dict[str, Any]]:
-    return t5_and(transformer=lambda: p.cogvideox(channels), vae=p.cogvideox_vae, scheduler=d.CogVideoXDDIMScheduler)
-
-
-def kandinsky_prior() -> dict[str, Any]:
-    return {
-        "prior": p.prior(),
-        "image_encoder": p.vision(),
-        "text_encoder": p.clip_projected(),
-        "tokenizer": p.tokenizer(),
-        "scheduler": d.UnCLIPScheduler(variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=10.0),
-        "image_processor": p.vision_processor(),
-    }
-
-
-def kandinsky() -> dict[str, Any]:
-    return {"unet": p.unet_kandinsky(), "movq": p.movq(), "scheduler": d.DDIMScheduler(**p.BETAS, clip_sample=False)}
-
-
-def combined(prior: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
-    return {**decoder, **{f"prior_{name}": part for name, part in prior.items()}}
-
-
-def embeds(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
-    return lambda: torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def cascade_prior() -> dict[str, Any]:
-    return {
-        "prior": p.cascade("prior"),
-        "text_encoder": p.clip_projected(),
-        "tokenizer": p.tokenizer(),
-        "scheduler": d.DDPMWuerstchenScheduler(),
-        "feature_extractor": None,
-        "image_encoder": None,
-    }
-
-
-def cascade_decoder() -> dict[str, Any]:
-    from diffusers.pipelines.deprecated.wuerstchen import PaellaVQModel
-
-    return {
-        "decoder": p.cascade("decoder"),
-        "text_encoder": p.clip_projected(),
-        "tokenizer": p.tokenizer(),
-        "vqgan": PaellaVQModel(bottleneck_blocks=1, num_vq_embeddings=2),
-        "scheduler": d.DDPMWuerstchenScheduler(),
-        "latent_dim_scale": 4.0,
-    }
-
-
-def deepfloyd(channels: int = 3, **more: Any) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        options = {"class_embed_type": "timestep"} if channels == 6 else {}
-        return {
-            "text_encoder": p.t5(),
-            "tokenizer": p.tokenizer(),
-            "unet": p.unet_if(channels, **options),
-            "scheduler": d.DDPMScheduler(variance_type="learned_range"),
-            "watermarker": None,
-            "safety_checker": None,
-            "feature_extractor": None,
-            "requires_safety_checker": False,
-            **({"image_noising_scheduler": d.DDPMScheduler()} if channels == 6 else {}),
-        }
-
-    return parts
-
-
-def unclip() -> dict[str, Any]:
-    from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
-
-    return {
-        "prior_tokenizer": p.tokenizer(),
-        "prior_text_encoder": p.clip_projected(),
-        "prior": p.prior(),
-        "prior_scheduler": d.DDPMScheduler(variance_type="fixed_small_log", prediction_type="sample"),
-        "image_normalizer": StableUnCLIPImageNormalizer(embedding_dim=p.WIDTH),
-        "image_noising_scheduler": d.DDPMScheduler(),
-        "tokenizer": p.tokenizer(),
-        "text_encoder": p.clip(),
-        "unet": p.unet(class_embed_type="projection", projection_class_embeddings_input_dim=2 * p.WIDTH),
-        "scheduler": d.DDIMScheduler(**p.BETAS),
-        "vae": p.vae(),
-    }
-
-
-def stable_video() -> dict[str, Any]:
-    unet = d.UNetSpatioTemporalConditionModel(
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        sample_size=8,
-        in_channels=8,
-        out_channels=4,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        cross_attention_dim=p.WIDTH,
-        num_attention_heads=4,
-        projection_class_embeddings_input_dim=3 * 8,
-        addition_time_embed_dim=8,
-    )
-    vae = d.AutoencoderKLTemporalDecoder(
-        block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4, layers_per_block=1
-    )
-    return {
-        "unet": unet,
-        "vae": vae,
-        "image_encoder": p.vision(224, 56),
-        "feature_extractor": p.vision_processor(224),
-        "scheduler": d.EulerDiscreteScheduler(**p.BETAS, prediction_type="v_prediction"),
-    }
-
-
-def stable_audio() -> dict[str, Any]:
-    encoder = p.t5()
-    return {
-        "transformer": d.StableAudioDiTModel(
-            sample_size=4,
-            in_channels=3,
-            num_layers=4,
-            attention_head_dim=8,
-            num_attention_heads=4,
-            num_key_value_attention_heads=2,
-            out_channels=3,
-            cross_attention_dim=16,
-            time_proj_dim=8,
-            global_states_input_dim=32,
-            cross_attention_input_dim=16,
-        ),
-        "scheduler": d.EDMDPMSolverMultistepScheduler(solver_order=2, prediction_type="v_prediction", sigma_data=1.0),
-        "vae": d.AutoencoderOobleck(
-            encoder_hidden_size=6,
-            downsampling_ratios=[1, 2],
-            decoder_channels=3,
-            decoder_input_channels=3,
-            audio_channels=2,
-            channel_multiples=[2, 4],
-            sampling_rate=4,
-        ),
-        "text_encoder": encoder,
-        "tokenizer": p.tokenizer(25),
-        "projection_model": d.StableAudioProjectionModel(p.WIDTH, 16, 0, 32),
-    }
-
-
-def sana() -> dict[str, Any]:
-    blocks = ("ResBlock", "EfficientViTBlock")
-    return {
-        "transformer": d.SanaTransformer2DModel(
-            patch_size=1,
-            in_channels=4,
-            out_channels=4,
-            num_layers=4,
-            num_attention_heads=4,
-            attention_head_dim=8,
-            num_cross_attention_heads=4,
-            cross_attention_head_dim=8,
-            cross_attention_dim=32,
-            caption_channels=p.WIDTH,
-            sample_size=32,
-        ),
-        "vae": d.AutoencoderDC(
-            in_channels=3,
-            latent_channels=4,
-            attention_head_dim=2,
-            encoder_block_types=blocks,
-            decoder_block_types=blocks,
-            encoder_block_out_channels=(8, 8),
-            decoder_block_out_channels=(8, 8),
-            encoder_qkv_multiscales=((), (5,)),
-            decoder_qkv_multiscales=((), (5,)),
-            encoder_layers_per_block=(1, 1),
-            decoder_layers_per_block=(1, 1),
-            downsample_block_type="conv",
-            upsample_block_type="interpolate",
-            decoder_norm_types="rms_norm",
-            decoder_act_fns="silu",
-        ),
-        "text_encoder": p.gemma(),
-        "tokenizer": p.tokenizer(),
-        "scheduler": d.FlowMatchEulerDiscreteScheduler(),
-    }
-
-
-def marigold() -> dict[str, Any]:
-    return {
-        **without(sd(in_channels=8), *SAFE)(),
-        "scheduler": d.LCMScheduler(**p.BETAS, prediction_type="v_prediction", clip_sample=False),
-        "prediction_type": "depth",
-        "scale_invariant": True,
-        "shift_invariant": True,
-    }
-
-
-def qwen_image() -> dict[str, Any]:
-    return {
-        "transformer": d.QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=16,
-            out_channels=4,
-            num_layers=4,
-            attention_head_dim=16,
-            num_attention_heads=3,
-            joint_attention_dim=p.WIDTH,
-            axes_dims_rope=(8, 4, 4),
-        ),
-        "vae": d.AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 2, 4],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[0.0] * 4,
-            latents_std=[1.0] * 4,
-        ),
-        "scheduler": d.FlowMatchEulerDiscreteScheduler(),
-        "text_encoder": p.qwen_vl(),
-        "tokenizer": p.tokenizer(512),
-    }
-
-
-def z_image() -> dict[str, Any]:
-    transformer = d.ZImageTransformer2DModel(
-        all_patch_size=(2,),
-        all_f_patch_size=(1,),
-        in_channels=4,
-        dim=32,
-        n_layers=4,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=p.WIDTH,
-        axes_dims=[8, 4, 4],
-        axes_lens=[256, 32, 32],
-    )
-    transformer.x_pad_token.data.fill_(1.0)
-    transformer.cap_pad_token.data.fill_(1.0)
-    return {
-        "transformer": transformer,
-        "vae": p.flow_vae(),
-        "scheduler": d.FlowMatchEulerDiscreteScheduler(),
-        "text_encoder": p.qwen3(),
-        "tokenizer": p.tokenizer(512),
-    }
-
-
-ATTENTION = {"attention_head_dim": 8}
-IMAGE = {"image": picture, "strength": 0.9}
-CONTROL = {"control_image": picture}
-DIT = {
-    "pixart": {"caption_channels": p.WIDTH, "cross_attention_dim": 32, "out_channels": 8, **ATTENTION},
-    "aura": {"num_mmdit_layers": 2, "num_single_dit_layers": 4, "joint_attention_dim": p.WIDTH, "caption_projection_dim": 32},
-    "cogview": {"text_embed_dim": p.WIDTH, "time_embed_dim": 8, "condition_dim": 2, "out_channels": 4, **ATTENTION},
+BLOCKS: dict[str, Any] = {
+    "FluxPipeline": diffusers.FluxAutoBlocks,
+    "QwenImagePipeline": diffusers.QwenImageAutoBlocks,
+    "StableDiffusionXLPipeline": diffusers.StableDiffusionXLAutoBlocks,
+    "WanImageToVideoPipeline": diffusers.WanImage2VideoAutoBlocks,
+    "WanPipeline-two-experts": diffusers.Wan22Blocks,
 }
 
 
-def pixart() -> Any:
-    return p.dit(d.PixArtTransformer2DModel, norm_type="ada_norm_single", attention_bias=True, **DIT["pixart"])
+def modular(name: str, blocks: Any = None) -> Any:
+    """The modular pipeline with the components of the plain one called ``name``. ``blocks``: used in place of its own."""
+    torch.manual_seed(0)
+    pipe = (blocks or BLOCKS[name]()).init_pipeline()
+    pipe.update_components(**{key: part for key, part in cases()[name].parts().items() if key in pipe.component_names})
+    return frozen(pipe)
 
 
-def aura() -> Any:
-    sizes = {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "attention_head_dim": 8}
-    return d.AuraFlowTransformer2DModel(num_attention_heads=4, pos_embed_max_size=64, **sizes, **DIT["aura"])
-
-
-def cogview4() -> dict[str, Any]:
-    return t5_and(
-        text_encoder=p.glm,
-        transformer=lambda: p.dit(
-            d.CogView4Transformer2DModel, attention_head_dim=32, num_attention_heads=2, rope_axes_dim=(32, 32), **COGVIEW4
-        ),
-    )()
-
-
-COGVIEW4 = {key: value for key, value in DIT["cogview"].items() if key != "attention_head_dim"} | {"pos_embed_max_size": 32}
-
-
-def cases() -> dict[str, Case]:
-    """Every case by the name of its class, some with a suffix."""
-    from tiny_cases import listed
-
-    return {name: Case(*row) for name, row in listed().items()}
+def frozen(pipe: Any) -> Any:
+    """``pipe``, its modules in eval mode and without gradients."""
+    for module in pipe.components.values():
+        if isinstance(module, torch.nn.Module):
+            module.eval().requires_grad_(False)
+    return pipe
 
 
 def checked_peak_bytes(attached: Any, device: Any) -> int:

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +82,9 @@ def killed() -> Callable[[Callable[[], Any], int], bool]:
     """
 
     def run(work: Callable[[], Any], moment: int) -> bool:
-        child = os.fork()
-        if child == 0:
-            _kill_at(moment)
-            code = 1
-            try:
-                work()
-                code = 0
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "it was neither killed nor done"
-        return not os.WIFSIGNALED(status)
+        code = _exit_code(lambda: _kill_at(moment), work)
+        assert code in (0, -signal.SIGKILL), "it was neither killed nor done"
+        return code == 0
 
     return run
 
@@ -102,8 +94,7 @@ def killed_before() -> Callable[[Callable[[], Any], str], None]:
     """Runs work in another process that is killed just before the rename to a path with the given ending."""
 
     def run(work: Callable[[], Any], path: str) -> None:
-        child = os.fork()
-        if child == 0:
+        def prepare() -> None:
             replace = os.replace
 
             def renamed(source: Any, target: Any, **more: Any) -> None:
@@ -112,13 +103,18 @@ def killed_before() -> Callable[[Callable[[], Any], str], None]:
                 replace(source, target, **more)
 
             os.replace = renamed  # type: ignore[assignment]
-            try:
-                work()
-            finally:
-                os._exit(1)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "that file was not written"
+
+        assert _exit_code(prepare, work) == -signal.SIGKILL, "that file was not written"
 
     return run
+
+
+def _exit_code(*work: Callable[[], Any]) -> int | None:
+    """The exit code of another process that does all of ``work``."""
+    child = get_context("fork").Process(target=lambda: [each() for each in work])
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def _kill_at(moment: int) -> None:

@@ -156,11 +156,10 @@ def test_values_beyond_their_ram_wait_on_disk() -> None:
         values.put(1, "encode.embeds", {"a": torch.ones(200)})
         values.put(2, "encode.embeds", {"a": torch.full((200,), 2.0)})
         assert values.held_bytes == 800
-        assert values.stored_bytes > 800
         assert torch.equal(values.get(2, "encode.embeds")["a"], torch.full((200,), 2.0))
         values.drop(1)
         values.drop(2)
-        assert (values.held_bytes, values.stored_bytes) == (0, 0)
+        assert values.held_bytes == 0
         assert not values.has(2, "encode.embeds")
 
 

@@ -102,11 +102,12 @@ def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(batch: Any, interr
             restarts.append((stage, why))
 
     interrupted(REQUESTS[:1], resume=tmp_path)
-    request = Journal(tmp_path).request(1)
+    journal = Journal(tmp_path)
+    request = journal.request(1)
     state = request.state("denoise")
     assert state is not None
     request.save("denoise", replace(state, latents=state.latents[:, :1]))
-    request._journal.close()
+    journal.close()
     found = batch(REQUESTS[:1], resume=tmp_path, watcher=Listener())
     assert found.outputs[1]["image"].tobytes() == batch(REQUESTS[:1]).outputs[1]["image"].tobytes()
     ((stage, why),) = restarts

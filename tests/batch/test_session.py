@@ -118,10 +118,10 @@ def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost
         assert not encoders(session.run({"prompt": "a", "seed": 99}))
         assert encoders(session.run({"prompt": "b"})), "what is not cached is encoded"
     saved = whole.further_seconds - short.further_seconds
-    begin = short.simulation.seconds - short.further_seconds
+    begin = short.solution.simulation.seconds - short.further_seconds
     assert 3 <= len(traces) < 50
     assert (len(traces) - 3) * saved < begin <= (len(traces) - 1) * saved + 1e-9
-    assert changed.moved_bytes <= short.simulation.moved_bytes < whole.simulation.moved_bytes
+    assert changed.moved_bytes <= short.solution.simulation.moved_bytes < whole.solution.simulation.moved_bytes
 
 
 def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its_run(flux: Any, cached_dry_runs: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 
 import graphrun
-from graphrun.batch.cache.index import Index
+from graphrun.batch.cache.index import DATABASE, Index
 from graphrun.batch.cache.keys import Choices, Keys, code_digest, dependencies
 from graphrun.batch.cache.reuse import Reuse
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Lora
+from graphrun.graph.graph import Adapter
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 
@@ -81,7 +82,7 @@ def test_weights_are_in_the_key_by_what_they_hold(flux: Any, tmp_path: Path) -> 
 
 def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(flux: Any, tmp_path: Path) -> None:
     def keys(stage: str, component_name: str, scale: float = 1.0) -> str | None:
-        graph = component(component_name, loras=(Lora(str(file), scale),))(flux)
+        graph = component(component_name, loras=(Adapter(str(file), scale),))(flux)
         return Keys(graph, graph.resolve({}), "sim", Index(tmp_path / "index").file_digest).key(stage)
 
     file = tmp_path / "style.safetensors"
@@ -94,7 +95,7 @@ def test_a_lora_is_in_the_key_by_what_its_file_holds_of_the_stages_that_use_it(f
     file.unlink()
     assert keys("encode", "text_encoder_2") is None
     with pytest.raises(GraphError, match="text_encoder_2.loras: no such file"):
-        dependencies(component("text_encoder_2", loras=(Lora(str(file), 1.0),))(flux), "sim")
+        dependencies(component("text_encoder_2", loras=(Adapter(str(file), 1.0),))(flux), "sim")
 
 
 def test_stages_that_only_cached_stages_need_are_not_looked_up(flux: Any, tmp_path: Path) -> None:
@@ -113,8 +114,8 @@ def test_a_damaged_value_is_computed_again_and_an_unusable_folder_fails_nothing(
     notes: list[str] = []
     reuse = Reuse(Index(tmp_path / "cache"), flux, flux.resolve({}), "sim", note=notes.append)
     reuse.keep("encode", {"embeds": {}})
-    for file in (tmp_path / "cache").glob("*.safetensors"):
-        file.write_bytes(b"")
+    with sqlite3.connect(tmp_path / "cache" / DATABASE) as rows:
+        rows.execute("UPDATE contents SET data = x''")
     assert reuse.find() == {}
     assert notes == []
     (tmp_path / "file").touch()

@@ -59,6 +59,7 @@ def test_a_file_that_allows_itself_a_command_runs_none(graphrun: Cli, tmp_path: 
     assert "--trust-package subprocess" in said
 
 
+@pytest.mark.long
 def test_a_package_runs_where_the_caller_trusts_it_and_no_plan_does(graphrun: Cli, tmp_path: Path, mine: Path) -> None:
     path = asking(tmp_path, "mine", "{class: mine.Own, config: {}}")
     few = ("--device", "sim", "--vram", "64M", "--until", "encode")
@@ -100,16 +101,58 @@ REFUSED = {
 }
 
 
+# Those of them that no caller's trust makes usable, by what such an entry needs.
+UNUSABLE = {
+    "transformers.Trainer": "from_config or from_pretrained",
+    "diffusers.DDIMScheduler": "torch.nn.Module",
+    "transformers.CLIPTokenizer": "DiffusionPipeline",
+    "diffusers.FluxPipeline": "ModularPipelineBlocks",
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_of_another_kind_is_refused_and_said_with_its_line(name: str) -> None:
     with pytest.raises(GraphError) as caught:
         resolve_class(name, (), "graph.yaml:7", REFUSED[name])  # type: ignore[arg-type]
     assert str(caught.value).startswith(f"graph.yaml:7: {name} is not ")
     assert f"--trust-package {name.split('.')[0]}" in str(caught.value)
-    assert resolve_class(name, (name.split(".")[0],), "", REFUSED[name]).__name__ == name.split(".")[1]  # type: ignore[arg-type]
     other = {"diffusers": "transformers", "transformers": "diffusers"}[name.split(".")[0]]
     with pytest.raises(GraphError):
         resolve_class(name, (other,), "", REFUSED[name])  # type: ignore[arg-type]
+    own = (name.split(".")[0],)
+    if name not in UNUSABLE:
+        assert resolve_class(name, own, "", REFUSED[name]).__name__ == name.split(".")[1]  # type: ignore[arg-type]
+    else:
+        with pytest.raises(GraphError, match=f"graph.yaml:7: {name} is not .*{UNUSABLE[name]}"):
+            resolve_class(name, own, "graph.yaml:7", REFUSED[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("named", "needed"),
+    [
+        (SCHEDULER, "a scheduler, guider, tokenizer or processor: such a class has from_config or from_pretrained"),
+        ("class: diffusers.AutoencoderKL", "a module with weights: such a class is a torch.nn.Module"),
+        ("pipeline: diffusers.FluxPipeline", "a pipeline: such a class is a DiffusionPipeline or ModularPipeline of diffusers"),
+    ],
+)
+def test_a_trusted_class_of_the_wrong_kind_is_never_made(graphrun: Cli, tmp_path: Path, named: str, needed: str) -> None:
+    ran = tmp_path / "ran"
+    key = named.partition(": ")[0]
+    wrong = (
+        f"{key}: {{class: subprocess.Popen, config: {{args: [touch, {ran}]}}}}"
+        if named == SCHEDULER
+        else f"{key}: subprocess.Popen"
+    )
+    path = asking(tmp_path, "subprocess", SCHEDULER.partition(": ")[2])
+    text = path.read_text().replace(f"{GRAPHS}/configs/flux-scheduler", "configs/flux-scheduler")
+    assert named in text
+    path.write_text(text.replace(named, wrong).replace(" configs/flux-scheduler", f" {GRAPHS}/configs/flux-scheduler"))
+    line = path.read_text().partition("subprocess.Popen")[0].count("\n") + 1
+    for command in ("plan", "run"):
+        code, _, said = graphrun(command, str(path), *BUDGET, "--no-cache", "--trust-package", "subprocess")
+        assert (code, "Traceback" in said) == (2, False), said
+        assert f"{path}:{line}: subprocess.Popen is not {needed}" in said
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize(

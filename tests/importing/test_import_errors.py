@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from import_whole import saved
+
+from graphrun.graph.loading import load
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -74,6 +77,31 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(graphrun: Cli, copied: P
     (copied / "unet" / "my_unet.py").write_text(code)
     assert "brings code of its own (my_unet.py)" in refused(graphrun, copied)
     assert not ran.exists()
+
+
+def test_classes_of_a_package_are_imported_where_the_caller_trusts_it(
+    graphrun: Cli, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.py").write_text(
+        "import diffusers\nclass Own(diffusers.StableDiffusionPipeline):\n    pass\n"
+        "class Net(diffusers.UNet2DConditionModel):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    configs = [f"--config={name}={copied / name / 'config.json'}" for name in ("unet", "vae", "text_encoder")]
+    small = ("--set", "height=16", "--set", "width=16", "--whole")
+    assert "if you trust mine" in refused(graphrun, "mine.Own", *configs)
+    index(copied, _class_name="Own", unet=["mine", "Net"])
+    assert "is never run from a checkpoint" in refused(graphrun, copied)
+    for number, asked in enumerate((("mine.Own", *configs), (str(copied),))):
+        source, *more = asked
+        code, out, err = graphrun("import", source, "-o", f"{number}.yaml", *more, *small, "--trust-package", "mine")
+        assert code == 0, err
+        assert f"wrote {number}.yaml: mine.Own, 3 components" in out
+        assert "allow: [diffusers, transformers, mine]" in Path(f"{number}.yaml").read_text()
+    graph = load("1.yaml", ["mine"])
+    assert (graph.pipeline, graph.components["unet"].class_path) == ("mine.Own", "mine.Net")
+    sys.modules.pop("mine")
 
 
 @pytest.mark.parametrize("name", ["../../out", "/out", "a/../../../out", "", "x" * 65])

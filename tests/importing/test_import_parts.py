@@ -14,7 +14,7 @@ from tiny_pipelines import cases
 
 from graphrun.diffusers_.importing.fingerprint import digest_of
 from graphrun.diffusers_.importing.folder import of_folder
-from graphrun.diffusers_.importing.imported import Asked, import_source, spec_of, with_dtypes
+from graphrun.diffusers_.importing.imported import Asked, find, import_source, with_dtypes
 from graphrun.diffusers_.importing.signature import divisor, maximum
 from graphrun.diffusers_.importing.split import lay_out
 from graphrun.diffusers_.importing.standin import stand_in_words
@@ -114,7 +114,7 @@ def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs
     own = {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl", "transformer": "flux-dev-transformer", "vae": "flux-vae"}
     configs = {n: str(GRAPHS / "configs" / f"{file}.json") for n, file in {**own, "scheduler": "flux-scheduler"}.items()}
     found = import_source("diffusers.FluxPipeline", Asked(configs, {"": "bfloat16"}, sets={"height": 1024, "width": 1024}))
-    assert diffusers.FluxPipeline is found.spec.kind
+    assert diffusers.FluxPipeline is found.found.kind
     graph = found.write(tmp_path / "flux.yaml")
     inputs = graph.for_planning({})
     mine = problem_of(graph, probe(graph, inputs), simulated(), Limits(AMPLE, AMPLE), inputs)
@@ -125,8 +125,8 @@ def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs
 
 
 def test_of_a_class_only_what_has_no_default_must_be_configured() -> None:
-    spec = spec_of("diffusers.StableDiffusionPipeline", Asked(dict.fromkeys(("vae", "unet", "text_encoder"), str(_EMPTY)), {}))
-    named = {member.name: (member.class_path, member.is_component) for member in spec.members}
+    found = find("diffusers.StableDiffusionPipeline", Asked(dict.fromkeys(("vae", "unet", "text_encoder"), str(_EMPTY)), {}))
+    named = {name: (of.class_path, name in found.components) for name, of in (found.components | found.parts).items()}
     assert named["scheduler"] == ("diffusers.EulerDiscreteScheduler", False)
     assert named["tokenizer"] == ("transformers.CLIPTokenizer", False)
     assert set(named) == {"vae", "unet", "text_encoder", "scheduler", "tokenizer"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from campaign import sampled
 from import_whole import equal, of_graph, planned, run, saved
 
 import graphrun
@@ -28,7 +29,16 @@ WHOLE = (
 )
 
 
-@pytest.mark.parametrize("name", [*THREE, *WHOLE])
+ALWAYS = (
+    "FluxPipeline",
+    "WanPipeline-two-experts",
+    "StableAudioPipeline",
+    "StableDiffusionControlNetPipeline-two",
+    "ZImagePipeline",
+)
+
+
+@pytest.mark.parametrize("name", sampled([*THREE, *WHOLE], ALWAYS, "imports"))
 def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")

@@ -7,11 +7,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_parts
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
-from test_attach_shared import parts
-from tiny_pipelines import Case, cases
+from tiny_pipelines import Case, cases, tiny
 
 import graphrun
 from graphrun.diffusers_.dry_call import ProbeError
@@ -49,7 +47,7 @@ class Late(diffusers.StableDiffusionPipeline):
 def own(**more: Any) -> Any:
     sizes = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "latent_channels": 3}
     vae = diffusers.AutoencoderTiny(**sizes, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
-    return Own(tiny_parts.plain_unet(), vae, **more)
+    return Own(tiny("UNet2DModel"), vae, **more)
 
 
 def test_settings_of_constructors_survive_an_import(tmp_path: Path) -> None:
@@ -70,7 +68,7 @@ def test_the_error_is_that_of_the_try_that_got_furthest() -> None:
 
 
 def test_components_that_share_weights_are_refused_for_a_graph_and_planned_live() -> None:
-    live = graphrun.from_pipeline(Case(diffusers.ZImageControlNetPipeline, "", parts, dict).build())
+    live = graphrun.from_pipeline(cases()["ZImageControlNetPipeline"].build())
     assert "transformer_and_controlnet" in live.modules
     with pytest.raises(InputError, match="makes transformer and controlnet share weights.*graphrun.attach"):
         _ = live.graph

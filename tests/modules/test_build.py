@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from graphrun.graph.graph import Component, Graph
 from graphrun.graph.loading import load
 from graphrun.graph.values import outside
 from graphrun.modules.build import build, build_part, draft, meta_module, resolve_class
-from graphrun.modules.sources import TILE, fill
+from graphrun.modules.sources import TILE, RandomSource
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -105,15 +104,6 @@ def test_parameter_counts_are_the_checkpoints(name: str) -> None:
     assert all(t.device.type == "meta" for module in meta_modules.values() for t in tensors(module).values())
 
 
-def test_a_meta_module_of_flux_takes_less_than_a_second() -> None:
-    graph = load(GRAPHS / "flux-dev.yaml")
-    meta_module(graph.component("vae"), graph.trust)  # imports
-    resolve_class("diffusers.FluxTransformer2DModel", graph.trust)
-    start = time.process_time()
-    meta_module(graph.component("transformer"), graph.trust)
-    assert time.process_time() - start < 1
-
-
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
 def test_modules_have_the_shapes_and_dtypes_of_their_meta_modules(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
@@ -162,13 +152,16 @@ def test_tied_and_large_tensors_get_random_values() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(1100, 1000), nn.LayerNorm(1000), nn.Linear(1100, 1000))
     module[2].weight = module[0].weight
-    fill(module, "seed")
-    weight = module[0].weight
-    assert weight is module[2].weight
+    source = RandomSource(module, "seed")
+    values = {name: torch.empty_like(p, device="cpu") for name, p in module.named_parameters(remove_duplicate=False)}
+    for name, value in values.items():
+        source.into(name, value)
+    weight = values["0.weight"]
+    assert torch.equal(weight, values["2.weight"])
     assert weight.numel() > TILE
     assert 0.9 < weight[-1].std() * 1100**0.5 < 1.1
-    assert module[1].weight.eq(1).all()
-    assert module[1].bias.eq(0).all()
+    assert values["1.weight"].eq(1).all()
+    assert values["1.bias"].eq(0).all()
 
 
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
@@ -234,6 +227,7 @@ def test_a_meta_module_has_the_dtypes_that_from_pretrained_gives(
     theirs = resolve_class(class_path, flux.trust).from_pretrained(tmp_path, torch_dtype=getattr(torch, dtype))
     assert described(theirs) == described(read) == described(module) == described(twin)
     assert all(torch.equal(tensor, tensors(module)[key]) for key, tensor in tensors(read).items())
+    assert all(torch.equal(tensor, tensors(theirs)[key]) for key, tensor in tensors(read).items())
     if dtype == "bfloat16":
         assert tensors(twin)[name].dtype == in_bfloat16
 
@@ -324,12 +318,13 @@ def test_source_with_other_shapes(flux: Graph, saved: Path, name: str, key: str)
     assert "more" in message
 
 
-def test_source_whose_config_does_not_fit_its_tensors(flux: Graph, saved: Path, tmp_path: Path) -> None:
+def test_folder_whose_config_does_not_fit_its_tensors(flux: Graph, saved: Path, tmp_path: Path) -> None:
     for name, key, value in (("vae", "latent_channels", 8), ("text_encoder_2", "d_ff", 384)):
         folder = broken(saved, tmp_path, name)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, key: value}))
-        assert "cannot be constructed" in refusal(at(flux.component(name), folder), flux)
+        component = replace(at(flux.component(name), folder), has_config=False, config={})
+        assert f"{folder} does not match its config" in refusal(component, flux)
 
 
 def test_config_errors(flux: Graph) -> None:

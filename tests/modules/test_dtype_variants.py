@@ -88,7 +88,7 @@ def test_callbacks_run_before_tensors_leave_and_after_others_join() -> None:
 def test_an_interceptor_carries_out_casts_from_outside_and_passes_the_variant_name() -> None:
     module, entered = small_module(HALF), []
     dtype_variants = DtypeVariants({"c": module})
-    with CallInterceptor({"c": module}, torch.device("cpu"), lambda name, _: entered.append(name), casts=dtype_variants):
+    with CallInterceptor({"c": module}, torch.device("cpu"), lambda name, *_: entered.append(name), casts=dtype_variants):
         module(torch.zeros(1, 3, dtype=HALF))
         module.to("cpu", FULL)
         module(torch.zeros(1, 3))

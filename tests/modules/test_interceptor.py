@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphrun.errors import BrokenPlan
-from graphrun.modules.interceptor import CallInterceptor
+from graphrun.modules.interceptor import Around, CallInterceptor
 from graphrun.sim import Machine, device
 
 CPU = torch.device("cpu")
@@ -45,9 +45,19 @@ def seen() -> list[tuple[str, ...]]:
 
 
 def intercepted(codec: Codec, seen: list[tuple[str, ...]], device: torch.device = CPU) -> CallInterceptor:
-    return CallInterceptor(
-        {"codec": codec}, device, lambda *at: seen.append(("enter", *at)), lambda *at: seen.append(("exit", *at))
-    )
+    return CallInterceptor({"codec": codec}, device, noting(seen))
+
+
+def noting(seen: list[tuple[str, ...]]) -> Around:
+    """Runs the component's own code and notes when it begins and has returned."""
+
+    def around(component: str, entry: str, proceed: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(("enter", component, entry))
+        result = proceed(*args, **kwargs)
+        seen.append(("exit", component, entry))
+        return result
+
+    return around
 
 
 def test_only_the_outermost_entry_counts(seen: list[tuple[str, ...]]) -> None:
@@ -66,6 +76,8 @@ def test_results_classes_and_signatures_are_unchanged(seen: list[tuple[str, ...]
         assert isinstance(codec, Codec)
         assert type(codec).__name__ == "Codec"
         assert inspect.signature(codec.encode) == signature
+        assert "forward" not in vars(codec)
+        assert "forward" not in vars(codec.inner)
         assert torch.equal(codec(x), want)
     assert type(codec) is Codec
 
@@ -137,10 +149,10 @@ def test_a_slice_of_an_intercepted_module_list_is_not_intercepted(seen: list[tup
             return x
 
     chain = Chain()
-    with CallInterceptor({"chain": chain}, CPU, lambda *at: seen.append(("enter", *at))):
+    with CallInterceptor({"chain": chain}, CPU, noting(seen)):
         part = chain.parts[1:]
         chain(torch.ones(1, 2))
-    assert seen == [("enter", "chain", "forward")]
+    assert seen == [("enter", "chain", "forward"), ("exit", "chain", "forward")]
     assert type(part[0]) is nn.Linear
 
 
@@ -168,7 +180,7 @@ class Rotary(nn.Module):
 def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_inputs_device() -> None:
     rotary, x = Rotary(), torch.rand(3, 4)
     want = rotary(x)
-    with Machine() as machine, CallInterceptor({"rotary": rotary}, device, lambda *_: None):
+    with Machine() as machine, CallInterceptor({"rotary": rotary}, device, noting([])):
         there, copies = x.to(device), machine.copies_in
         assert torch.equal(rotary(there).cpu(), want)
         assert rotary.locations[3:] == ["sim", "sim", "cpu"]
@@ -181,6 +193,6 @@ def test_tables_that_a_module_without_weights_computes_on_the_cpu_move_to_its_in
 def test_tables_of_a_module_with_weights_stay() -> None:
     rotary = Rotary()
     rotary.positions.register_buffer("scale", torch.ones(1))
-    with Machine(), CallInterceptor({"rotary": rotary}, device, lambda *_: None):
+    with Machine(), CallInterceptor({"rotary": rotary}, device, noting([])):
         rotary(torch.rand(3, 4).to(device))
     assert rotary.locations == ["cpu"] * 3

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph, Lora
+from graphrun.graph.graph import Adapter, Component, Graph
 from graphrun.graph.loading import load
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build, draft
@@ -35,7 +35,7 @@ def halves(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_lora(component: Component, file: Path, scale: float = 1.0) -> Component:
-    return replace(component, loras=(Lora(str(file), scale),))
+    return replace(component, loras=(Adapter(str(file), scale),))
 
 
 def fused(weight: torch.Tensor, factor: float) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_a_draft_writes_the_fused_weights(flux: Graph, tmp_path: Path) -> None:
 def test_two_loras_add_up_in_their_order(flux: Graph, tmp_path: Path) -> None:
     weight = build(flux.components["transformer"], flux).get_submodule(PATH).weight
     as_peft(tmp_path / "lora.safetensors", weight)
-    lora = Lora(str(tmp_path / "lora.safetensors"))
+    lora = Adapter(str(tmp_path / "lora.safetensors"))
     module = build(replace(flux.components["transformer"], loras=(lora, replace(lora, scale=-1.0))), flux)
     assert torch.allclose(module.get_submodule(PATH).weight, weight, atol=0.02)
 
@@ -139,5 +139,5 @@ def test_a_graph_file_names_loras_relative_to_itself(tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"components.transformer.loras.*no such file: .*style.safetensors"):
         load(tmp_path / "graph.yaml")
     (tmp_path / "style.safetensors").write_bytes(b"")
-    assert load(tmp_path / "graph.yaml").components["transformer"].loras == (Lora(str(tmp_path / "style.safetensors"), 0.8),)
+    assert load(tmp_path / "graph.yaml").components["transformer"].loras == (Adapter(str(tmp_path / "style.safetensors"), 0.8),)
     assert load(tmp_path / "graph.yaml").digest == load(GRAPHS / "flux-tiny.yaml").digest, "no number depends on it"

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.quantize import convert, ill_suited, normalize_quantized_layers, quantizable_layers, quantized
-from graphrun.modules.sources import Composed, RandomSource, Writer
+from graphrun.modules.sources import RandomSource, Writer
 
 bnb = pytest.importorskip("bitsandbytes")
 functional = bnb.functional
@@ -35,7 +35,7 @@ def with_weights(precision: str) -> tuple[nn.Module, nn.Module]:
     """A converted module with its weights, and a plain one with the same."""
     plain = Two()
     module = Two()
-    source = Composed(RandomSource(plain, "seed"), {}, dict(plain.named_parameters()))
+    source = RandomSource(plain, "seed")
     for name, parameter in plain.named_parameters():
         source.into(name, parameter.data)
     shapes = {

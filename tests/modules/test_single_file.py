@@ -101,7 +101,7 @@ def test_tensors_are_read_as_ranges_and_only_transposed_ones_are_computed(graph_
     for name in COMPONENTS:
         _, writer = draft(graph.component(name), graph, "float32")
         assert writer.plain
-        source = writer.source._source  # type: ignore[attr-defined]
+        source = writer.source  # type: ignore[attr-defined]
         assert isinstance(source, FileSource)
         made |= {key: piece for key, piece in source._stored.items() if isinstance(piece, Derivation)}
     assert list(made) == ["text_projection.weight"]
@@ -190,7 +190,7 @@ def test_flux_at_full_size_needs_the_header_only(tmp_path: Path, prefix: str) ->
     assert held is not None
     assert (held.missing, held.used_bytes, held.nbytes) == (0, nbytes, 2 * 11_901_408_320)
     _, writer = draft(component, graph, "bfloat16")
-    pieces = writer.source._source._stored  # type: ignore[attr-defined]
+    pieces = writer.source._stored  # type: ignore[attr-defined]
     made = sorted(name for name, piece in pieces.items() if isinstance(piece, Derivation))
     assert made == ["norm_out.linear.bias", "norm_out.linear.weight"]
     query, key = (pieces[f"transformer_blocks.3.attn.to_{name}.weight"] for name in "qk")

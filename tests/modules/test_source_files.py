@@ -17,7 +17,7 @@ import graphrun
 from graphrun.errors import GraphError, PlanError
 from graphrun.graph.graph import Graph
 from graphrun.modules.build import build, draft, meta_module
-from graphrun.modules.source_files import commit_of, local_place, split_source, stored_tensors, weight_files
+from graphrun.modules.source_files import commit_of, local_place, split_source, stored_tensors
 from graphrun.modules.stored import holding
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -158,10 +158,10 @@ def variants(flux: Graph, tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "4MB"}])
 def test_a_variant_is_read_only_where_it_is_named(flux: Graph, variants: Callable[..., Path], shards: dict[str, str]) -> None:
     folder = variants(**shards)
-    plain, half = weight_files(folder, ""), weight_files(folder, "", "fp16")
-    assert [file.name for file in plain] == ["diffusion_pytorch_model.safetensors"]
+    plain, half = ({Path(tensor.file).name for tensor in stored_tensors(folder, "", name)} for name in ("", "fp16"))
+    assert plain == {"diffusion_pytorch_model.safetensors"}
     assert len(half) == (3 if shards else 1)
-    assert all("fp16" in file.name for file in half)
+    assert all("fp16" in name for name in half)
     assert {tensor.dtype for tensor in stored_tensors(folder, "")} == {"float32"}
     assert {tensor.dtype for tensor in stored_tensors(folder, "", "fp16")} == {"float16"}
     component = replace(flux.component("transformer"), source=str(folder), dtype="float16", variant="fp16")
@@ -179,10 +179,10 @@ def test_the_error_for_a_missing_variant_names_the_others(flux: Graph, variants:
     with pytest.raises(
         GraphError, match="no safetensors of variant bf16 in .*; it has files of no variant, variant: fp16: set variant:"
     ):
-        weight_files(folder, "graph.yaml:3", "bf16")
+        stored_tensors(folder, "graph.yaml:3", "bf16")
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(GraphError, match="it has files of variant: fp16: set variant:"):
-        weight_files(folder, "graph.yaml:3")
+        stored_tensors(folder, "graph.yaml:3")
 
 
 def test_a_missing_shard_of_a_variant_is_named(variants: Callable[..., Path]) -> None:
@@ -190,7 +190,7 @@ def test_a_missing_shard_of_a_variant_is_named(variants: Callable[..., Path]) ->
     shard = next(iter(sorted(folder.glob("*fp16-00002*"))))
     shard.unlink()
     with pytest.raises(GraphError, match=f"{shard} is missing; download it again"):
-        weight_files(folder, "graph.yaml:3", "fp16")
+        stored_tensors(folder, "graph.yaml:3", "fp16")
 
 
 def test_components_inherit_the_graphs_variant_unless_they_have_their_own_source(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_components_inherit_the_graphs_variant_unless_they_have_their_own_source
 def test_pickle_files_beside_safetensors_are_ignored(flux: Graph, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    assert [file.name for file in weight_files(tmp_path, "")] == ["model.safetensors"]
+    assert {tensor.file for tensor in stored_tensors(tmp_path, "")} == {str(tmp_path / "model.safetensors")}
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(GraphError, match="only pytorch_model.bin: nothing is unpickled; convert it to safetensors"):
-        weight_files(tmp_path, "")
+        stored_tensors(tmp_path, "")

@@ -18,7 +18,7 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Component, Graph
 from graphrun.modules.build import build, build_part, meta_module
 from graphrun.modules.source_files import local_folder, stored_tensors
-from graphrun.modules.stored import holding, stored_in
+from graphrun.modules.stored import holding
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -256,4 +256,5 @@ def test_a_repositorys_folder_in_the_hubs_cache(tmp_path: Path, monkeypatch: pyt
     assert local_folder("somebody/something/vae") == root / "snapshots" / "1f" / "vae"
     assert local_folder("somebody/something") == root / "snapshots" / "1f"
     assert local_folder("somebody/something/unet") is None
-    assert stored_in(replace(flux.component("vae"), source="somebody/something/vae")) is None
+    vae = replace(flux.component("vae"), source="somebody/something/vae")
+    assert holding(vae, meta_module(vae, ())) is None

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
+from stage_runs import stages_of
 
 import graphrun
 from graphrun.errors import GraphError, InputError
 from graphrun.modules.build import build
-from graphrun.ops import run_stages
 from graphrun.ops.pipeline import frames_per_second
 from graphrun.profile.dry_run import probe
 
@@ -32,7 +31,7 @@ def edited(edited: Callable[..., Any]) -> Callable[..., Any]:
 
 def run(graph: Any, **inputs: Any) -> dict[str, Any]:
     modules = {name: build(component, graph) for name, component in graph.components.items()}
-    return run_stages(graph, modules, torch.device("cpu"), graph.resolve({"steps": 2, "image": PICTURE, **inputs}))
+    return stages_of(graph, modules, graph.resolve({"steps": 2, "image": PICTURE, **inputs})).run()
 
 
 def test_the_picture_depends_on_the_seed(edited: Callable[..., Any]) -> None:

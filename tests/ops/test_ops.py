@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import stages_of
 
 import graphrun
 from graphrun.errors import GraphError
 from graphrun.modules.build import build, build_part
-from graphrun.ops import run_stages
 from graphrun.ops.diffusion import returned_names
 from graphrun.ops.pipeline import without_steps
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def run(graph: Any, after_stage: Any = None, **inputs: Any) -> dict[str, Any]:
     modules = {name: build(component, graph) for name, component in graph.components.items()}
-    return run_stages(graph, modules, CPU, graph.resolve({"steps": 1, **inputs}), after_stage=after_stage)
+    return stages_of(graph, modules, graph.resolve({"steps": 1, **inputs}), after_stage=after_stage).run()
 
 
 def test_a_vae_in_fp32_decodes_latents_of_a_half_precision_unet(edited: Callable[..., Any]) -> None:
@@ -110,7 +110,7 @@ def test_embeddings_have_the_names_of_the_pipelines_return_statement() -> None:
 def embeds(name: str, **inputs: Any) -> dict[str, torch.Tensor]:
     graph = graphrun.load(GRAPHS / f"{name}.yaml").until("encode")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
-    found: dict[str, torch.Tensor] = run_stages(graph, modules, CPU, graph.resolve(inputs))["embeds"]
+    found: dict[str, torch.Tensor] = stages_of(graph, modules, graph.resolve(inputs)).run()["embeds"]
     return found
 
 
@@ -135,7 +135,7 @@ def test_arguments_default_to_those_of_the_pipelines_call(edited: Callable[..., 
     line = "  max_sequence_length: {type: int, default: 64, minimum: 1, maximum: 256}\n"
     graph = edited("wan-tiny", (", max_sequence_length: $max_sequence_length}", "}"), (line, ""))
     modules = {key: build(component, graph) for key, component in graph.components.items()}
-    found = run_stages(graph.until("encode"), modules, CPU, graph.resolve({}))["embeds"]
+    found = stages_of(graph.until("encode"), modules, graph.resolve({})).run()["embeds"]
     assert found["prompt_embeds"].shape[1] == 512, "of WanPipeline.__call__; its encode_prompt alone says 226"
 
 
@@ -143,7 +143,7 @@ def test_the_stage_sets_the_vaes_tiling() -> None:
     graph = graphrun.load(GRAPHS / "hunyuan-video-tiny.yaml")
     modules = {key: build(component, graph) for key, component in graph.components.items()}
     for tiling in (True, False):
-        run_stages(graph, modules, CPU, graph.resolve({"steps": 1, "height": 32, "width": 32, "frames": 1, "tiling": tiling}))
+        stages_of(graph, modules, graph.resolve({"steps": 1, "height": 32, "width": 32, "frames": 1, "tiling": tiling})).run()
         assert modules["vae"].use_tiling is tiling
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stage_runs import stages_of
 
 import graphrun
 from graphrun.errors import GraphError
 from graphrun.modules.build import build
 from graphrun.modules.interceptor import CallInterceptor
-from graphrun.ops import run_stages
 from graphrun.ops import stage_options as run_options
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -30,7 +30,7 @@ def sdxl() -> Any:
 
 
 def pixels(graph: Any, modules: Any, inputs: Any, **options: str) -> Any:
-    image = run_stages(graph, modules, CPU, inputs, options=options)["image"]
+    image = stages_of(graph, modules, inputs, options=options or {}).run()["image"]
     return np.asarray(image).astype(int)
 
 

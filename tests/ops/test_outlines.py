@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import stages_of
 
 import graphrun
 from graphrun.graph.graph import Reference
 from graphrun.graph.order import read_by
 from graphrun.modules.build import build
-from graphrun.ops import Stages
 from graphrun.ops.outlines import Outline, materialized, outlined
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -74,11 +74,11 @@ def test_no_embedding_is_in_memory_while_the_decoder_computes(precomputed: bool)
         seen.append(sum(embedding() is not None for embedding in alive))
 
     modules["vae"].decoder.register_forward_pre_hook(before_decoding)
-    whole = Stages(graph, modules, CPU, inputs, after_stage=after_stage).run()["image"]
+    whole = stages_of(graph, modules, inputs, after_stage=after_stage).run()["image"]
     if precomputed:
         alone = graph.with_precomputed(["encode", "denoise"])
         outputs = {str(of)[1:]: values[str(of)[1:]] for of in alone.precomputed}
-        stages = Stages(alone, modules, CPU, inputs, precomputed=outputs)
+        stages = stages_of(alone, modules, inputs, precomputed=outputs)
         assert isinstance(stages.named["encode.embeds"]["prompt_embeds"], Outline)
         assert stages.run()["image"].tobytes() == whole.tobytes()
     else:

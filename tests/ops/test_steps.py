@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from campaign import sampled
+from stage_runs import stages_of
 
 import graphrun
 from graphrun.batch.cache.pack import pack, unpack
@@ -74,7 +76,7 @@ class Loops:
             self._built[name] = modules, {c: meta_module(of, graph.trust) for c, of in graph.components.items()}
         modules, meta_modules = self._built[name]
         inputs = graph.resolve({"steps": STEPS, **({"height": 64, "width": 64} if name in ("flux-tiny", "sdxl-tiny") else {})})
-        return Stages(graph, modules, torch.device("cpu"), inputs, journal=journal, meta_modules=meta_modules)
+        return stages_of(graph, modules, inputs, journal=journal, meta_modules=meta_modules)
 
     def __call__(self, name: str, scheduler: str, journal: MemoryJournal | None) -> torch.Tensor:
         found: torch.Tensor = self.stages(name, scheduler, journal).run()["latents"]
@@ -128,11 +130,20 @@ CASES = [
     ("wan-tiny", ""),  # so does this
     ("wan-tiny", "UniPCMultistepScheduler"),
 ]
+ALWAYS = [
+    ("flux-tiny", ""),
+    ("sdxl-tiny", "EulerAncestralDiscreteScheduler"),
+    ("sdxl-tiny", "DPMSolverMultistepScheduler"),
+    ("cogvideox-5b-tiny", "CogVideoXDPMScheduler"),
+    ("pixart-sigma-tiny", ""),
+    ("sd3-tiny", ""),
+    ("wan-tiny", ""),
+]
 
 
-@pytest.mark.parametrize(("name", "scheduler"), CASES)
-def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
-    whole = MemoryJournal()
+@pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
+def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, case: tuple[str, str]) -> None:
+    (name, scheduler), whole = case, MemoryJournal()
     expected = loops(name, scheduler, None)
     assert torch.equal(loops(name, scheduler, whole), expected)
     assert sorted(whole.found) == list(range(1, STEPS)), "a state for every step but the last"
@@ -146,9 +157,9 @@ def test_a_loop_begun_behind_any_step_ends_with_the_same_bits(loops: Loops, name
         assert sorted(resumed.found) == list(range(done + 1, STEPS)), "no step runs twice"
 
 
-@pytest.mark.parametrize(("name", "scheduler"), CASES)
-def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(loops: Loops, name: str, scheduler: str) -> None:
-    whole, stages = MemoryJournal(), loops.stages(name, scheduler)
+@pytest.mark.parametrize("case", sampled(CASES, ALWAYS, "steps"), ids="-".join)
+def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bits(loops: Loops, case: tuple[str, str]) -> None:
+    (name, scheduler), whole, stages = case, MemoryJournal(), loops.stages(*case)
     with breaking(stages, 0) as calls:
         expected = loops(name, scheduler, whole)
     a_step = len(calls) // STEPS

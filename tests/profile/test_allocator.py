@@ -46,8 +46,8 @@ def test_released_bytes_stay_reserved_until_trimmed_and_are_used_again() -> None
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
     pool = Pool(2 * MIB)
     places = [pool.take(size * MIB)[0] for size in (4, 1, 2, 1, 8)]
-    pool.give(places[0], 4 * MIB)
-    pool.give(places[2], 2 * MIB)
+    pool.give(*places[0])
+    pool.give(*places[2])
     assert pool.take(2 * MIB)[0] == places[2]
 
 
@@ -55,10 +55,9 @@ def test_an_expandable_range_grows_at_its_end_from_a_free_tail() -> None:
     pool = Pool(2 * MIB)
     first, _ = pool.take(2 * MIB)
     tail, _ = pool.take(2 * MIB)
-    pool.give(tail, 2 * MIB)
-    offset, mapped = pool.take(6 * MIB)
-    assert (offset, mapped) == (tail, 4 * MIB)
-    assert first == 0
+    pool.give(*tail)
+    assert pool.take(6 * MIB) == ((tail[0], 6 * MIB), 4 * MIB)
+    assert first == (0, 2 * MIB)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -77,7 +76,7 @@ def test_live_ranges_never_overlap_and_reserved_covers_what_is_live(seed: int) -
         if rng.random() < 0.05:
             allocator.trim()
         for pool in (allocator._small, allocator._large):
-            ranges = sorted((offset, offset + size) for p, offset, size in allocator._live.values() if p is pool)
+            ranges = sorted((offset, offset + size) for p, (offset, size) in allocator._live.values() if p is pool)
             assert all(end <= begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
             pages = {page for begin, end in ranges for page in range(begin // pool.page_bytes, (end - 1) // pool.page_bytes + 1)}
             assert all(pool.mapped[page] for page in pages)
@@ -88,10 +87,10 @@ def test_live_ranges_never_overlap_and_reserved_covers_what_is_live(seed: int) -
 def test_a_free_tail_is_taken_last_because_it_can_grow() -> None:
     pool = Pool(2 * MIB)
     hole, kept, tail = (pool.take(size * MIB)[0] for size in (4, 1, 2))
-    pool.give(hole, 4 * MIB)
-    pool.give(tail, 2 * MIB)
-    assert pool.take(2 * MIB)[0] == hole
-    assert kept == 4 * MIB
+    pool.give(*hole)
+    pool.give(*tail)
+    assert pool.take(2 * MIB)[0] == (hole[0], 2 * MIB)
+    assert kept[0] == 4 * MIB
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_native_blocks_never_overlap_tile_their_segments_and_are_merged(seed: in
             allocator.trim()
         for pool in (allocator._small, allocator._large):
             for segment, nbytes in pool.sizes.items():
-                used = [(o, o + size, True) for p, s, o, size in allocator._live.values() if p is pool and s == segment]
+                used = [(o, o + size, True) for p, (s, o, size) in allocator._live.values() if p is pool and s == segment]
                 free = [(o, o + size, False) for o, size in pool.free[segment].items()]
                 blocks = sorted(used + free)
                 assert [begin for begin, _, _ in blocks] == [0, *(end for _, end, _ in blocks[:-1])]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from graphrun.profile.block_groups import block_paths, group_blocks, routed_lists
+from graphrun.profile.recording import Call
 
 
 class Block(nn.Module):
@@ -44,31 +45,31 @@ def test_inner_list_elements_are_the_blocks_if_they_make_up_most_of_an_element()
 
 def test_groups_are_in_call_order_not_in_creation_order() -> None:
     entered = [*paths("single", 3), "double.1", "double.0"]
-    remainder, first, second = group_blocks(Net(2, 3), entered, [])
+    remainder, first, second = group_blocks(Net(2, 3), [Call(entered=entered)])
     assert (remainder.blocks, remainder.streamable) == (("",), False)
     assert (first.name, first.blocks) == ("single", tuple(paths("single", 3)))
     assert (second.name, second.blocks) == ("double", ("double.1", "double.0"))
 
 
 def test_blocks_that_no_call_entered_are_in_the_remainder() -> None:
-    assert [group.name for group in group_blocks(Net(2, 3), paths("double", 2), [])] == ["remainder", "double"]
+    assert [group.name for group in group_blocks(Net(2, 3), [Call(entered=paths("double", 2))])] == ["remainder", "double"]
 
 
 def test_blocks_of_almost_equal_bytes_are_one_group() -> None:
     net = Net(0, 4, 256)
     net.single[0].bias_table = nn.Parameter(torch.zeros(64))
-    assert [len(group.blocks) for group in group_blocks(net, paths("single", 4), [])] == [1, 4]
+    assert [len(group.blocks) for group in group_blocks(net, [Call(entered=paths("single", 4))])] == [1, 4]
 
 
 def test_a_group_too_small_to_stream_is_in_the_remainder() -> None:
     net = Net(2, 2, 64)
     net.embed = nn.Linear(2048, 2048)
-    assert [group.name for group in group_blocks(net, [*paths("double", 2), *paths("single", 2)], [])] == ["remainder"]
+    assert [group.name for group in group_blocks(net, [Call(entered=[*paths("double", 2), *paths("single", 2)])])] == ["remainder"]
 
 
 def test_a_child_that_other_calls_read_is_a_separate_group() -> None:
     net = nn.ModuleDict({"encoder": nn.Linear(16, 16), "decoder": nn.Linear(64, 64)})
-    groups = group_blocks(net, [], [{"decoder.weight", "decoder.bias"}])
+    groups = group_blocks(net, [Call(touched={"decoder.weight", "decoder.bias"})])
     assert [(group.name, group.blocks, group.streamable) for group in groups] == [
         ("remainder", ("",), False),
         ("encoder", ("encoder",), False),
@@ -77,7 +78,7 @@ def test_a_child_that_other_calls_read_is_a_separate_group() -> None:
 
 def test_a_group_is_split_where_blocks_of_another_group_are_called() -> None:
     entered = ["single.0", "single.1", "double.0", "double.1", "single.2"]
-    groups = group_blocks(Net(2, 3, 64), entered, [])
+    groups = group_blocks(Net(2, 3, 64), [Call(entered=entered)])
     assert [(group.name, group.blocks) for group in groups[1:]] == [
         ("single", ("single.0", "single.1")),
         ("double", ("double.0", "double.1")),
@@ -107,7 +108,7 @@ def test_routed_experts_are_streamed_with_their_block() -> None:
 def test_a_list_may_have_one_block_of_another_size() -> None:
     net = nn.Module()
     net.blocks = nn.ModuleList([*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)), nn.Sequential(nn.Linear(32, 16))])
-    assert [group.blocks for group in group_blocks(net, paths("blocks", 5), [])] == [("",), tuple(paths("blocks", 4))]
+    assert [group.blocks for group in group_blocks(net, [Call(entered=paths("blocks", 5))])] == [("",), tuple(paths("blocks", 4))]
     net.blocks.append(nn.Sequential(nn.Linear(32, 8)))
     assert block_paths(net) == []
 
@@ -125,7 +126,7 @@ class Modulated(nn.Module):
 def modulated(loose: set[str]) -> list[tuple[str, tuple[str, ...], bool]]:
     net = nn.Module()
     net.blocks = nn.ModuleList(Modulated() for _ in range(3))
-    groups = group_blocks(net, paths("blocks", 3), [], (), {f"blocks.0{path}" for path in loose})
+    groups = group_blocks(net, [Call(entered=paths("blocks", 3), loose={f"blocks.0{path}" for path in loose})])
     return [(group.name, group.blocks, group.streamable) for group in groups[1:]]
 
 

@@ -34,7 +34,7 @@ def test_the_processor_can_be_calibrated(tmp_path: Path) -> None:
 
 
 def test_the_compute_rate_weights_products_and_attention_as_flux_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Card(measuring._Cpu):
+    class Card(measuring.Processor):
         nbytes = 100
         clock = 0.0
 
@@ -88,7 +88,7 @@ def test_context_bytes_are_measured_after_every_kind_of_kernel_and_only_raised(
     loads = {"matmul": 10_000_000, "attention": 30_000_000, "convolution": 200_000_000}  # when a kernel first runs
     loaded: set[str] = set()
 
-    class Card(measuring._Cpu):
+    class Card(measuring.Processor):
         queued: set[str] = set()
 
         def now(self) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 from graphrun import sim
 from graphrun.profile.dry_run import Prober
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Mark
+from graphrun.profile.recording import Call
 
 
 def record(module: nn.Module, *args: torch.Tensor) -> tuple[torch.Tensor, Recorder]:
@@ -66,8 +66,8 @@ def test_an_overwritten_tensor_is_no_longer_constant() -> None:
 def test_in_the_worst_case_all_tokens_select_the_same_two_experts() -> None:
     out, recorder = record(Experts().to("meta"), torch.empty(32, 8, device="meta"))
     assert out.shape == (32, 8)
-    assert recorder.entered == ["experts.0", "experts.1"]
-    assert sum(flops for _, flops in recorder.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token"
+    assert recorder.record.entered == ["experts.0", "experts.1"]
+    assert sum(flops for _, flops in recorder.record.flops) == 2 * 32 * 2 * 8 * 8, "two experts for each token"
 
 
 class Packed(nn.Module):
@@ -97,7 +97,7 @@ class Sorted(nn.Module):
 def test_a_mask_selects_every_row_and_its_complement_none() -> None:
     out, recorder = record(Sorted(), torch.empty(2, 16, 64, device="meta"), torch.empty(2, 16, dtype=torch.int64, device="meta"))
     assert out.shape == (2, 16, 64)
-    made = [nbytes for _, nbytes in recorder.events if nbytes > 0]
+    made = [event.nbytes for event in recorder.record.events if event.nbytes]
     assert made.count(16 * 64 * 4) == 4, "for each text, the selected rows and their concatenation"
     assert made.count(512) == 5, "the mask, and for each text the complement of its row and two index columns"
 
@@ -115,10 +115,9 @@ def test_code_that_disables_autocast_is_traced_on_meta() -> None:
     prober = Prober({"positions": positions})
     with sim.Machine(), prober.interceptor:
         assert positions(torch.zeros(4, 8, device="sim")).shape == (4, 4)
-    mark = prober.recording.items[-1]
-    assert isinstance(mark, Mark)
-    assert mark.call is not None
-    assert sum(flops for _, flops in mark.call.flops) == 2 * 4 * 8 * 4
+    call = prober.recording.items[-1]
+    assert isinstance(call, Call)
+    assert sum(flops for _, flops in call.flops) == 2 * 4 * 8 * 4
     with pytest.raises(RuntimeError, match="unsupported"), torch.autocast("meta", enabled=False):
         pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrun.profile.corrections import CORRECTIONS, Convolution, attention_scratch, convolution_scratch, int8_scratch, nf4_scratch
+from graphrun.profile.corrections import CORRECTIONS, Convolution, attention_scratch, convolution_scratch, int8_scratch
 from graphrun.units import GIB, MIB
 
 
@@ -50,7 +50,6 @@ def test_fused_attention_has_no_square_tensor_and_the_math_backend_has_two() -> 
 
 
 def test_scratch_of_quantized_layers() -> None:
-    assert nf4_scratch(3072 * 12288, 2) == 72 * 2**20
     assert int8_scratch(4608, 3072, 9216, half=True) == (4608 * (3072 * 4 + 4), 4608 * (3072 + 4) + 4 * 4608 * 9216)
     assert int8_scratch(4608, 3072, 9216) == (4608 * (3072 * 6 + 4), 4608 * (3072 + 4) + 6 * 4608 * 9216)
 

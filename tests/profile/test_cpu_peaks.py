@@ -64,4 +64,4 @@ def test_clip_t5_and_flux_in_small_take_what_the_cpu_profiler_saw(
         out = call(module, "meta")
     del out
     recorder.close()
-    assert recorder.peak_bytes == profiled_peak(build(component, graph), call)
+    assert recorder.record.peak_bytes == profiled_peak(build(component, graph), call)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from graphrun.modules.build import meta_module
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Mark
+from graphrun.profile.recording import Call, Event
 from graphrun.units import MIB
 
 
@@ -30,7 +31,8 @@ def test_traced_activation_at_1024(flux: list[tuple[str, Call]], component: str,
 
 
 def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -> None:
-    t5 = dry("flux-dev")[1].meta_modules["text_encoder_2"]
+    graph, _, _ = dry("flux-dev")
+    t5 = meta_module(graph.components["text_encoder_2"], graph.trust)
     ids = torch.zeros(1, 512, dtype=torch.long, device="meta")
     peaks = {}
     for training in (False, True):
@@ -40,7 +42,7 @@ def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -
             out = t5(ids, output_hidden_states=False)
         del out
         recorder.close()
-        peaks[training] = recorder.peak_bytes / MIB
+        peaks[training] = recorder.record.peak_bytes / MIB
     t5.eval()
     assert peaks == {False: 96.0, True: 98.0}
 
@@ -59,7 +61,7 @@ def test_a_denoising_step_is_traced_once_and_counted_28_times(flux: list[tuple[s
 def test_no_square_tensor_where_attention_is_fused(flux: list[tuple[str, Call]]) -> None:
     for _, call in flux:
         if call.component == "transformer":
-            assert max(nbytes for _, nbytes in call.events) < 24 * 4608 * 4608
+            assert max(event.nbytes for event in call.events) < 24 * 4608 * 4608
 
 
 def test_consecutive_encoders_are_separate_phases(make_problem: Any) -> None:
@@ -80,7 +82,7 @@ def test_consecutive_encoders_are_separate_phases(make_problem: Any) -> None:
 
 
 def call(component: str) -> Call:
-    return Call(component, "forward", (), 0, 0, frozenset(), ())
+    return Call(component)
 
 
 def spans(text: str) -> list[tuple[int, int]]:
@@ -119,14 +121,13 @@ def test_every_recorded_allocation_is_released(dry: Any) -> None:
     _, probed, _ = dry("flux-tiny")
     live: set[int] = set()
     for item in probed.recording.items:
-        if isinstance(item, Mark):
+        if not isinstance(item, Event):
             continue
-        key, nbytes = item
-        if nbytes > 0:
-            assert key not in live
-            live.add(key)
+        if item.nbytes:
+            assert item.key not in live
+            live.add(item.key)
         else:
-            live.remove(key)
+            live.remove(item.key)
     assert not live
 
 

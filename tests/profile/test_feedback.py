@@ -52,7 +52,7 @@ def phase_of(problem: Any, name: str) -> Any:
 
 def test_measured_activation_and_block_times_are_in_the_next_problem(planned: Any, tmp_path: Path) -> None:
     problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5, "denoise"), store)
+    feedback.remember(planned, trace_of(planned, 4096, 1.5, "denoise"), store)
     informed = feedback.informed(problem, store)
     before, after = phase_of(problem, "denoise"), phase_of(informed, "denoise")
     assert (after.first_bytes - before.first_bytes, after.steady_bytes - before.steady_bytes) == (4096, 4096)
@@ -65,7 +65,7 @@ def test_measured_activation_and_block_times_are_in_the_next_problem(planned: An
 
 def test_measurements_apply_to_the_same_device_versions_graph_and_settings_only(planned: Any, tmp_path: Path) -> None:
     problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(problem, planned.plan, trace_of(planned, 4096), store)
+    feedback.remember(planned, trace_of(planned, 4096), store)
     others = (
         replace(problem, hardware=replace(problem.hardware, name="other")),
         replace(problem, versions=(("torch", "9"),)),
@@ -79,11 +79,11 @@ def test_measurements_apply_to_the_same_device_versions_graph_and_settings_only(
 
 def test_the_largest_activation_is_used_and_noise_changes_nothing(planned: Any, tmp_path: Path) -> None:
     problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 2.0), store)
+    feedback.remember(planned, trace_of(planned, 4096, 2.0), store)
     first = feedback.informed(problem, store)
-    feedback.remember(problem, planned.plan, trace_of(planned, 1024, 2.01), store)
+    feedback.remember(planned, trace_of(planned, 1024, 2.01), store)
     assert feedback.informed(problem, store) == first
-    feedback.remember(problem, planned.plan, trace_of(planned, 8192, 3.0), store)
+    feedback.remember(planned, trace_of(planned, 8192, 3.0), store)
     third = feedback.informed(problem, store)
     assert phase_of(third, "denoise").first_bytes == phase_of(problem, "denoise").first_bytes + 8192
     assert phase_of(third, "denoise").uses[0].seconds[-1] > phase_of(first, "denoise").uses[0].seconds[-1]
@@ -95,8 +95,8 @@ def test_calls_give_seconds_if_their_component_was_resident(make_problem: Any, v
     slots = solution.plan.slots
     number = next(n for n, slot in enumerate(slots) if slot.part == "steady")
     events = tuple(Event("run", "transformer", number, "forward", 0, 0.0, 1.0 + n) for n in range(3))
-    found = feedback.measured_in(solution.problem, solution.plan, replace(trace_of(solution), events=events))
-    assert found[slots[number].phase]["seconds"] == seconds
+    found = feedback.measured_in(solution, replace(trace_of(solution), events=events))
+    assert found[slots[number].phase].seconds == seconds
 
 
 DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_bytes": -1, "steady_bytes": True}]
@@ -106,7 +106,7 @@ DAMAGED = [None, 3, [], {"": "x"}, {"": -1.0}, {"first_bytes": 1.5}, {"first_byt
 @pytest.mark.parametrize("kind", ["activation", "seconds", "shapes"])
 def test_damaged_measurements_are_ignored(planned: Any, tmp_path: Path, kind: str, data: Any) -> None:
     problem, store = planned.problem, Store(tmp_path)
-    feedback.remember(problem, planned.plan, trace_of(planned, 4096, 1.5), store)
+    feedback.remember(planned, trace_of(planned, 4096, 1.5), store)
     assert feedback.informed(problem, store) != problem
     for path in tmp_path.glob("*.json"):
         store.put("seconds" if path.name.startswith("seconds") else "activation", path.stem.partition("-")[2], data)
@@ -125,9 +125,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     solution = graphrun.plan(problem)
     trace = graphrun.run(solution, graph)
     more = replace(trace, slots=tuple(replace(slot, peak_bytes=slot.peak_bytes + 1024) for slot in trace.slots))
-    feedback.remember(problem, solution.plan, more, Store(folder))
-    measured = feedback.measured_in(problem, solution.plan, more)
-    by = {phase.name: measured[phase.name]["first_bytes"] - phase.first_bytes for phase in problem.phases}
+    feedback.remember(solution, more, Store(folder))
+    measured = feedback.measured_in(solution, more)
+    by = {phase.name: measured[phase.name].sizes["first_bytes"] - phase.first_bytes for phase in problem.phases}
     loads = [action for slot in solution.plan.slots for action in slot.actions if isinstance(action, Load)]
     held = sum(
         len(blocks)

@@ -90,7 +90,7 @@ def test_spans_index_events_of_replayed_calls_too() -> None:
         model(torch.zeros(4, 64, device=sim.device))
     ((call, _),) = prober._traces.values()
     assert [span.path for span in call.spans] == [f"blocks.{n}.{m}" for n in range(3) for m in (0, 2)]
-    made = [[nbytes for _, nbytes in call.events[span.begin : span.end] if nbytes > 0] for span in call.spans]
+    made = [[event.nbytes for event in call.events[span.begin : span.end] if event.nbytes] for span in call.spans]
     assert made == [[1024]] * 6
 
 

@@ -9,7 +9,7 @@ import pytest
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, Mark, Recording
+from graphrun.profile.recording import Call, Event, Recording, StageEnd
 from graphrun.units import MIB
 
 UNIT = 512
@@ -21,15 +21,14 @@ def recording(*items: Any) -> Recording:
     found: list[Any] = []
     for item in items:
         if item == ".":
-            found.append(Mark("stage", "stage"))
+            found.append(StageEnd("stage"))
         elif isinstance(item, str):
-            found.append(Mark("enter", item, Call(item, "forward", (), 0, 0, frozenset(), ())))
+            found.append(Call(item))
         elif isinstance(item[0], str):
-            scratch = ((0, -item[2] * UNIT),) if item[2] else ()
-            events = ((1, item[1] * UNIT), *scratch, (1, 0))
-            found.append(Mark("enter", item[0], Call(item[0], "forward", events, 0, 0, frozenset(), ())))
+            scratch = [Event(0, item[2] * UNIT, scratch=True)] if item[2] else []
+            found.append(Call(item[0], events=[Event(1, item[1] * UNIT), *scratch, Event(1, 0)]))
         else:
-            found.append((item[0], item[1] * UNIT))
+            found.append(Event(item[0], item[1] * UNIT))
     return Recording(found)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, Mark, Recording, Span
+from graphrun.profile.recording import Call, Event, Recording, Span, StageEnd
 from graphrun.units import MIB
 
 SIM = hardware("sim")
@@ -15,8 +17,8 @@ SIM = hardware("sim")
 
 def call(component: str, mib: int, scratch: tuple[int, int] | None = None) -> Call:
     """One call that allocates ``mib`` MiB, and scratch (bytes, bytes not needed on some cards) beside it."""
-    inside = ((scratch[1], -scratch[0]),) if scratch else ()
-    return Call(component, "forward", ((1, mib * MIB), *inside, (1, 0)), mib * MIB, 0, frozenset(), ())
+    inside = [Event(0, scratch[0], True, scratch[1])] if scratch else []
+    return Call(component, events=[Event(1, mib * MIB), *inside, Event(1, 0)])
 
 
 def phase_memories(recording: Recording, card: str = "sim") -> list[PhaseMemory]:
@@ -25,46 +27,49 @@ def phase_memories(recording: Recording, card: str = "sim") -> list[PhaseMemory]
 
 
 def test_a_growing_history_makes_the_last_iteration_the_peak() -> None:
-    items: list[tuple[int, int] | Mark] = []
+    items: list[Event | Call | StageEnd] = []
     for step in range(6):
-        items.append((step + 1, 8 * MIB))  # the history that the op keeps
-        items.append(Mark("enter", "dit", call("dit", 10 * (step + 1))))
-    (phase_memory,) = phase_memories(Recording([*items, Mark("stage", "denoise")]))
+        items.append(Event(step + 1, 8 * MIB))  # the history that the op keeps
+        items.append(call("dit", 10 * (step + 1)))
+    (phase_memory,) = phase_memories(Recording([*items, StageEnd("denoise")]))
     assert (phase_memory.entry_bytes, phase_memory.first_bytes) == (8 * MIB, (8 + 10) * MIB)
     assert phase_memory.steady_bytes == (6 * 8 + 60) * MIB
 
 
 def test_the_peak_of_a_loop_is_that_of_its_largest_iteration() -> None:
-    items = [Mark("enter", "dit", call("dit", mib)) for mib in (10, 70, 20)]
-    (phase_memory,) = phase_memories(Recording([*items, Mark("stage", "denoise")]))
+    items = [call("dit", mib) for mib in (10, 70, 20)]
+    (phase_memory,) = phase_memories(Recording([*items, StageEnd("denoise")]))
     assert (phase_memory.first_bytes, phase_memory.steady_bytes) == (10 * MIB, 70 * MIB)
 
 
 def test_alternating_components_share_a_phase_and_its_first_part_ends_when_each_was_entered() -> None:
-    items = [Mark("enter", name, call(name, mib)) for _ in range(5) for name, mib in (("controlnet", 30), ("unet", 50))]
-    recording = Recording([*items, Mark("stage", "denoise")])
+    items = [call(name, mib) for _ in range(5) for name, mib in (("controlnet", 30), ("unet", 50))]
+    recording = Recording([*items, StageEnd("denoise")])
     assert phase_spans(recording.entries()) == [(0, 10)]
     (phase_memory,) = phase_memories(recording)
     assert (phase_memory.first_bytes, phase_memory.steady_bytes) == (50 * MIB, 50 * MIB)
 
 
-def test_tables_that_a_component_keeps_are_allocated_once_in_a_phase_and_live_in_later_calls() -> None:
-    """Its first layer runs beside 3 MiB in the first call, and also beside the 8 MiB of the table in the next."""
-    events = ((1, 3 * MIB), (1, 0), (2, 8 * MIB), (3, 20 * MIB), (3, 0), (2, 0))
-    keeps = Call("dit", "forward", events, 28 * MIB, 0, frozenset(), (), (), (Span("first", 0, 2),), kept=(2,))
-    items = [Mark("enter", "dit", keeps), Mark("enter", "dit", keeps), (9, 30 * MIB), Mark("enter", "vae", call("vae", 10))]
-    denoise, decode = phase_memories(Recording([*items, Mark("stage", "make")]))
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tables_that_a_component_keeps_are_allocated_once_and_live_in_later_calls(keeps: bool) -> None:
+    """Its first layer runs beside 3 MiB in the first call, and also beside the 8 MiB of the table in the next. A component of a
+    live pipeline (``keeps``) has its table in later phases too."""
+    steps = ((1, 3 * MIB), (1, 0), (2, 8 * MIB), (3, 20 * MIB), (3, 0), (2, 0))
+    dit = Call("dit", events=[Event(*step) for step in steps], spans=[Span("first", 0, 2)], kept=[2])
+    items = [dit, dit, Event(9, 30 * MIB), call("vae", 10)]
+    denoise, decode = phase_memories(Recording([*items, StageEnd("make")], keeps=keeps))
     assert (denoise.first_bytes, denoise.steady_bytes) == (28 * MIB, (8 + 30) * MIB)
     assert denoise.beside_bytes == {("dit", "first"): (8 + 3) * MIB}
-    assert (decode.entry_bytes, decode.first_bytes) == (30 * MIB, (30 + 10) * MIB)
+    table_bytes = 8 * MIB if keeps else 0
+    assert (decode.entry_bytes, decode.first_bytes) == (table_bytes + 30 * MIB, table_bytes + (30 + 10) * MIB)
 
 
 def test_two_experts_one_after_another_are_two_phases() -> None:
-    items = [Mark("enter", name, call(name, 10)) for name in ("high", "high", "high", "low", "low")]
-    assert phase_spans(Recording([*items, Mark("stage", "denoise")]).entries()) == [(0, 3), (3, 5)]
+    items = [call(name, 10) for name in ("high", "high", "high", "low", "low")]
+    assert phase_spans(Recording([*items, StageEnd("denoise")]).entries()) == [(0, 3), (3, 5)]
 
 
 def test_scratch_counts_on_cards_only_and_some_avoid_large_copies() -> None:
-    recording = Recording([Mark("enter", "vae", call("vae", 10, (6 * MIB, 2 * MIB))), Mark("stage", "decode")])
+    recording = Recording([call("vae", 10, (6 * MIB, 2 * MIB)), StageEnd("decode")])
     peaks = {card: phase_memories(recording, card)[0].first_bytes // MIB for card in ("sim", "rtx4090", "h100")}
     assert peaks == {"sim": 10, "rtx4090": 16, "h100": 14}

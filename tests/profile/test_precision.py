@@ -20,15 +20,13 @@ from graphrun.profile import doctor
 from graphrun.profile.precision import (
     MOVES,
     dequantization_seconds,
-    dequantized_bytes,
     flags,
-    peak_of,
     quantizing_bytes,
     requantized,
 )
-from graphrun.profile.quantized import PRECISIONS, block_bytes, tensor_bytes_in, weights_by_precision
+from graphrun.profile.quantized import block_bytes_by_precision, weights_by_precision
 from graphrun.profile.recorder import FusedAttention, Recorder
-from graphrun.profile.recording import Call, Product
+from graphrun.profile.recording import Call, Event, Product
 from graphrun.units import round_up
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -93,14 +91,10 @@ def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any
         graph, probed, _ = dry(name)
         for key, of_component in probed.profiles.items():
             component = graph.components[key]
-            assert (
-                block_bytes(probed.meta_modules[key], of_component.groups, component.dtype, component.dtype)
-                == of_component.block_bytes
-            ), key
-            assert of_component.precisions[component.dtype] == of_component.block_bytes
-            assert of_component.precisions["nf4"] == block_bytes(
-                probed.meta_modules[key], of_component.groups, component.dtype, "nf4"
-            )
+            module = meta_module(component, graph.trust)
+            found = block_bytes_by_precision(module, of_component.groups, component.dtype)
+            assert found[component.dtype] == of_component.precisions[component.dtype] == of_component.block_bytes, key
+            assert of_component.precisions["nf4"] == found["nf4"]
 
 
 def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> None:
@@ -112,27 +106,21 @@ def test_a_dry_run_records_every_product_of_a_quantizable_layer(dry: Any) -> Non
     elements = sum(outputs * inputs for outputs, inputs in of_component.layers.values())
     assert 0.999 * of_component.parameters < elements < of_component.parameters
     single = {product.name for product in call.products if product.rows == 1}
-    assert dequantized_bytes(call, of_component.layers, "nf4") == 2 * sum(
-        o * i for name, (o, i) in of_component.layers.items() if name not in single
-    )
     assert all("norm" in name or "time_text" in name for name in single)
 
 
 def test_a_quantized_transformer_s_blocks_shrink_as_published(dry: Any) -> None:
     graph, probed, _ = dry("flux-dev")
-    of_component, module = probed.profiles["transformer"], probed.meta_modules["transformer"]
-    whole, int8, nf4, nested, fp8 = (
-        block_bytes(module, of_component.groups, "bfloat16", precision, nested=deep)
-        for precision, deep in (("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True), ("fp8", False))
-    )
-    for index, unquantized in enumerate(whole):
+    of_component, module = probed.profiles["transformer"], meta_module(graph.components["transformer"], graph.trust)
+    found = block_bytes_by_precision(module, of_component.groups, "bfloat16")
+    int8, nf4, fp8 = (found[precision] for precision in ("int8", "nf4", "fp8"))
+    for index, unquantized in enumerate(found["bfloat16"]):
         assert int8[index] / unquantized == pytest.approx(0.5, abs=0.005)
         assert nf4[index] / unquantized == pytest.approx(0.5625 / 2, abs=0.005)
-        assert nested[index] / unquantized == pytest.approx(0.5159 / 2, abs=0.005)
         assert 0.5 <= fp8[index] / unquantized < 0.75
 
 
-def replaced(module: nn.Module, precision: str, nested: bool) -> None:
+def replaced(module: nn.Module, precision: str) -> None:
     """Replaces every linear layer of ``module`` by bitsandbytes' own, quantized on the CPU."""
     layers = {id(layer) for layer in quantizable_layers(module, torch.bfloat16).values()}
     for parent in list(module.modules()):
@@ -141,8 +129,8 @@ def replaced(module: nn.Module, precision: str, nested: bool) -> None:
                 continue
             sizes, bias = (child.in_features, child.out_features), child.bias
             if precision == "nf4":
-                new = bnb.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4", compress_statistics=nested)
-                new.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=nested)
+                new = bnb.nn.Linear4bit(*sizes, bias=bias is not None, quant_type="nf4", compress_statistics=False)
+                new.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False)
             else:
                 new = bnb.nn.Linear8bitLt(*sizes, bias=bias is not None, has_fp16_weights=False)
                 new.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
@@ -161,20 +149,20 @@ def real_bytes(block: nn.Module) -> int:
             if isinstance(tensor, bnb.nn.Params4bit):
                 state = tensor.quant_state
                 parts += [state.absmax, state.code]
-                parts += [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
             elif isinstance(tensor, bnb.nn.Int8Params):
                 parts.append(tensor.SCB)
             found |= {id(tensor) * 8 + n: part for n, part in enumerate(parts)}
     return sum(round_up(part.nbytes, ALIGNMENT) for part in found.values())
 
 
-@pytest.mark.parametrize(("precision", "nested"), [("int8", False), ("nf4", False), ("nf4", True)])
-def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precision: str, nested: bool) -> None:
-    _, probed, _ = dry("flux-tiny")
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_a_block_takes_what_bitsandbytes_layers_take(dry: Any, flux: Any, precision: str) -> None:
+    graph, probed, _ = dry("flux-tiny")
     groups = probed.profiles["transformer"].groups
-    expected = block_bytes(probed.meta_modules["transformer"], groups, "bfloat16", precision, nested=nested)
+    module = meta_module(graph.components["transformer"], graph.trust)
+    expected = block_bytes_by_precision(module, groups, "bfloat16")[precision]
     module = build(flux.component("transformer"), flux)
-    replaced(module, precision, nested)
+    replaced(module, precision)
     for group, nbytes in zip(groups, expected, strict=True):
         if group.blocks != ("",):
             assert {round_up(real_bytes(module.get_submodule(path)), 512) for path in group.blocks} == {nbytes}, group.name
@@ -192,8 +180,7 @@ def test_a_language_model_s_head_is_not_quantized(flux: Any) -> None:
 def test_weights_by_precision_sum_the_bytes_of_all_tensors(flux: Any) -> None:
     module = meta_module(flux.component("transformer"), flux.trust)
     found = weights_by_precision(module, "bfloat16")
-    for precision in PRECISIONS:
-        assert found[precision] == sum(sum(held) for held in tensor_bytes_in(module, "bfloat16", precision).values())
+    assert found["bfloat16"] == sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     assert found["nf4"] < found["fp8"] < found["int8"] < found["bfloat16"] == found["float16"] < found["float32"]
 
 
@@ -217,19 +204,18 @@ def traced(tokens: int) -> tuple[Call, dict[str, tuple[int, int]]]:
         out = module(x)
     del out
     recorder.close()
-    call = Call("any", "forward", tuple(recorder.events), recorder.peak_bytes, 0, frozenset(), (), tuple(recorder.products))
-    return call, {"first.weight": (96, 64), "second.weight": (32, 96)}
+    return recorder.record, {"first.weight": (96, 64), "second.weight": (32, 96)}
 
 
 def peak(call: Call) -> int:
     """The peak as the simulated accelerator counts it."""
     counter, most = Counting(), 0
-    for key, nbytes in call.events:
-        if nbytes:
-            counter.allocate(key, nbytes)
+    for event in call.events:
+        if event.nbytes:
+            counter.allocate(event.key, event.nbytes)
             most = max(most, counter.used_bytes)
         else:
-            counter.release(key)
+            counter.release(event.key)
     assert counter.used_bytes == 0
     return most
 
@@ -237,7 +223,7 @@ def peak(call: Call) -> int:
 def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
     assert [(product.name, product.rows) for product in call.products] == [("first.weight", 1000), ("second.weight", 1000)]
-    assert [call.events[product.event][1] for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
+    assert [call.events[product.event].nbytes for product in call.products] == [2 * 1000 * 96, round_up(2 * 1000 * 32, 512)]
 
 
 def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
@@ -246,17 +232,12 @@ def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     found = requantized(call, shapes, "nf4")
     assert found.peak_bytes == peak(found)
     assert peak(found) == max(2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32)
-    assert [(found.events[p.event][1], p.name) for p in found.products] == [
-        (call.events[p.event][1], p.name) for p in call.products
-    ]
-    assert dequantized_bytes(call, shapes, "nf4") == 2 * (96 * 64 + 32 * 96)
     assert dequantization_seconds(10**9, 1e9) == 2.0
 
 
 def test_one_token_needs_no_weight_in_16_bit() -> None:
     call, shapes = traced(1)
     assert peak(requantized(call, shapes, "nf4")) == peak(call)
-    assert dequantized_bytes(call, shapes, "nf4") == 0
 
 
 def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
@@ -266,8 +247,6 @@ def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     assert peak(found) == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
     assert found.peak_bytes == peak(found)
     assert peak(requantized(call, shapes, "int8", "float16")) == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
-    assert dequantized_bytes(call, shapes, "int8") == 0
-    assert dequantized_bytes(call, shapes, "fp8", "float32") == 4 * (96 * 64 + 32 * 96)
 
 
 def test_an_unquantized_layer_takes_no_scratch() -> None:
@@ -278,7 +257,8 @@ def test_an_unquantized_layer_takes_no_scratch() -> None:
 
 
 def test_the_peak_of_events_excludes_scratch() -> None:
-    assert peak_of(((1, 512), (0, -4096), (2, 1024), (1, 0), (3, 512), (2, 0), (3, 0))) == 1536
+    events = [Event(1, 512), Event(0, 4096, scratch=True), Event(2, 1024), Event(1, 0), Event(3, 512), Event(2, 0), Event(3, 0)]
+    assert Call(events=events).peak_bytes == 1536
 
 
 def test_a_product_has_one_weight() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphrun.modules.quantize import quantizable_layers
-from graphrun.profile.quantized import layer_bytes, weights_by_precision
+from graphrun.profile.quantized import layer_tensors, weights_by_precision
 from graphrun.units import GIB
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -25,13 +25,12 @@ def tensors_of_nf4(layer: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("nested", [False, True])
-def test_nf4_is_what_bitsandbytes_makes(outputs: int, inputs: int, nested: bool) -> None:
-    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compress_statistics=nested)
+def test_nf4_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
+    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compress_statistics=False)
     weight = torch.randn(outputs, inputs, dtype=torch.bfloat16)
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=nested)
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
     layer = layer.to("cpu")
-    assert layer_bytes(outputs, inputs, "nf4", nested=nested) == sum(t.nbytes for t in tensors_of_nf4(layer))
+    assert sum(layer_tensors(outputs, inputs, "nf4")) == sum(t.nbytes for t in tensors_of_nf4(layer))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
@@ -39,7 +38,7 @@ def test_int8_is_what_bitsandbytes_makes(outputs: int, inputs: int) -> None:
     layer = bnb.nn.Linear8bitLt(inputs, outputs, bias=False, has_fp16_weights=False)
     layer.weight = bnb.nn.Int8Params(torch.randn(outputs, inputs).half(), requires_grad=False, has_fp16_weights=False)
     layer = layer.to("cpu")
-    assert layer_bytes(outputs, inputs, "int8") == layer.weight.data.nbytes + layer.weight.SCB.nbytes
+    assert sum(layer_tensors(outputs, inputs, "int8")) == layer.weight.data.nbytes + layer.weight.SCB.nbytes
 
 
 def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
@@ -49,7 +48,7 @@ def test_weights_of_a_module_are_the_sum_of_its_layers() -> None:
     found = weights_by_precision(module, "bfloat16")
     assert [found[p] for p in ("bfloat16", "float16", "float32")] == [n * (remainder + linear) for n in (2, 2, 4)]
     assert found["int8"] == 2 * remainder + linear + 4 * (96 + 64)
-    assert found["nf4"] == 2 * remainder + layer_bytes(96, 64, "nf4") + layer_bytes(64, 96, "nf4")
+    assert found["nf4"] == 2 * remainder + 2 * sum(layer_tensors(64, 96, "nf4"))
 
 
 def test_tied_layers_and_layers_of_another_dtype_are_not_quantized() -> None:

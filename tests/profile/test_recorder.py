@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from graphrun.profile.recorder import FusedAttention, Recorder
+from graphrun.profile.recording import Event
 
 
 class Attention(nn.Module):
@@ -54,23 +55,23 @@ def test_the_peak_equals_the_cpu_profilers_where_there_is_no_convolution(width: 
     module = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.SiLU(), nn.LayerNorm(width))
     real = profiled_peak(module, torch.zeros(8, 128, width))
     meta, x = module.to("meta"), torch.zeros(8, 128, width, device="meta")
-    assert record(meta, lambda: meta(x), inputs=(x,)).peak_bytes == real
+    assert record(meta, lambda: meta(x), inputs=(x,)).record.peak_bytes == real
 
 
 def test_attention_makes_no_square_tensor_and_its_flops_are_counted() -> None:
     module = Attention(64).to("meta")
     tokens = 2048
     recorder = record(module, lambda: module(torch.zeros(1, tokens, 64, device="meta")))
-    assert max(nbytes for _, nbytes in recorder.events) < 4 * tokens * tokens
+    assert max(event.nbytes for event in recorder.record.events) < 4 * tokens * tokens
     linear = 2 * tokens * 64 * (192 + 64)
-    assert sum(flops for _, flops in recorder.flops) == linear + 2 * 4 * tokens * tokens * (16 + 16)
+    assert sum(flops for _, flops in recorder.record.flops) == linear + 2 * 4 * tokens * tokens * (16 + 16)
 
 
 @pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 16 + 8), (torch.float32, 16)])
 def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype: torch.dtype, elements: int) -> None:
     module = nn.Conv2d(16, 8, 3, padding=1, bias=False).to("meta", dtype)
     recorder = record(module, lambda: module(torch.zeros(1, 16, 32, 32, dtype=dtype, device="meta")))
-    scratch = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
+    scratch = [event.nbytes for event in recorder.record.events if event.scratch]
     assert scratch == [dtype.itemsize * (elements * 32 * 32 + 8 * 16 * 9)]
 
 
@@ -78,7 +79,7 @@ def test_a_convolution_takes_scratch_of_input_output_in_16_bit_and_weight(dtype:
 def test_a_strided_convolution_takes_scratch_in_16_bit_only(dtype: torch.dtype, elements: int) -> None:
     module = nn.Conv2d(16, 8, 3, stride=2, bias=False).to("meta", dtype)
     recorder = record(module, lambda: module(torch.zeros(1, 16, 33, 33, dtype=dtype, device="meta")))
-    assert sum(-nbytes for _, nbytes in recorder.events if nbytes < 0) == dtype.itemsize * elements
+    assert sum(event.nbytes for event in recorder.record.events if event.scratch) == dtype.itemsize * elements
 
 
 def test_math_attention_takes_a_square_tensor() -> None:
@@ -90,7 +91,7 @@ def test_math_attention_takes_a_square_tensor() -> None:
         with torch.no_grad(), FusedAttention(recorder, fused=fused), recorder:
             module(x)
         recorder.close()
-        scratch[fused] = [-nbytes for _, nbytes in recorder.events if nbytes < 0]
+        scratch[fused] = [event.nbytes for event in recorder.record.events if event.scratch]
     rows = 4 * 256
     assert scratch == {True: [4 * rows], False: [4 * (2 * rows * 256 + 2 * rows * 16)]}
 
@@ -98,9 +99,9 @@ def test_math_attention_takes_a_square_tensor() -> None:
 def test_only_read_tensors_are_touched_and_every_allocation_is_released() -> None:
     module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
     recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))
-    assert recorder.touched == {"used.weight", "used.bias"}
-    taken = {key for key, nbytes in recorder.events if nbytes > 0}
-    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+    assert recorder.record.touched == {"used.weight", "used.bias"}
+    taken = {event.key for event in recorder.record.events if event.nbytes and not event.scratch}
+    assert taken == {event.key for event in recorder.record.events if not event.nbytes}
 
 
 def test_an_empty_tensor_is_no_event() -> None:
@@ -111,15 +112,15 @@ def test_an_empty_tensor_is_no_event() -> None:
         return torch.cat([module(x[:0]), module(x)])
 
     recorder = record(module, empty_and_full)
-    taken = {key for key, nbytes in recorder.events if nbytes > 0}
-    assert taken == {key for key, nbytes in recorder.events if nbytes == 0}
+    taken = {event.key for event in recorder.record.events if event.nbytes and not event.scratch}
+    assert taken == {event.key for event in recorder.record.events if not event.nbytes}
 
 
 def test_flops_are_assigned_to_the_running_block() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32)).to("meta")
     recorder = record(module, lambda: module(torch.zeros(2, 8, device="meta")), ("0", "1"))
-    assert recorder.flops == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
-    assert recorder.entered == ["0", "1"]
+    assert recorder.record.flops == [("0", 2 * 2 * 8 * 8), ("1", 2 * 2 * 8 * 32)]
+    assert recorder.record.entered == ["0", "1"]
 
 
 def test_hooks_are_removed_afterwards() -> None:
@@ -132,7 +133,7 @@ def test_hooks_are_removed_afterwards() -> None:
 def test_bytes_are_counted_as_an_allocator_rounds_them() -> None:
     module = nn.Linear(1, 1, bias=False).to("meta")
     x = torch.zeros(1, 1, device="meta")
-    assert record(module, lambda: module(x), inputs=(x,)).peak_bytes == 512
+    assert record(module, lambda: module(x), inputs=(x,)).record.peak_bytes == 512
 
 
 def test_mask_all_is_false_so_that_the_memory_of_a_mask_is_counted() -> None:
@@ -146,7 +147,7 @@ def test_mask_all_is_false_so_that_the_memory_of_a_mask_is_counted() -> None:
     recorder.ignore([mask])
     with recorder:
         module(mask)
-    assert recorder.peak_bytes >= 4 * 4 * 1024
+    assert recorder.record.peak_bytes >= 4 * 4 * 1024
 
 
 def test_blocks_that_run_twice_in_a_call_are_in_the_remainder(dry: Any) -> None:
@@ -172,7 +173,7 @@ def test_an_empty_slice_is_no_event() -> None:
         out = Padded()(x)
     del out
     recorder.close()
-    assert recorder.events == [(1, 2048), (1, 0)]
+    assert recorder.record.events == [Event(1, 2048), Event(1, 0)]
 
 
 class Inner(nn.Module):
@@ -211,7 +212,7 @@ class Reaching(nn.Module):
 def test_modules_used_while_their_block_does_not_run_are_loose(reach: str, loose: set[str]) -> None:
     net, x = Reaching(reach).to("meta"), torch.empty(2, 8, device="meta")
     recorder = record(net, lambda: net(x), tuple(f"blocks.{n}" for n in range(3)), (x,))
-    assert recorder.loose == loose
+    assert recorder.record.loose == loose
 
 
 def test_a_call_into_a_block_is_loose_if_weights_share_a_storage() -> None:
@@ -220,7 +221,7 @@ def test_a_call_into_a_block_is_loose_if_weights_share_a_storage() -> None:
     with torch.no_grad(), recorder:
         net(x)
     recorder.close()
-    assert recorder.loose == {"blocks.0.embed"}
+    assert recorder.record.loose == {"blocks.0.embed"}
 
 
 ROUNDS = 64  # so that an address that was free is taken again
@@ -244,7 +245,7 @@ def test_a_tensor_at_the_address_of_a_released_input_is_counted() -> None:
         out = Taking()(features)
     del out
     recorder.close()
-    assert sum(nbytes for _, nbytes in recorder.events) == ROUNDS * 512
+    assert sum(event.nbytes for event in recorder.record.events) == ROUNDS * 512
 
 
 def test_a_tensor_at_the_address_of_a_released_buffer_is_no_weight() -> None:
@@ -263,5 +264,5 @@ def test_a_tensor_at_the_address_of_a_released_buffer_is_no_weight() -> None:
 
     module = Counting()
     recorder = record(module, module)
-    assert recorder.touched == set()
-    assert sum(nbytes for _, nbytes in recorder.events) == 2 * ROUNDS * 512
+    assert recorder.record.touched == set()
+    assert sum(event.nbytes for event in recorder.record.events) == 2 * ROUNDS * 512

@@ -11,7 +11,7 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.recording import Mark
+from graphrun.profile.recording import Call
 from graphrun.profile.returned import returned
 
 KIB = 1024
@@ -94,9 +94,7 @@ def test_a_host_argument_takes_device_memory_only_when_it_is_copied_there() -> N
         assert machine.allocated_bytes - before == KIB
         assert (sums.device.type, table.device.type) == ("sim", "cpu")
         prober.meta_modules["brought"](x, torch.ones(256, device="sim"))
-    of_host, of_device = (item.call for item in prober.recording.items if isinstance(item, Mark))
-    assert of_host is not None
-    assert of_device is not None
+    of_host, of_device = (item for item in prober.recording.items if isinstance(item, Call))
     assert (of_host.peak_bytes, of_host.input_bytes) == (2 * KIB, KIB)
     assert (of_device.peak_bytes, of_device.input_bytes) == (KIB, 2 * KIB)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from graphrun.files import STALE_SECONDS, Store, digest_of
+from graphrun.files import Store, digest_of
 
 
 def test_get_returns_what_was_put(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_concurrent_readers_see_whole_entries_or_none(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
-    assert not list(tmp_path.glob(".new-*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_least_recently_used_entries_are_deleted_first(tmp_path: Path) -> None:
@@ -61,13 +62,12 @@ def test_an_entry_larger_than_the_limit_replaces_all_others(tmp_path: Path) -> N
     assert (store.get("plan", "a"), store.get("plan", "b")) == (None, "x" * 100)
 
 
-def test_old_temporary_files_are_deleted_and_new_ones_are_not(tmp_path: Path) -> None:
-    (tmp_path / ".new-old").write_text("half")
-    (tmp_path / ".new-now").write_text("half")
-    past = (tmp_path / ".new-now").stat().st_mtime - 2 * STALE_SECONDS
-    os.utime(tmp_path / ".new-old", (past, past))
-    Store(tmp_path).put("plan", "a", 1)
-    assert [path.name for path in tmp_path.glob(".new-*")] == [".new-now"]
+def test_temporary_files_of_killed_processes_are_deleted_and_those_being_written_are_not(tmp_path: Path) -> None:
+    (tmp_path / ".plan-b.json.new-killed").write_text("half")
+    with (tmp_path / ".plan-c.json.new-written").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        Store(tmp_path).put("plan", "a", 1)
+    assert [path.name for path in tmp_path.glob(".*")] == [".plan-c.json.new-written"]
 
 
 def test_a_folder_that_cannot_be_created_stores_nothing_and_raises_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from campaign import sampled
 
 from graphrun.profile.recording import Call
 
@@ -63,7 +64,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module", params=STEPS)
+@pytest.fixture(scope="module", params=sampled(STEPS, ["auraflow", "cogview4", "ltx", "sd3"], "graphs"))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

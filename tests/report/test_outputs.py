@@ -13,7 +13,7 @@ from PIL import Image
 
 from graphrun.errors import InputError
 from graphrun.graph import media
-from graphrun.report.outputs import OutputFile, output_file_of, save_outputs
+from graphrun.report.outputs import numbered, output_files, save_outputs
 
 KINDS = {"image": "image", "film": "video", "sound": "audio", "latents": "latents"}
 
@@ -89,7 +89,7 @@ def test_what_a_path_does_not_suit_goes_beside_it(tmp_path: Path) -> None:
 def test_named_outputs_go_where_each_is_sent_and_others_nowhere(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    target = output_file_of([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
+    target = output_files([f"latents={tmp_path}/l.safetensors", f"film={tmp_path}/film"], KINDS, tmp_path / "x")
     outputs = {"image": frames(1)[0], "film": frames(3), "latents": torch.ones(2), "sound": Sound(np.zeros((1, 2)), 8)}
     written = save_outputs(outputs, target)
     assert [str(path.relative_to(tmp_path)) for path in written] == ["l.safetensors", *(f"film/000{n}.png" for n in range(3))]
@@ -102,7 +102,7 @@ def test_a_folder_of_frames_is_replaced_as_a_whole_and_no_other_folder_is(tmp_pa
     assert len(save_outputs({"film": frames(2)}, tmp_path / "film")) == len(list((tmp_path / "film").iterdir())) == 2
     (tmp_path / "film" / "mine.txt").write_text("kept")
     for refused in (
-        lambda: output_file_of([f"film={tmp_path}/film"], KINDS, tmp_path / "x"),
+        lambda: output_files([f"film={tmp_path}/film"], KINDS, tmp_path / "x"),
         lambda: save_outputs({"a": frames(2)}, tmp_path / "film"),
     ):
         with pytest.raises(InputError, match="is not a folder of frames"):
@@ -117,10 +117,10 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
         ({"a": "audio"}, "g.wav"),
         ({"a": "embeds"}, "g.png"),
     ):
-        assert output_file_of([], kinds, tmp_path / "g") == OutputFile(tmp_path / name)
-    both = output_file_of([], {"a": "image", "b": "video"}, tmp_path / "g")
-    assert both.named == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
-    assert both.numbered(3).named == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
+        assert output_files([], kinds, tmp_path / "g") == {"": tmp_path / name}
+    both = output_files([], {"a": "image", "b": "video"}, tmp_path / "g")
+    assert both == {"a": tmp_path / "g-a.png", "b": tmp_path / "g-b.mp4"}
+    assert numbered(both, 3) == {"a": tmp_path / "g-a-0003.png", "b": tmp_path / "g-b-0003.mp4"}
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
 )
 def test_what_will_not_do_is_refused_before_anything_is_loaded(asked: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        output_file_of(asked, KINDS, Path("x"))
+        output_files(asked, KINDS, Path("x"))

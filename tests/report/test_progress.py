@@ -5,16 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from graphrun.model.plan import Plan, Slot
-from graphrun.report.progress import BatchProgress, Pace, Progress, seconds_before
+from graphrun.report.progress import BatchProgress, Progress, Shown, seconds_before
 
 
 def test_the_remaining_time_is_predicted_at_the_pace_so_far() -> None:
     now = [10.0]
-    pace = Pace(8.0, lambda: now[0])
-    assert pace.left_seconds == 8.0
-    now[0], pace.done_seconds = 14.0, 2.0
-    assert pace.left_seconds == 12.0, "two predicted seconds took four"
-    assert pace.text() == "about 12.0 s left"
+    shown = Shown(8.0, None, lambda: now[0])
+    assert shown.left == "about 8.0 s left"
+    now[0], shown.done_seconds = 14.0, 2.0
+    assert shown.left == "about 12.0 s left", "two predicted seconds took four"
 
 
 def test_the_seconds_before_a_call() -> None:
@@ -39,7 +38,8 @@ def test_a_run_says_a_line_for_each_slot() -> None:
 def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time() -> None:
     now, lines = [0.0], list[str]()
     slot = SimpleNamespace(seconds=2.0, phase="a/0:x")
-    segment = SimpleNamespace(stages=("a",), simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    solution = SimpleNamespace(simulation=SimpleNamespace(slots=[slot], again=[slot]))
+    segment = SimpleNamespace(stages=("a",), solution=solution)
     request = SimpleNamespace(number=1, where="p.jsonl:3", error="is not JSON")
     with BatchProgress(2, lines.append, lambda: now[0]) as progress:
         progress.left_out(request)
@@ -48,7 +48,7 @@ def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time()
         progress.segment(segment, 2)
         progress.run(segment, request)(0, 1, 1)
         now[0] = 3.0
-        progress.pace.done_seconds = 2.0
+        progress.done_seconds = 2.0
         progress.run(segment, request)
         progress.done(request, [SimpleNamespace(__str__=str)])  # type: ignore[list-item]
     assert lines[:5] == [

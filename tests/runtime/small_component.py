@@ -17,6 +17,7 @@ from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
 from graphrun.trace import Trace
 from graphrun.units import round_up
+from graphrun.verify.solution import solution_of
 
 WIDTH, ROWS = 64, 16
 GROUPS = (
@@ -136,7 +137,7 @@ def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.dev
 
 
 def run(of: Problem, plan: Plan, host: Host, device: SimulatedDevice, calls: Sequence[str], **options: Any) -> Trace:
-    return follow(of, plan, host, device, lambda: calls_to(host.modules, calls, device.torch_device), **options)
+    return follow(solution_of(of, plan), host, device, lambda: calls_to(host.modules, calls, device.torch_device), **options)
 
 
 def plain(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from small_component import Small, device_of, numbers
 
 from graphrun.model.problem import ComponentNumbers, Hardware, Problem
 from graphrun.modules.source_files import stored_tensors
-from graphrun.modules.sources import Composed, FileSource, Writer
+from graphrun.modules.sources import FileSource, Writer
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 
@@ -38,7 +38,7 @@ def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
                 child._parameters[key] = made.setdefault(id(parameter), meta)
     stored = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
     stored["head.weight"] = stored["embed.weight"]
-    return module, Writer(Composed(FileSource(stored), buffers, stored), "float32", {})
+    return module, Writer(FileSource(stored), buffers=buffers)
 
 
 def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any) -> ComponentNumbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
+from graphrun.sim import Machine
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
@@ -270,3 +272,115 @@ def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulat
     for event in (e for e in trace.events if e.kind == "load" and e.component == "b"):
         (read,) = (e for e in trace.events if (e.kind, e.component, e.detail) == ("fetch", "b", event.detail))
         assert read.end_seconds <= event.start_seconds + 1e-9
+
+
+class LateReader(SimulatedDevice):
+    """A device whose disk is as slow as can be: jobs run in order, when the host waits for one. ``log``: what happened."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.log: list[str] = []
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def background(self, job: Callable[[], None]) -> Callable[[], None]:
+        joined: list[Callable[[], None]] = []
+        self.jobs.append(lambda: joined.append(SimulatedDevice.background(self, job)))
+
+        def join() -> None:
+            while not joined:
+                self.jobs.popleft()()
+            joined[0]()
+
+        return join
+
+    def read(self, target: torch.Tensor, nbytes: int) -> None:
+        self.log.append("read")
+        super().read(target, nbytes)
+
+
+def with_late_reader(case: Case) -> LateReader:
+    """``case`` on such a device, in whose log are also the blocks of a that compute has reached."""
+    case.device = device = LateReader(case.device.machine)
+    case.host = host_of(case.problem, case.folders, device)
+    for path in case.host.residencies["a"]._blocks:
+        if path:
+            hook: Any = lambda _, __, path=path: device.log.append(path)  # noqa: E731
+            case.host.modules["a"].get_submodule(path).register_forward_pre_hook(hook)
+    return device
+
+
+STREAMED = """
+    slot s0/0:a load
+      load a remainder[0] from disk
+    slot s0/0:a first
+      stream a keep remainder[0] wide[1] ring {ring} B
+      load a wide[1] from disk
+      run
+    slot s0/0:a steady x1
+      stream a keep remainder[0] wide[1] ring {ring} B
+      run
+    slot s1/0:b load
+      drop a
+      evict a remainder[0] wide[1]
+      load b all from disk
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+LOADED = """
+    slot s0/0:a load
+      load a remainder[0] from disk
+    slot s0/0:a first
+      load a wide[0-3] thin[0-5] from disk
+      run
+    slot s0/0:a steady x1
+      run
+    slot s1/0:b load
+      drop a
+      evict a all
+      load b all from disk
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+BLOCKS = [*(f"wide.{i}" for i in range(4)), *(f"thin.{i}" for i in range(6))]
+
+
+@pytest.mark.parametrize(
+    ("text", "again"), [(STREAMED, set(BLOCKS) - {"wide.1"}), (LOADED, set[str]())], ids=["streamed", "loaded"]
+)
+def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(make: Make, text: str, again: set[str]) -> None:
+    """``again``: blocks that the second call copies too. Before the calls the remainder is read, behind them all blocks of b."""
+    case = make("disk", text, ["a", "a", "b"])
+    device = with_late_reader(case)
+    assert torch.equal(case.run().outputs["x"], case.expected)
+    first = [each for path in BLOCKS for each in (path, "read")]
+    second = [each for path in BLOCKS for each in ((path, "read") if path in again else (path,))]
+    assert device.log == ["read", *first, *second, *["read"] * 11]
+
+
+@pytest.mark.parametrize("skip", ["wide.2", "wide.0 wide.1 wide.2 wide.3", "wide.1 thin.0 thin.5"])
+def test_reads_of_blocks_that_a_call_leaves_out_are_of_no_harm(make: Make, skip: str) -> None:
+    case = make("disk", STREAMED, ["a", "a", "b"])
+    device, module = with_late_reader(case), Small()
+    module.skip = case.host.modules["a"].skip = frozenset(skip.split())
+    assert torch.equal(case.run().outputs["x"], plain({"a": module, "b": Small(1)}, case.calls))
+    assert not device.jobs
+
+
+def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:
+    case = make("disk", STREAMED, ["a", "a", "b"])
+    device = with_late_reader(case)
+
+    def fail(x: torch.Tensor) -> None:
+        raise ValueError("bad shape")
+
+    case.host.modules["a"].inside = fail
+    with pytest.raises(ValueError, match="bad shape"):
+        case.run()
+    assert not device.jobs, "a read would write to memory that is free"
+    case.host.modules["a"].inside = None
+    device.log.clear()
+    assert torch.equal(case.run().outputs["x"], case.expected)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_component import Small, hardware, plain, plan_of, problem, run, use
+from small_component import GROUPS, Small, hardware, plain, plan_of, problem, run, use
 from stored_component import host_of, in_backing_store, machine_of, saved
 
 from graphrun.model.problem import Problem
 from graphrun.verify.simulate import simulate
 
 ON = hardware()
+SLOWDOWN = 10.0
 CALLS = ["a", "b", "a"]
 TEXT = """
     slot s0/0:a load
@@ -38,16 +39,24 @@ def case(slowdown: float) -> Problem:
     return replace(of, components=(on_cpu, *of.components))
 
 
-def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path: Path) -> None:
-    of = case(10.0)
+READ_BEFORE, READ_MEANWHILE = TEXT, TEXT.replace("      read a\n", "").replace("a first\n", "a first\n      read a\n", 1)
+
+
+@pytest.mark.parametrize("text", [READ_BEFORE, READ_MEANWHILE], ids=["read before", "read in the slot of the call"])
+def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path: Path, text: str) -> None:
+    of = case(SLOWDOWN)
     device = machine_of(of)
     host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
     seen: list[tuple[str, str]] = []
     host.modules["a"].inside = lambda x: seen.append((x.device.type, host.modules["a"].device.type))
-    trace = run(of, plan_of(of, TEXT), host, device, CALLS)
+    trace = run(of, plan_of(of, text), host, device, CALLS)
     assert torch.equal(trace.outputs["x"], plain({"a": Small(), "b": Small(1)}, CALLS))
     assert seen == [("cpu", "cpu")] * 2
     assert trace.moved_bytes == sum(e.nbytes for e in trace.events if e.kind == "load" and e.component == "b")
-    planned = simulate(of, plan_of(of, TEXT))
-    assert trace.seconds == pytest.approx(planned.seconds, rel=0.05)
+    first_call = next(e for e in trace.events if e.kind == "run")
+    computed = first_call.end_seconds - max(e.end_seconds for e in trace.events if e.kind == "read")
+    assert computed >= 0.95 * SLOWDOWN * sum(s * len(k.blocks) for s, k in zip(use("a", 1, ON).seconds, GROUPS, strict=True))
+    planned = simulate(of, plan_of(of, text)).seconds
+    if text is READ_BEFORE:
+        assert trace.seconds == pytest.approx(planned, rel=0.05)
     assert device.allocated_bytes == 0

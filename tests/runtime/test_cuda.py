@@ -12,11 +12,13 @@ from graphrun.errors import OutOfMemory
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
 from graphrun.units import GIB, MIB
+from graphrun.verify.solution import solution_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CALLS = ["a"] * 4 + ["b"]
 
 
+@on_cuda
 def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing() -> None:
     from graphrun.runtime.devices.cuda import CudaDevice
 
@@ -28,15 +30,16 @@ def test_streaming_on_cuda_gives_the_bits_of_resident_weights_and_leaves_nothing
         expected = calls_to({n: copy.deepcopy(m).cuda() for n, m in modules.items()}, CALLS, device.torch_device)["x"]
     torch._C._cuda_clearCublasWorkspaces()
     host = Host(modules, of, device)
-    assert all(residency.arena.is_pinned("cuda") for residency in host.residencies.values())
+    assert all(residency.backing_store.memory.is_pinned("cuda") for residency in host.residencies.values())
     for _ in range(5):
-        trace = follow(of, plan, host, device, lambda: calls_to(host.modules, CALLS, device.torch_device))
+        trace = follow(solution_of(of, plan), host, device, lambda: calls_to(host.modules, CALLS, device.torch_device))
         assert torch.equal(trace.outputs["x"], expected)
         assert trace.left_bytes == 0
         assert all(t.device.type == "cpu" for module in modules.values() for t in tensors(module))
         assert all(0 <= e.start_seconds <= e.end_seconds for e in trace.events)
 
 
+@on_cuda
 def test_the_allocator_refuses_more_than_the_cap_and_recovers() -> None:
     from graphrun.runtime.devices.cuda import CudaDevice
 
@@ -46,3 +49,47 @@ def test_the_allocator_refuses_more_than_the_cap_and_recovers() -> None:
     assert isinstance(device.explain(caught.value), OutOfMemory)
     with device.session(2 * GIB):
         assert device.allocate(GIB).numel() == GIB
+
+
+class Allocator:
+    """PyTorch's caching allocator and cuBLAS's workspace, as `CudaDevice` sees them: bytes of tensors and of the workspace."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.tensors = self.workspace = self.cached = self.peak = 0
+        patch.setattr(torch.cuda, "memory_allocated", lambda index: self.tensors + self.workspace)
+        patch.setattr(torch.cuda, "max_memory_reserved", lambda index: self.peak)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: self.reserve(restart=True))
+        patch.setattr(torch.cuda, "empty_cache", self.empty)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
+
+    def reserve(self, *, restart: bool = False) -> None:
+        self.peak = max(0 if restart else self.peak, self.tensors + self.workspace + self.cached)
+
+    def product(self, nbytes: int) -> None:
+        self.cached -= min(nbytes, self.cached) if not self.workspace else 0
+        self.workspace = nbytes
+        self.reserve()
+
+    def clear(self) -> None:
+        self.cached, self.workspace = self.cached + self.workspace, 0
+
+    def empty(self) -> None:
+        self.cached = 0
+
+
+def test_the_peak_is_without_the_workspace_where_a_product_has_allocated_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphrun.runtime.devices.cuda import CudaDevice
+
+    allocator, device = Allocator(monkeypatch), CudaDevice.__new__(CudaDevice)
+    device._index, device._workspace_bytes = 0, 8 * MIB
+    peaks = []
+    for products in (0, 1, 1, 0):  # in a slot that loads weights, none
+        if not products:
+            device.release_cached()
+        device.reset_peak()
+        allocator.tensors = 20 * MIB
+        allocator.reserve()
+        for _ in range(products):
+            allocator.product(8 * MIB)
+        peaks.append(device.peak_bytes)
+    assert peaks == [20 * MIB] * 4

@@ -17,6 +17,7 @@ from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, refuse_unfit
 from graphrun.runtime.host import Host
 from graphrun.trace import Trace
+from graphrun.verify.solution import solution_of
 
 CALLS = ["a"] * 4 + ["b"]
 
@@ -85,7 +86,7 @@ def test_a_plan_of_another_problem_or_graph_is_refused(of: Problem, plan: Plan) 
         digest = "feed"
 
     with pytest.raises(PlanError, match="graph 'small' with digest 0, this one has feed"):
-        refuse_unfit(of, plan, Other())  # type: ignore[arg-type]
+        refuse_unfit(solution_of(of, plan), Other())  # type: ignore[arg-type]
 
 
 def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(of: Problem, plan: Plan) -> None:
@@ -136,7 +137,7 @@ def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_
         return calls_to(host.modules, ["a"], device.torch_device)
 
     with pytest.raises(BrokenPlan, match="1.00 KiB stayed in arenas on the host"):
-        follow(of, plan, host, device, work)
+        follow(solution_of(of, plan), host, device, work)
     kept.clear()
     assert device.arenas.nbytes("arenas") == held > 0
     modules.clear()

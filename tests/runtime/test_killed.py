@@ -6,9 +6,9 @@ import os
 import random
 import resource
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
 from graphrun.runtime.spool import PREFIX, Spool, remove_stale
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 class OnDisk:
@@ -47,7 +48,7 @@ class OnDisk:
         graph, device, spool = self.whole.graph, open_device(self.problem), Spool(root)
         host = Host.of_graph(graph, apply_choices(self.problem, self.plan), device, spool=spool)
         stages = stages_for(self.plan, graph, self.whole.inputs, device, host)
-        trace = follow(self.problem, self.plan, host, device, stages)
+        trace = follow(solution_of(self.problem, self.plan), host, device, stages)
         spool.close()
         save_outputs(trace.outputs, picture)
         self.image = pixels(trace.outputs["image"])
@@ -58,33 +59,34 @@ def case() -> OnDisk:
     return OnDisk()
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The number of a child that does ``work`` and exits: 0, or 1 after an error."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
+def exit_code(work: Callable[[], None], seconds: float | None = None) -> int | None:
+    """The exit code of a child that does ``work``; it is killed after ``seconds``."""
+    child = get_context("fork").Process(target=work)
+    child.start()
+    child.join(seconds)
+    child.kill()
+    child.join()
+    return child.exitcode
 
 
-def kill_at(case: OnDisk, folder: Path, moments: int) -> None:
+def kill_at(case: OnDisk, folder: Path, moments: int, seed: int = 4) -> None:
+    """Runs are killed at random moments. These count processor time, which other processes on the machine do not change."""
     root, picture = folder / "tmp", folder / "picture.png"
     root.mkdir()
-    started = time.perf_counter()
-    assert os.waitpid(forked(lambda: case.run(root, picture)), 0)[1] == 0
-    whole_run = time.perf_counter() - started
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert exit_code(lambda: case.run(root, picture)) == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole_run = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     expected = picture.read_bytes()
     assert not list(root.iterdir())
     left = killed = 0
-    for moment in random.Random(4).sample(range(1000), moments):
-        child = forked(lambda: case.run(root, picture))
-        time.sleep(whole_run * moment / 1000)
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    for moment in random.Random(seed).sample(range(1000), moments):
+
+        def mortal(moment: int = moment) -> None:
+            signal.setitimer(signal.ITIMER_PROF, max(1e-6, whole_run * moment / 1000))
+            case.run(root, picture)
+
+        killed += exit_code(mortal) == -signal.SIGPROF
         left += bool(list(root.glob(f"{PREFIX}*")))
         assert picture.read_bytes() == expected, "whole, or not there"
         assert len(list(root.glob(f"{PREFIX}*"))) <= 1, "each run removes what the one before left"
@@ -99,9 +101,10 @@ def test_a_run_that_is_killed_leaves_nothing_that_counts_and_the_next_one_works(
     kill_at(case, tmp_path, 6)
 
 
-@pytest.mark.faults
-def test_killed_at_fifty_moments(case: OnDisk, tmp_path: Path) -> None:
-    kill_at(case, tmp_path, 50)
+@pytest.mark.sweep("faults")
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_ten_other_moments(case: OnDisk, tmp_path: Path, seed: int) -> None:
+    kill_at(case, tmp_path, 10, seed)
 
 
 def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:
@@ -130,8 +133,7 @@ def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(c
             assert "make room, or plan with less disk" in text
             os._exit(7)
 
-    status = os.waitpid(forked(work), 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 7
+    assert exit_code(work) == 7
     written = [path.name for path in tmp_path.glob("**/*.safetensors")]
     assert written == ["text_encoder.safetensors"], "what did not fit whole is not there"
     assert len(remove_stale(tmp_path)) == 1
@@ -147,6 +149,6 @@ def test_s3_4_a_group_with_less_ram_than_the_plan_holds_is_refused_before_anythi
     with pytest.raises(
         PlanError, match=r"holds .* in RAM, and this machine, or this process's cgroup, has .*plan again with --ram"
     ):
-        execute(problem, plan, whole.graph, whole.inputs, device, ram_bytes=has)
+        execute(solution_of(problem, plan), whole.graph, whole.inputs, device, ram_bytes=has)
     assert device.arenas.nbytes("arenas") == 0
     assert device.machine.allocations == 0  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ def test_layers_in_every_precision_give_the_bits_of_the_resident_ones(precision:
         problem, plan, device = apply_choices(solution.problem, solution.plan), solution.plan, SimulatedDevice(Machine())
         given = {} if precision == "int8" else {name: build(component, graph) for name, component in graph.components.items()}
         host = Host.of_graph(graph, problem, device, given)
-        trace = follow(solution.problem, plan, host, device, stages_for(plan, graph, inputs, device, host))
+        trace = follow(solution, host, device, stages_for(plan, graph, inputs, device, host))
         assert trace.left_bytes == device.allocated_bytes == 0
         finer_ones = {component.name for component in problem.components if component.granularity == "layers"}
         return pixels(trace.outputs["image"]), finer_ones & streamed(plan), trace.peak_bytes

@@ -116,7 +116,7 @@ def test_s4_4_moving_a_component_during_a_run_is_refused_and_the_next_run_works(
 @pytest.mark.parametrize("place", ["meta", torch.device("meta", 0)])
 def test_to_the_device_of_the_plan_is_nothing(place: Any) -> None:
     module = Small()
-    with CallInterceptor({"a": module}, torch.device("meta", 0), on_enter=lambda *_: None):
+    with CallInterceptor({"a": module}, torch.device("meta", 0), lambda *_: None):
         assert module.to(place) is module
         assert module.to(device=place, non_blocking=True) is module
         assert module.to("cpu") is module, "put away from outside"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from whole_pipelines import GRAPHS, pixels, plain_image
 
-from graphrun.graph.graph import Graph, Lora
+from graphrun.graph.graph import Adapter, Graph
 from graphrun.graph.loading import load
 from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Plan, Restore, Slot, Spill, Stream
@@ -29,6 +29,7 @@ from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 AMPLE = 1 << 40
 INPUTS = {"seed": 3, "steps": 2, "height": 64, "width": 64}
@@ -77,7 +78,7 @@ def stored(flux: Case, tmp_path_factory: pytest.TempPathFactory) -> Graph:
 
 def run(problem: Problem, plan: Plan, graph: Graph, inputs: Any) -> Trace:
     device = open_device(problem)
-    trace = execute(problem, plan, graph, inputs, device)
+    trace = execute(solution_of(problem, plan), graph, inputs, device)
     assert device.allocated_bytes == 0
     planned = simulate(problem, plan)
     assert trace.host_bytes <= planned.host_peak_bytes
@@ -123,7 +124,7 @@ def test_a_quantized_component_is_read_and_computes_as_planned(flux: Case, store
     graph = replace(stored, components={**stored.components, "transformer": transformer})
     problem = choosing(flux.tight(graph, pinned_bytes=AMPLE), "pinned")
     plan = solve(problem).plan
-    trace = execute(problem, plan, graph, flux.inputs, open_device(problem))
+    trace = execute(solution_of(problem, plan), graph, flux.inputs, open_device(problem))
     planned = simulate(problem, plan)
     for slot, measured in trace.beside(planned.slots):
         assert measured.end_seconds - measured.start_seconds == pytest.approx(slot.seconds, rel=0.05, abs=1e-4)
@@ -140,7 +141,7 @@ def test_a_precision_streamed_is_that_precision_resident(flux: Case, precision: 
         wider = 2 if precision in ("float16", "float32") else 1  # this dry run's bytes are bfloat16's
         problem = _in_precision(problem, precision, wider)
         plan = solve(problem).plan
-        trace = execute(problem, plan, flux.graph, flux.inputs, open_device(problem))
+        trace = execute(solution_of(problem, plan), flux.graph, flux.inputs, open_device(problem))
         pictures.append(pixels(trace.outputs["image"]))
         streams.append({a.component for slot in plan.slots for a in slot.actions if isinstance(a, Stream)})
         assert all(tier.left_bytes == 0 for tier in trace.tiers)
@@ -178,7 +179,7 @@ def test_random_weights_with_a_backing_store_on_disk_are_written_once_and_remove
     files = sorted(path.name for path in tmp_path.glob(f"{PREFIX}*/*.safetensors"))
     assert files == sorted(f"{name}.safetensors" for name in flux.graph.components)
     for _ in range(2):
-        trace = execute(problem, plan, flux.graph, flux.inputs, device, host=host)
+        trace = execute(solution_of(problem, plan), flux.graph, flux.inputs, device, host=host)
         assert np.array_equal(pixels(trace.outputs["image"]), image)
     spool.close()
     assert not list(tmp_path.iterdir())
@@ -251,7 +252,7 @@ def lora(flux: Case, tmp_path: Path) -> Graph:
     generator = torch.Generator().manual_seed(1)
     down, up = torch.randn(4, weight.shape[1], generator=generator), torch.randn(weight.shape[0], 4, generator=generator)
     save_file({f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}, tmp_path / "lora.safetensors")
-    styled = replace(flux.graph.components["transformer"], loras=(Lora(str(tmp_path / "lora.safetensors"), 0.7),))
+    styled = replace(flux.graph.components["transformer"], loras=(Adapter(str(tmp_path / "lora.safetensors"), 0.7),))
     return replace(flux.graph, components={**flux.graph.components, "transformer": styled})
 
 
@@ -271,7 +272,7 @@ def test_disk_backing_stores_are_split_into_layers_when_the_remaining_stages_fit
             if index == first:
                 machine.machine.capacity_bytes = 900_000  # blocks take twice that, layers half of it
 
-        trace = execute(problem, plan, graph, flux.inputs, device, progress=vanish, tell=told.append)
+        trace = execute(solution_of(problem, plan), graph, flux.inputs, device, progress=vanish, tell=told.append)
         assert np.array_equal(pixels(trace.outputs["image"]), expected)
         assert len(told) == 1
         assert max(slot.peak_bytes for slot in trace.slots if slot.phase.startswith("denoise")) <= 900_000

@@ -19,6 +19,7 @@ from graphrun.model.problem import Problem
 from graphrun.runtime.recovery import execute
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def whole() -> TinyPipeline:
 
 
 def run(whole: TinyPipeline, problem: Problem, told: list[str], keep: Path | None = None) -> Trace:
-    plan = planned(problem)
-    return execute(problem, plan, whole.graph, whole.inputs, whole.device, host=whole.host, tell=told.append, keep=keep)
+    solution = solution_of(problem, planned(problem))
+    return execute(solution, whole.graph, whole.inputs, whole.device, host=whole.host, tell=told.append, keep=keep)
 
 
 @contextmanager

@@ -37,17 +37,18 @@ def test_building_the_arena_keeps_every_value_dtype_shape_and_tie(device: Simula
 
 def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
     module, residency = made(device)
-    begin, end = residency.arena.data_ptr(), residency.arena.data_ptr() + residency.arena.numel()
-    assert all(begin <= t.data_ptr() < end for t in tensors(module))
-    assert residency.arena.numel() == sum(residency.nbytes(path) for path in PATHS)
+    arena = residency.backing_store.memory
+    assert arena is not None
+    assert all(arena.data_ptr() <= t.data_ptr() < arena.data_ptr() + arena.numel() for t in tensors(module))
+    assert arena.numel() == sum(residency.nbytes(path) for path in PATHS)
 
 
 def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: SimulatedDevice) -> None:
     module, residency = made(device)
     with device.session(1 << 30):
         for path in PATHS:
-            residency.allocate(path, device)
-            residency.load(path, device)
+            residency.allocate(path)
+            residency.load(path)
         assert all(t.device.type == "sim" for t in tensors(module))
         assert module.head.weight is module.embed.weight
         for name, tensor in Small().state_dict().items():
@@ -62,8 +63,8 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(dev
     host = [id(t) for t in tensors(module)]
     with device.session(1 << 30):
         for path in ("", "wide.1"):
-            residency.allocate(path, device)
-            residency.load(path, device)
+            residency.allocate(path)
+            residency.load(path)
         both = device.allocated_bytes
         residency.evict("wide.1")
         assert both - device.allocated_bytes == -(-residency.nbytes("wide.1") // 512) * 512

@@ -13,6 +13,7 @@ from stored_component import host_of, in_backing_store, machine_of, saved
 from graphrun.errors import PlanError, TransferFailed
 from graphrun.runtime.executor import Session
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 ON = replace(hardware(), disk_bytes_per_second=4e8)
 CALLS = ["a", "b"]
@@ -63,7 +64,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(case: Case) -> None:
-    with Session(case.problem, case.plan, case.host, case.device) as session:
+    with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
         traces = [session.run(case.work) for _ in range(3)]
         assert case.device.allocated_bytes > 0
         assert case.device.arenas.nbytes("pinned") == 2 * case.problem.components[0].variants[0].host_bytes
@@ -78,7 +79,7 @@ def test_further_runs_find_what_the_first_kept_and_closing_returns_everything(ca
 
 
 def test_a_run_that_fails_ends_the_session_and_the_next_is_a_first_one(case: Case) -> None:
-    with Session(case.problem, case.plan, case.host, case.device) as session:
+    with Session(solution_of(case.problem, case.plan), case.host, case.device) as session:
         first = session.run(case.work)
         case.device.machine.fail_copy = 3
         with pytest.raises(TransferFailed):
@@ -92,7 +93,7 @@ def test_a_run_that_fails_ends_the_session_and_the_next_is_a_first_one(case: Cas
 def test_a_plan_for_one_run_is_not_run_twice_in_a_session(case: Case) -> None:
     single = replace(case.problem, runs=1)
     text = TEXT.split("again")[0].replace("evict b all", "evict a remainder[0] wide[0,2]\n      evict b all")
-    with Session(single, plan_of(single, text), case.host, case.device) as session:
+    with Session(solution_of(single, plan_of(single, text)), case.host, case.device) as session:
         session.run(case.work)
         with pytest.raises(PlanError, match="the plan is for one run"):
             session.run(case.work)

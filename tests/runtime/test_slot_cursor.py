@@ -6,7 +6,7 @@ import pytest
 from small_component import Small, hardware, plan_of, problem, use
 
 from graphrun.errors import BrokenPlan
-from graphrun.runtime.slots import SlotCursor
+from graphrun.runtime.cursor import SlotCursor
 
 ON = hardware()
 TWO = """

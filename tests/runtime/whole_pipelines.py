@@ -27,6 +27,7 @@ from graphrun.sim import Machine
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
+from graphrun.verify.solution import solution_of
 
 GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 AMPLE = 1 << 40
@@ -57,7 +58,7 @@ class TinyPipeline:
 
     def run(self, problem: Problem, plan: Any, graph: Graph | None = None, **more: Any) -> Trace:
         stages = stages_for(plan, graph or self.graph, self.inputs, self.device, self.host, **more)
-        return follow(problem, plan, self.host, self.device, stages)
+        return follow(solution_of(problem, plan), self.host, self.device, stages)
 
     def largest_with_activation(self) -> int:
         """Bytes of the largest component and of the activation while it runs: what a run without streaming needs."""

@@ -28,6 +28,7 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.trace import Trace
+from graphrun.verify.solution import solution_of
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 AMPLE = 1 << 40
@@ -82,7 +83,7 @@ class Encoding:
         return self.within(smallest_budget(self.ample))
 
     def run(self, problem: Problem, plan: Any) -> Trace:
-        return execute(problem, plan, self.graph, self.inputs, self.device, host=self.host)
+        return execute(solution_of(problem, plan), self.graph, self.inputs, self.device, host=self.host)
 
     def pipeline(self, device: torch.device) -> Any:
         """diffusers' pipeline over modules of its own."""

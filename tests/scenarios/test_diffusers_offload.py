@@ -24,7 +24,7 @@ from graphrun import sim
 from graphrun.graph.loading import load
 from graphrun.modules.build import build, build_part
 from graphrun.ops.pipeline import assemble
-from graphrun.profile.quantized import layer_bytes
+from graphrun.profile.quantized import layer_tensors
 
 
 def pipeline(name: str, change: Callable[[dict[str, nn.Module]], None] = lambda _: None) -> Any:
@@ -179,7 +179,7 @@ def test_s1_3_and_s1_4_under_transformers_a_footprint_leaves_statistics_and_outl
     """diffusers' offloading counts no bytes at all; what there is to ask is ``get_memory_footprint``, before or after a call."""
     module = quantized_by_bitsandbytes(build_again(), precision)
     layers = [layer for layer in module.modules() if type(layer).__name__ in ("Linear4bit", "Linear8bitLt")]
-    truly = sum(layer_bytes(layer.out_features, layer.in_features, precision) for layer in layers)
+    truly = sum(sum(layer_tensors(layer.out_features, layer.in_features, precision)) for layer in layers)
     counted = module.get_memory_footprint()
     assert sum(layer.weight.nbytes for layer in layers) < truly
     assert counted == nbytes(module), "codes alone"

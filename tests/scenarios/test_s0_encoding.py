@@ -17,6 +17,7 @@ from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_s0_5_what_was_evicted_is_no_longer_reserved(flux: TinyPipeline) -> None
         module.register_forward_pre_hook(lambda *_, name=name: reserved.update({name: device.pages.reserved.used_bytes}))
         for name, module in (("transformer", flux.modules["transformer"].proj_out), ("vae", flux.modules["vae"].decoder))
     ]
-    trace = follow(of, plan, host, device, stages_for(plan, flux.graph, flux.inputs, device, host))
+    trace = follow(solution_of(of, plan), host, device, stages_for(plan, flux.graph, flux.inputs, device, host))
     for hook in hooks:
         hook.remove()
     assert np.array_equal(pixels(trace.outputs["image"]), flux.image)

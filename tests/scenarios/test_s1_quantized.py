@@ -18,7 +18,7 @@ from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build, draft
-from graphrun.profile.quantized import layer_bytes
+from graphrun.profile.quantized import layer_tensors
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
@@ -28,6 +28,7 @@ from graphrun.solve.solve import solve
 from graphrun.trace import Trace
 from graphrun.units import round_up
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 bnb = pytest.importorskip("bitsandbytes")
 PRECISIONS = ["int8", "nf4", "fp8"]
@@ -81,7 +82,7 @@ class Encoder:
         return {"x": out.cpu()}
 
     def run(self, streamed: bool = False) -> Trace:
-        return follow(self.problem, self.plan(streamed), self.host, self.device, self.work)
+        return follow(solution_of(self.problem, self.plan(streamed)), self.host, self.device, self.work)
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)
@@ -147,7 +148,7 @@ def test_s1_3_aliases_are_counted_once_and_go_together(encoder: Encoder) -> None
     layer = encoder.module.encoder.block[0].layer[0].SelfAttention.q
     layout = lay_out(nn.ModuleList([layer]), [])[""]
     precision = encoder.precision
-    wanted = linear.numel() if precision == "fp8" else layer_bytes(*linear.shape, precision)
+    wanted = linear.numel() if precision == "fp8" else sum(layer_tensors(*linear.shape, precision))
     assert sum(entry.nbytes for entry in layout.entries) == wanted
 
 
@@ -178,7 +179,7 @@ def test_s1_a_module_quantized_elsewhere_may_be_passed_in(encoder: Encoder) -> N
             out = host.modules["te"](encoder.tokens.to(encoder.device.torch_device))[0]
         return {"x": out.cpu()}
 
-    trace = follow(encoder.problem, encoder.plan(True), host, encoder.device, work)
+    trace = follow(solution_of(encoder.problem, encoder.plan(True)), host, encoder.device, work)
     assert torch.equal(trace.outputs["x"], expected)
     assert encoder.device.allocated_bytes == 0
     with torch.no_grad():

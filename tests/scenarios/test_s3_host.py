@@ -23,6 +23,7 @@ from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
 
 
 class Stored:
@@ -49,7 +50,7 @@ class Stored:
 
     def run(self, problem: Problem, plan: Any) -> Trace:
         device = open_device(problem)
-        trace = execute(problem, plan, self.graph, self.whole.inputs, device)
+        trace = execute(solution_of(problem, plan), self.graph, self.whole.inputs, device)
         assert np.array_equal(pixels(trace.outputs["image"]), self.whole.image)
         assert trace.host_bytes <= simulate(problem, plan).host_peak_bytes <= problem.ram_bytes
         assert device.arenas.nbytes("arenas") == 0

@@ -38,7 +38,7 @@ def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: 
     weights = on_device(device)
     result = weights + 1
     device.annotate(slot="slot denoise/0:unet steady", block="unet down.0")
-    device.copy_in(weights, source)
+    device.copy(weights, source)
     with pytest.raises(RaceError) as caught:
         device.barrier()
     text = str(caught.value)
@@ -48,7 +48,7 @@ def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: 
     assert result.numel()
     again = weights + 1
     device.wait("copy", device.mark("compute"))
-    device.copy_in(weights, source)
+    device.copy(weights, source)
     device.barrier()
     assert again.numel()
 
@@ -56,12 +56,12 @@ def test_a_copy_over_bytes_that_compute_reads_is_a_race_unless_it_waits(device: 
 def test_compute_waits_for_a_copy_by_its_mark(device: SimulatedDevice) -> None:
     source = host()
     weights = on_device(device)
-    device.copy_in(weights, source)
+    device.copy(weights, source)
     mark = device.mark("copy")
     device.wait("compute", mark)
     assert (weights + 1).numel()
     device.barrier()
-    device.copy_in(weights, source)
+    device.copy(weights, source)
     assert (weights + 1).numel()
     with pytest.raises(RaceError, match="read of bytes 0..64 by compute .* is not ordered behind write of bytes 0..64 by copy"):
         device.barrier()
@@ -71,10 +71,10 @@ def test_other_bytes_of_the_storage_are_no_race(device: SimulatedDevice) -> None
     source = host()
     ring = on_device(device, 128)
     assert (ring[:64] + 1).numel()
-    device.copy_in(ring[64:], source)
+    device.copy(ring[64:], source)
     device.barrier()
     assert (ring[:65] + 1).numel()
-    device.copy_in(ring[64:], source)
+    device.copy(ring[64:], source)
     with pytest.raises(RaceError, match=r"bytes 64..128 by copy .* bytes 0..65 by compute"):
         device.barrier()
 
@@ -82,10 +82,10 @@ def test_other_bytes_of_the_storage_are_no_race(device: SimulatedDevice) -> None
 def test_columns_of_a_table_are_apart(device: SimulatedDevice) -> None:
     table, source = on_device(device, 64).view(8, 8), host(32).view(8, 4)
     assert (table[:, :4] + 1).numel()
-    device.copy_in(table[:, 4:], source)
+    device.copy(table[:, 4:], source)
     device.barrier()
     assert (table[:, :5] + 1).numel()
-    device.copy_in(table[:, 4:], source)
+    device.copy(table[:, 4:], source)
     with pytest.raises(RaceError):
         device.barrier()
 
@@ -110,10 +110,10 @@ def test_spans_are_the_bytes_of_a_view(view: torch.Tensor, spans: tuple[tuple[in
 def test_memory_is_written_by_its_allocation_and_its_free(device: SimulatedDevice) -> None:
     source = host()
     fresh = device.allocate(64)
-    device.copy_in(fresh, source)
+    device.copy(fresh, source)
     with pytest.raises(RaceError, match=r"write of bytes 0..64 by copy .* is not ordered behind write .* by compute \(allocation"):
         device.barrier()
-    device.copy_in(fresh, source)
+    device.copy(fresh, source)
     del fresh
     with pytest.raises(RaceError, match=r"by compute \(free.* is not ordered behind write of bytes 0..64 by copy"):
         device.barrier()
@@ -121,7 +121,7 @@ def test_memory_is_written_by_its_allocation_and_its_free(device: SimulatedDevic
 
 def test_host_memory_is_not_freed_while_it_is_copied(device: SimulatedDevice) -> None:
     target, source = on_device(device), host()
-    device.copy_in(target, source)
+    device.copy(target, source)
     del source
     gc.collect()
     with pytest.raises(RaceError, match=r"race in host memory: write .* by host \(free.* behind read of bytes 0..64 by copy"):
@@ -130,10 +130,10 @@ def test_host_memory_is_not_freed_while_it_is_copied(device: SimulatedDevice) ->
 
 def test_the_host_reads_a_spilled_value_behind_its_copy_only(device: SimulatedDevice) -> None:
     value, there = on_device(device), host()
-    device.copy_out(there, value)
+    device.copy(there, value)
     device.barrier()
     assert (there + 1).numel()
-    device.copy_out(there, value)
+    device.copy(there, value)
     assert (there + 1).numel()
     with pytest.raises(RaceError, match="read of bytes 0..64 by host .* is not ordered behind write of bytes 0..64 by copy"):
         device.barrier()
@@ -143,17 +143,17 @@ def test_a_mark_of_the_disk_orders_nothing_and_joining_the_job_does(device: Simu
     arena, target = host(), on_device(device)
     joined = device.background(lambda: device.read(arena, 64))
     device.wait("copy", device.mark("disk"))
-    device.copy_in(target, arena)
+    device.copy(target, arena)
     with pytest.raises(RaceError, match=r"read of bytes 0..64 by copy .* behind write of bytes 0..64 by disk \(read from disk"):
         device.barrier()
     joined()
-    device.copy_in(target, arena)
+    device.copy(target, arena)
     device.barrier()
 
 
 def test_a_read_waits_for_the_copy_out_of_its_place(device: SimulatedDevice) -> None:
     arena, target = host(), on_device(device)
-    device.copy_in(target, arena)
+    device.copy(target, arena)
     mark = device.mark("copy")
 
     def waiting() -> None:
@@ -162,7 +162,7 @@ def test_a_read_waits_for_the_copy_out_of_its_place(device: SimulatedDevice) -> 
 
     device.background(waiting)()
     device.barrier()
-    device.copy_in(target, arena)
+    device.copy(target, arena)
     device.background(lambda: device.read(arena, 64))()
     with pytest.raises(RaceError, match=r"write of bytes 0..64 by disk .* is not ordered behind read of bytes 0..64 by copy"):
         device.barrier()

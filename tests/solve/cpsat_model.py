@@ -374,8 +374,9 @@ def _copies(component: dict[str, Any], variant: dict[str, Any]) -> list[list[flo
     return [[len(of["blocks"]) * each[k] for each in seconds] for k, of in enumerate(component["groups"])]
 
 
-def least(problem: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
-    """The least seconds over all stage orders and options."""
+def least(problem: dict[str, Any], limit: float) -> dict[str, Any]:
+    """The least seconds over all stage orders and options. ``limit``: CP-SAT's deterministic time for each, a count of its work, so
+    that the answer is the same on a busy machine."""
     best, bound, proven = None, None, True
     for order, phases in models(problem):
         model = Model(problem, order, phases, horizon(problem))
@@ -383,7 +384,7 @@ def least(problem: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
             model.sat.add(model.total <= int(best / model.unit))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 2
-        solver.parameters.max_time_in_seconds = limit_seconds
+        solver.parameters.max_deterministic_time = limit
         solver.parameters.relative_gap_limit = 1e-4
         status = solver.solve(model.sat)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -15,6 +15,8 @@ from graphrun.solve.alternatives import PLACEMENTS, alternatives
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
 
+pytestmark = pytest.mark.long
+
 
 def test_each_alternative_costs_what_its_own_plan_costs() -> None:
     solution = solve(flux(8 * GIB, steps=4))

@@ -17,8 +17,8 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.dominance import undominated_variants
 from graphrun.solve.least import has_usable_variants
+from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
@@ -32,9 +32,7 @@ QUICK = settings(max_examples=25, deadline=None)
 def best(of: Problem, *, all_variants: bool = False) -> Answer | None:
     if not has_usable_variants(of):
         return None
-    return choose(
-        [program_of(each.problem, None if all_variants else undominated_variants(each.problem)) for each in stage_choices(of)[0]]
-    )
+    return choose([Formulation(each.program) for each in stage_choices(of, dominated=all_variants)[0]])
 
 
 def seconds(of: Problem) -> float:
@@ -42,6 +40,7 @@ def seconds(of: Problem) -> float:
     return float("inf") if found is None else found.program.seconds(found.choice)
 
 
+@pytest.mark.long
 @QUICK
 @given(SEEDS)
 @example(13452)  # a backing store held from the start, and one read when another was dropped
@@ -54,6 +53,7 @@ def test_pruning_dominated_variants_keeps_the_optimum(seed: int) -> None:
         assert one.program.moved_bytes(one.choice) == other.program.moved_bytes(other.choice)
 
 
+@pytest.mark.long
 @QUICK
 @given(SEEDS, st.sampled_from(["vram", "ram", "pinned", "allow", "spill"]))
 def test_more_of_anything_never_costs_time(seed: int, what: str) -> None:
@@ -79,6 +79,7 @@ def test_fewer_variants_never_save_time(seed: int, which: int) -> None:
     assert seconds(of) <= seconds(less) + 1e-6
 
 
+@pytest.mark.long
 @QUICK
 @given(SEEDS)
 def test_equal_problems_have_plans_that_are_equal_byte_for_byte(seed: int) -> None:
@@ -171,6 +172,7 @@ def test_a_session_with_enough_memory_copies_nothing_in_further_runs() -> None:
     assert solution.objective_seconds == pytest.approx(found.seconds + 9 * found.again_seconds, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gib", [6, 12, 16, 24])
 def test_no_baseline_is_faster(gib: int) -> None:
     of = flux(gib * GIB)
@@ -195,6 +197,7 @@ def test_with_free_copies_and_unlimited_memory_the_objective_is_the_compute_time
     assert solution.objective_seconds == pytest.approx(simulate(free, solution.plan).compute_seconds)
 
 
+@pytest.mark.long
 def test_further_runs_of_flux_in_24_gib_are_bound_by_compute(make_problem: Any) -> None:
     problem = replace(make_problem("flux-dev", 24 * 2**30, hardware="rtx4090"), runs=10)
     found = simulate(problem, solve(problem).plan)

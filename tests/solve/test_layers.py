@@ -89,6 +89,7 @@ def test_where_blocks_fit_layers_are_used_if_they_save_a_thousandth() -> None:
     assert seconds[2] == seconds[3] > 8 * seconds[0]
 
 
+@pytest.mark.long
 def test_more_memory_costs_no_time_where_plans_change_from_layers_to_blocks() -> None:
     budgets = [nbytes * MB for nbytes in (10, 12, 16, 20, 22, 24, 28, 32, 36, 40, 44, 48, 56, 100)]
     seconds = [simulate(of.problem, of.plan).seconds for of in (solve(problem(nbytes)) for nbytes in budgets)]

@@ -7,9 +7,11 @@ after the other, so a slot may take that much longer than predicted. With one or
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from campaign import sampled
 from planner_problems import GIB, MIB, component, problem
 from planner_random import random_problem
 from planner_real import real, with_backing_stores
@@ -20,6 +22,8 @@ from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
+
+pytestmark = pytest.mark.long
 
 
 def block_seconds(of: Problem, plan: Plan) -> float:
@@ -71,20 +75,28 @@ def unet(seed: int) -> Problem:
     return replace(of, budget_bytes=int((0.4 + 0.6 * rng.random()) * net.weight_bytes()) + 300 * MIB)
 
 
-def test_unets_with_few_large_blocks() -> None:
+STALLED = (40, 61, 65, 67, 80, 102, 117, 190)  # of 200 seeds, those in which a ring of two blocks stalled
+
+
+@pytest.mark.parametrize("seeds", sampled([STALLED, range(20), range(20, 40)], [STALLED], "random"), ids=str)
+def test_unets_with_few_large_blocks(seeds: Iterable[int]) -> None:
     late, feasible = set(), 0
-    for seed in (*range(40), 40, 61, 65, 67, 80, 102, 117, 190):  # of 200 seeds, also those in which a ring of two blocks stalled
+    for seed in seeds:
         try:
             late |= {seed} if excess(unet(seed)) > 0 else set()
         except Infeasible:
             continue
         feasible += 1
-    assert feasible >= 40
+    assert feasible >= 8
     assert late == set()
 
 
-def test_random_problems() -> None:
-    for seed in range(3000, 3120):
+RANDOM = [range(start, start + 40) for start in (3000, 3040, 3080)]
+
+
+@pytest.mark.parametrize("seeds", sampled(RANDOM, RANDOM[:1], "random"), ids=str)
+def test_random_problems(seeds: range) -> None:
+    for seed in seeds:
         try:
             assert excess(random_problem(seed)) <= 0, seed
         except Infeasible:

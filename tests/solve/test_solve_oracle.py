@@ -15,11 +15,14 @@ from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Directive, PhaseNumbers, Placement, Problem, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.infeasible import Infeasible, smallest_budget
+from graphrun.solve.milp import Formulation
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
+
+pytestmark = pytest.mark.long
 
 
 def random_problem(seed: int) -> Problem:
@@ -60,7 +63,7 @@ def compared(seed: int, of: Problem, oracle: Oracle) -> tuple[Problem, Plan, Ans
     fits = replace(of, budget_bytes=least + overhead + spare)
     best, program = oracle.best(least + spare), program_of(fits)
     assert best is not None
-    answer = choose(program)
+    answer = choose([Formulation(program)])
     assert answer is not None
     assert sum(program.slot_seconds(answer.choice)) == pytest.approx(best[0], abs=1e-6), seed
     assert program.moved_bytes(answer.choice) == best[1], seed

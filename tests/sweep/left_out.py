@@ -1,7 +1,6 @@
 """A pytest plugin that runs graphrun with one call left out: ``LEFT_OUT=runtime/streamer.py:160:12`` (file, line, column).
 
-The call's arguments are not evaluated either; its value is that of ``LEFT_OUT_AS``: ``None``, or a function that does nothing for a
-call whose value is called.
+The call's arguments are not evaluated either. Its value is 0.0: a mark at the start of time, for which nothing has to wait.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class _Without(ast.NodeTransformer):
         self.generic_visit(node)
         if (node.lineno, node.col_offset) == (int(LINE), int(COLUMN)):
             self.found += 1
-            return ast.copy_location(ast.Constant(None), node)
+            return ast.copy_location(ast.Constant(0.0), node)
         return node
 
 

@@ -8,6 +8,7 @@ Of a plan only its choices count (precision, compute device, stage options). Kno
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -19,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import GraphError
-from graphrun.graph.graph import Component, Graph, IpAdapter, Lora, Part, Reference, Stage
-from graphrun.graph.media import fingerprint, is_media, told
-from graphrun.graph.ops import OPERATIONS
-from graphrun.model.choices import apply_choices
-from graphrun.model.plan import Plan
-from graphrun.model.problem import Problem
+from graphrun.graph.graph import Adapter, Component, Graph, Part, Reference, Stage
+from graphrun.graph.media import fingerprint, told
+from graphrun.graph.ops import MEDIA_KINDS, OPERATIONS
+from graphrun.model.solution import Solution
 from graphrun.modules.source_files import blob, find_folder
 
 # Libraries whose code computes stage outputs.
@@ -43,10 +42,10 @@ class Choices:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-def choices_of(problem: Problem, plan: Plan) -> Choices:
-    """The choices of ``plan`` that outputs depend on."""
-    chosen = {component.name: component.variants[0] for component in apply_choices(problem, plan).components}
-    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(plan.options))
+def choices_of(solution: Solution) -> Choices:
+    """The choices of a plan that outputs depend on."""
+    chosen = {component.name: component.variants[0] for component in solution.chosen.components}
+    return Choices({name: (variant.precision, variant.device) for name, variant in chosen.items()}, dict(solution.plan.options))
 
 
 class Keys:
@@ -55,17 +54,9 @@ class Keys:
     ``digest_of`` returns a digest of a file's content.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        inputs: Mapping[str, Any],
-        device: str,
-        digest_of: Callable[[Path], str],
-    ) -> None:
-        self.graph, self.inputs, self.device = graph, inputs, device
-        self._digest_of = digest_of
-        self._contents: dict[str, Any] = {}
-        self._common: str | None = None
+    def __init__(self, graph: Graph, inputs: Mapping[str, Any], device: str, digest_of: Callable[[Path], str]) -> None:
+        self.graph, self.inputs, self.device, self._digest_of = graph, inputs, device, digest_of
+        self._content = functools.cache(self._read)  # of a component
 
     def key(self, stage: str, choices: Choices | None = None) -> str | None:
         """64 hexadecimal digits; None where something that ``stage`` depends on has no digest, such as a missing source.
@@ -95,61 +86,59 @@ class Keys:
         return " ".join(f"{name}={repr(value) if isinstance(value, str) else told(value)}" for name, value in shown)
 
     def _uses(self, stage: Stage) -> list[str]:
-        before = [self.graph.stage(name) for name in self.graph.producers(stage.name)]
-        return [*(name for of in before for name in self._uses(of)), *stage.uses]
+        before = (self._uses(self.graph.stage(name)) for name in self.graph.producers(stage.name))
+        return [*itertools.chain(*before), *stage.uses]
 
     def _key(self, stage: Stage, choices: Choices) -> str:
         def argument(value: Any) -> Any:
-            if isinstance(value, list):
-                return ["list", *(argument(item) for item in value)]
-            if not isinstance(value, Reference):
-                return ["literal", value]
-            if value.kind == "input":
-                return ["input", fingerprint(self.inputs[value.name])]
-            return ["output", self._key(self.graph.stage(value.name), choices), value.output]
+            match value:
+                case list():
+                    return ["list", *map(argument, value)]
+                case Reference(kind="input"):
+                    return ["input", fingerprint(self.inputs[value.name])]
+                case Reference():
+                    return ["output", self._key(self.graph.stage(value.name), choices), value.output]
+            return ["literal", value]
 
-        default = {name: (self.graph.components[name].precision[0], "device") for name in stage.uses}
+        def component(name: str) -> list[Any]:
+            return [self._content(name), *choices.variants.get(name, (self.graph.components[name].precision[0], "device"))]
+
         return _digest(
             [
-                self._common_digest(),
+                self._common,
                 [stage.op, *(stage.outputs if OPERATIONS[stage.op].open else ())],
                 {name: argument(value) for name, value in stage.arguments.items()},
                 choices.options.get(stage.name, ""),
-                {
-                    name: [self._component(self.graph.components[name]), *choices.variants.get(name, plain)]
-                    for name, plain in default.items()
-                },
+                {name: component(name) for name in stage.uses},
             ]
         )
 
-    def _common_digest(self) -> str:
+    @functools.cached_property
+    def _common(self) -> str:
         """What every stage depends on: pipeline class, configuration of all components, parts, versions, code, device."""
-        if self._common is None:
-            graph = self.graph
-            self._common = _digest(
-                [
-                    [graph.pipeline, graph.pipeline_config],
-                    {name: _declared(component) for name, component in graph.components.items()},
-                    {name: self._part(part) for name, part in graph.parts.items()},
-                    [*((name, _version(name)) for name in (*LIBRARIES, *graph.trust)), list(sys.version_info[:3])],
-                    code_digest(),
-                    self.device,
-                ]
-            )
-        return self._common
+        graph = self.graph
+        return _digest(
+            [
+                [graph.pipeline, graph.pipeline_config],
+                {name: _declared(component) for name, component in graph.components.items()},
+                {name: self._part(part) for name, part in graph.parts.items()},
+                [*((name, _version(name)) for name in (*LIBRARIES, *graph.trust)), list(sys.version_info[:3])],
+                code_digest(),
+                self.device,
+            ]
+        )
 
-    def _component(self, component: Component) -> Any:
-        if component.name not in self._contents:
-            content: Any = ["random", component.name, component.seed]
-            if component.source is not None:
-                content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
-            if component.gguf:
-                content = [content, *self._folder(component.gguf, (), component.where)]
-            added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
-            self._contents[component.name] = [content, *(self._added(kind, each, component) for kind, each in added)]
-        return self._contents[component.name]
+    def _read(self, name: str) -> list[Any]:
+        component = self.graph.components[name]
+        content: Any = ["random", name, component.seed]
+        if component.source is not None:
+            content = self._folder(component.source, ("*.json", "*.safetensors"), component.where, component.variant)
+        if component.gguf:
+            content = [content, *self._folder(component.gguf, (), component.where)]
+        added = [(kind, each) for kind in ("loras", "ip_adapters") for each in getattr(component, kind)]
+        return [content, *(self._added(kind, each, component) for kind, each in added)]
 
-    def _added(self, kind: str, added: Lora | IpAdapter, component: Component) -> list[Any]:
+    def _added(self, kind: str, added: Adapter, component: Component) -> list[Any]:
         if not (file := Path(added.file)).is_file():
             raise GraphError(f"components.{component.name}.{kind}: no such file: {file}", component.where)
         return [kind, blob(file) or self._digest_of(file), added.scale]
@@ -171,7 +160,7 @@ class Keys:
 def cacheable(stage: Stage) -> bool:
     """Whether outputs of ``stage`` may be cached: images, videos and audio are not, since runs save them as files."""
     operation = OPERATIONS[stage.op]
-    return not any(is_media(operation.output(name) or "") for name in stage.outputs)
+    return not any(operation.output(name) in MEDIA_KINDS for name in stage.outputs)
 
 
 def code_digest() -> str:
@@ -207,19 +196,21 @@ def dependencies(graph: Graph, device: str) -> dict[str, str]:
         found = path.stat()
         return f"{found.st_size} bytes, {found.st_mtime_ns}"
 
+    def each(prefix: str, values: Mapping[str, Any], show: Callable[[Any], str] = str) -> dict[str, str]:
+        return {f"{prefix}.{name}": show(value) for name, value in values.items()}
+
     keys = Keys(graph, {}, device, stamp)
     found = {"device": device, "graphrun's code": code_digest()[:12], "pipeline": graph.pipeline}
-    found |= {f"pipeline_config.{name}": repr(value) for name, value in graph.pipeline_config.items()}
+    found |= each("pipeline_config", graph.pipeline_config, repr)
     found |= {f"version of {name}": _version(name) for name in LIBRARIES}
     for stage in graph.stages:
         found[f"stages.{stage.name}.op"] = stage.op
-        found |= {f"stages.{stage.name}.with.{name}": str(value) for name, value in stage.arguments.items()}
+        found |= each(f"stages.{stage.name}.with", stage.arguments)
     used = {name for stage in graph.stages for name in stage.uses}
     for component in graph.components.values():
-        declared = _declared(component)
-        found |= {f"components.{component.name}.{name}": str(value) for name, value in declared.items() if name != "config"}
-        config = component.config.items()
-        found |= {f"components.{component.name}.config.{name}": str(value) for name, value in config}
+        prefix, declared = f"components.{component.name}", _declared(component)
+        config = declared.pop("config")
+        found |= each(prefix, declared) | each(f"{prefix}.config", config)
         if component.name in used:
-            found[f"components.{component.name}: weights"] = _digest(keys._component(component))[:12]
-    return found | {f"parts.{part.name}": _digest(keys._part(part))[:12] for part in graph.parts.values()}
+            found[f"{prefix}: weights"] = _digest(keys._content(component.name))[:12]
+    return found | each("parts", graph.parts, lambda part: _digest(keys._part(part))[:12])

@@ -26,9 +26,9 @@ def pack(value: Any) -> bytes:
     """
     from safetensors.torch import save
 
-    tensors: dict[int, torch.Tensor] = {}
+    tensors: dict[int, tuple[int, torch.Tensor]] = {}
     shape = _described(value, tensors)
-    named = {str(number): tensor.detach().cpu().contiguous().clone() for number, tensor in enumerate(tensors.values())}
+    named = {str(number): tensor.detach().cpu().contiguous().clone() for number, tensor in tensors.values()}
     return bytes(save(named, metadata={"graphrun": str(VERSION), "value": json.dumps(shape)}))
 
 
@@ -47,51 +47,52 @@ def unpack(data: bytes) -> Any:
         raise InputError(f"is not a saved value: {type(error).__name__} {error}") from error
 
 
-def _described(value: Any, tensors: dict[int, torch.Tensor]) -> list[Any]:
-    """``value`` as JSON: each tensor is added to ``tensors``, and replaced by its index there."""
-    if isinstance(value, torch.Tensor):
-        tensors.setdefault(id(value), value)
-        return ["tensor", list(tensors).index(id(value))]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return ["map", [[key, _described(item, tensors)] for key, item in value.items()]]
-    if type(value) in (list, tuple):
-        return ["list" if type(value) is list else "tuple", [_described(item, tensors) for item in value]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["plain", value]
-    if isinstance(value, torch.dtype):
-        return ["dtype", str(value).removeprefix("torch.")]
+def _described(value: Any, tensors: dict[int, tuple[int, torch.Tensor]]) -> list[Any]:
+    """``value`` as JSON: each tensor is added to ``tensors`` (by its `id`, with its number), and replaced by its number."""
+
+    def index(tensor: torch.Tensor) -> int:
+        return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
+
     kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
-    if kind == "numpy.ndarray":
-        tensor = torch.from_numpy(value.copy())
-        tensors[id(tensor)] = tensor
-        return ["array", len(tensors) - 1]
-    if kind == "PIL.Image":
-        tensor = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-        tensors[id(tensor)] = tensor
-        return ["picture", [value.mode, list(value.size), len(tensors) - 1]]
-    if hasattr(value, "item") and kind.startswith("numpy."):
-        return ["plain", value.item()]
+    match value:
+        case torch.Tensor():
+            return ["tensor", index(value)]
+        case Mapping() if all(isinstance(key, str) for key in value):
+            return ["map", [[key, _described(item, tensors)] for key, item in value.items()]]
+        case list() | tuple() if type(value) in (list, tuple):
+            return [type(value).__name__, [_described(item, tensors) for item in value]]
+        case None | bool() | int() | float() | str():
+            return ["plain", value]
+        case torch.dtype():
+            return ["dtype", str(value).removeprefix("torch.")]
+        case _ if kind == "numpy.ndarray":
+            return ["array", index(torch.from_numpy(value.copy()))]
+        case _ if kind == "PIL.Image":
+            pixels = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+            return ["picture", [value.mode, list(value.size), index(pixels)]]
+        case _ if hasattr(value, "item") and kind.startswith("numpy."):
+            return ["plain", value.item()]
     raise InputError(f"a {type(value).__name__} cannot be saved; tensors, images, numbers, strings and containers of them can")
 
 
 def _made(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    kind, content = shape
-    if kind == "tensor":
-        return tensors[str(content)]
-    if kind == "map":
-        return {key: _made(item, tensors) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_made(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
-    if kind == "plain":
-        return content
-    if kind == "dtype":
-        return getattr(torch, content)
-    if kind == "array":
-        return tensors[str(content)].numpy()
-    if kind == "picture":
-        from PIL import Image
+    match shape:
+        case ["tensor", number]:
+            return tensors[str(number)]
+        case ["map", items]:
+            return {key: _made(item, tensors) for key, item in items}
+        case ["list", items]:
+            return [_made(item, tensors) for item in items]
+        case ["tuple", items]:
+            return tuple(_made(item, tensors) for item in items)
+        case ["plain", value]:
+            return value
+        case ["dtype", name]:
+            return getattr(torch, name)
+        case ["array", number]:
+            return tensors[str(number)].numpy()
+        case ["picture", [mode, size, number]]:
+            from PIL import Image
 
-        mode, size, number = content
-        return Image.frombytes(mode, tuple(size), tensors[str(number)].numpy().tobytes())
-    raise ValueError(f"unknown kind {kind!r}")
+            return Image.frombytes(mode, tuple(size), tensors[str(number)].numpy().tobytes())
+    raise ValueError(f"unknown kind {shape!r}")

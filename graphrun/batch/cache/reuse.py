@@ -51,43 +51,36 @@ class Reuse:
         Stages that only a cached stage needs are left out. Stages whose outputs are the graph's outputs always run.
         """
         found: dict[str, Any] = {}
-        needed = {reference.name for reference in self.graph.outputs.values()}
-        last = set(needed)
+        last = {reference.name for reference in self.graph.outputs.values()}
+        needed = set(last)
         for stage in reversed(self.graph.stages):  # consumers before producers
-            if stage.name not in needed:
-                continue
-            outputs = self._look(stage) if stage.name not in last else None
-            if outputs is not None:
-                found.update({f"{stage.name}.{name}": value for name, value in outputs.items()})
-            else:
-                needed |= set(self.graph.producers(stage.name))
+            if stage.name in needed:
+                outputs = self._look(stage) if stage.name not in last and self.takes(stage) else None
+                if outputs is None:
+                    needed |= set(self.graph.producers(stage.name))
+                else:
+                    found |= {f"{stage.name}.{name}": value for name, value in outputs.items()}
         return found
 
     def keep(self, stage: str, outputs: Mapping[str, Any], choices: Choices | None = None) -> None:
         """Caches the ``outputs`` of ``stage``, which was run with ``choices``, if `takes` says so."""
-        if stage not in {each.name for each in self.graph.stages} or not self.takes(self.graph.stage(stage)):
+        if not any(each.name == stage and self.takes(each) for each in self.graph.stages):
             return
-        key = self.keys.key(stage, choices)
-        if key is None:
-            return
-        try:
-            self.index.put(key, pack(dict(outputs)), graph=self.graph.name, stage=stage, about=self.keys.about(stage))
-        except InputError as error:
-            self._report(error)
-
-    def _look(self, stage: Stage) -> dict[str, Any] | None:
-        if not self.takes(stage):
-            return None
-        for choices in self.keys.candidates(stage.name, self.allow):
-            if (key := self.keys.key(stage.name, choices)) is None:
-                return None
+        if (key := self.keys.key(stage, choices)) is not None:
             try:
-                data = self.index.get(key)
-                if data is not None:
-                    return dict(unpack(data))
+                self.index.put(key, pack(dict(outputs)), graph=self.graph.name, stage=stage, about=self.keys.about(stage))
             except InputError as error:
                 self._report(error)
-                return None
+
+    def _look(self, stage: Stage) -> dict[str, Any] | None:
+        try:
+            for choices in self.keys.candidates(stage.name, self.allow):
+                if (key := self.keys.key(stage.name, choices)) is None:
+                    return None
+                if (data := self.index.get(key)) is not None:
+                    return dict(unpack(data))
+        except InputError as error:
+            self._report(error)
         return None
 
     def _report(self, error: InputError) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from graphrun import sim
 from graphrun.diffusers_.call_arguments import describe_arguments
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.errors import GraphrunError, InputError
+from graphrun.errors import GraphrunError
 from graphrun.modules.trees import walk
 from graphrun.profile.dry_run import HOLLOW_BYTES, Prober
 from graphrun.sim.tensor import SimTensor
@@ -119,24 +119,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
             _digest(item, update)
     elif isinstance(value, (str, bool, int, float, type(None))):
         update(repr(value).encode())
-    elif not isinstance(value, torch.Generator):  # some pipelines pass one to `vae.decode`, which does not draw from it
-        update(type(value).__name__.encode())
-    else:
+    elif isinstance(value, torch.Generator):  # some pipelines pass one to `vae.decode`, which does not draw from it
         update(repr(None).encode())
-
-
-@contextmanager
-def as_probe_errors(what: str, fingerprint: FingerprintRun, advice: str) -> Iterator[None]:
-    """Turns whatever the pipeline's own code raises into a ProbeError that names the entry before it. InputError passes."""
-    try:
-        yield
-    except ProbeError as error:
-        raise ProbeError(f"{error}. {advice}") from error
-    except InputError:
-        raise
-    except Exception as error:
-        entries = [str(entered) for entered in fingerprint.entries]
-        after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
-        text = " ".join(str(error).split())[:400]
-        said = f"in the pipeline's own code: {type(error).__name__}: {text}"
-        raise ProbeError(f"the dry run of {what} failed {after}, {said}. {advice}") from error
+    else:
+        update(type(value).__name__.encode())

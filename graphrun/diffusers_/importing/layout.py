@@ -5,13 +5,14 @@ Decides which inputs a call gets. Knows no YAML.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphrun.diffusers_.importing.fingerprint import EntryRecord
 from graphrun.diffusers_.importing.signature import InputSpec, further_inputs, media_kind
 from graphrun.diffusers_.importing.trial import TrialPipeline
+from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Reference, Stage
 from graphrun.graph.ops import OPERATIONS
 from graphrun.ops.call import FIELDS
@@ -42,8 +43,8 @@ class CallInputs:
     """
 
     inputs: Mapping[str, Mapping[str, Any]]
-    passed: Mapping[str, Any]
-    arguments: Mapping[str, Any]
+    passed: dict[str, Any]
+    arguments: dict[str, Any]
     parameters: Mapping[str, str]
 
 
@@ -55,9 +56,8 @@ def call_inputs(
     kept = {name: input_spec for name, input_spec in plain.items() if input_spec.parameter in more or name in ("seed", "steps")}
     if "negative_prompt" in plain:
         kept["negative_prompt"] = replace(plain["negative_prompt"], entry={"type": "str", "optional": True})
-    inputs: dict[str, Mapping[str, Any]] = {name: input_spec.entry for name, input_spec in plain.items() if name in kept}
+    inputs: dict[str, Mapping[str, Any]] = {name: kept[name].entry for name in plain if name in kept}
     inputs |= {name: _media_entry(name, inputs, sizes) for name in trial.media}
-    inputs = {name: kept[name].entry if name in kept else entry for name, entry in inputs.items()}
     passed: dict[str, Any] = {}
     for name in inputs:
         parameter = kept[name].parameter if name in kept else name
@@ -68,13 +68,79 @@ def call_inputs(
         passed[name] = [Reference("input", each) for each in own]
     passed |= {name: value for name, value in arguments.items() if isinstance(value, (list, dict)) and name not in trial.media}
     parameters = {name: input_spec.parameter for name, input_spec in kept.items()}
-    return CallInputs(inputs, passed, arguments, parameters)
+    return CallInputs(inputs, passed, dict(arguments), parameters)
 
 
-def options_of(trial: TrialPipeline, stage: Stage, uses: tuple[str, ...]) -> tuple[str, ...]:
-    """Run options that ``stage`` can have: ``tiling`` where a component and the op support it."""
-    able = any(hasattr(trial.meta_modules[name], "enable_tiling") for name in uses)
-    return ("tiling",) if able and "tiling" in OPERATIONS[stage.op].options else ()
+class NotSplit(Exception):
+    """The reason why a call is not split into stages."""
+
+
+def tried(
+    trial: TrialPipeline,
+    call: CallInputs,
+    stages: Sequence[Stage],
+    outputs: Sequence[str],
+    trials: Iterable[tuple[Mapping[str, Any], Collection[str]]],
+    how: tuple[str, str],
+    home: Callable[[str], str],
+) -> Layout:
+    """``stages``, if they enter the same components with the same values as the whole call does, in each of ``trials``: (inputs of
+    the call, names of inputs that are left out where it differs).
+
+    ``how``: how the call was split, and what differs, in words; ``home`` is as in `laid_out`. Raises NotSplit where a trial differs
+    and there is nothing to leave out.
+    """
+    referred = {name: Reference("stage", stages[-1].name, name) for name in outputs}
+    first, entered = dict[str, tuple[EntryRecord, ...]](), dict[str, tuple[EntryRecord, ...]]()
+    stages, left_out = list(stages), set[str]()
+    for changed, blamed in trials:
+        values = {name: value for name, value in changed.items() if name not in left_out}
+        free = tuple(replace(stage, uses=tuple(trial.meta_modules)) for stage in stages)
+        given = call.arguments | {call.parameters.get(name, name): value for name, value in values.items() if value is not None}
+        seed = given.pop("generator", 0)
+        try:
+            found = trial.run_staged(replace(trial.graph, stages=free, outputs=referred), values)
+            same = tuple(entry for entries in found.values() for entry in entries) == trial.run_whole(given, seed)
+            why = "" if same else f"{how[0]} it enters its components with other {how[1]}"
+        except (GraphrunError, *PIPELINE_ERRORS) as error:
+            why = f"{how[0]} its own code fails: {error_line(error)}"
+        if why and not blamed:
+            raise NotSplit(why)
+        if why:
+            left_out |= set(blamed)
+            gone = [Reference("input", name) for name in blamed]
+            stages = [replace(s, arguments={k: v for k, v in s.arguments.items() if v not in gone}) for s in stages]
+            continue
+        first = first or found
+        entered = {stage: (*entered.get(stage, ()), *entries) for stage, entries in found.items()}
+    return laid_out(trial, call, stages, outputs, first, entered, home)
+
+
+def laid_out(
+    trial: TrialPipeline,
+    call: CallInputs,
+    stages: Sequence[Stage],
+    outputs: Sequence[str],
+    first: Mapping[str, tuple[EntryRecord, ...]],
+    entered: Mapping[str, tuple[EntryRecord, ...]],
+    home: Callable[[str], str],
+    why: str = "",
+) -> Layout:
+    """``stages`` with the components that they enter, the run options that these support, and the inputs that they read.
+
+    ``home``: the stage of a component that no stage enters. The last stage makes ``outputs``.
+    """
+    uses = {stage.name: list(dict.fromkeys(entry.component for entry in entered[stage.name])) for stage in stages}
+    tiling = {name for name, names in uses.items() if any(hasattr(trial.meta_modules[of], "enable_tiling") for of in names)}
+    unused = tuple(name for name in trial.meta_modules if not any(name in names for names in uses.values()))
+    for name in unused:
+        uses[home(name)].append(name)
+    options = {s.name: ("tiling",) if s.name in tiling and "tiling" in OPERATIONS[s.op].options else () for s in stages}
+    made = tuple(replace(stage, uses=tuple(uses[stage.name]), options=options[stage.name]) for stage in stages)
+    read = {r.name for stage in stages for r in stage.references if r.kind == "input"}
+    read |= {str(size)[1:] for name in read for size in call.inputs[name].values() if str(size).startswith("$")}
+    inputs = {name: entry for name, entry in call.inputs.items() if name in read}
+    return Layout(inputs, made, {name: f"${stages[-1].name}.{name}" for name in outputs}, first, unused, why)
 
 
 def _media_entry(name: str, inputs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,8 @@ import torch
 from PIL import Image
 
 from graphrun.diffusers_.importing.fingerprint import EntryRecord, digest_of
-from graphrun.diffusers_.importing.layout import PIPELINE_ERRORS, CallInputs, Layout, error_line, options_of, outputs_in
+from graphrun.diffusers_.importing.layout import CallInputs, Layout, NotSplit, outputs_in, tried
 from graphrun.diffusers_.importing.trial import TrialPipeline, few_steps
-from graphrun.errors import GraphrunError
 from graphrun.graph.graph import PLANNING_TEXT, Reference, Stage
 from graphrun.ops.block import GENERATOR
 from graphrun.ops.call import FIELDS
@@ -98,57 +97,29 @@ def _is_passable(value: Any) -> bool:
     return value is None or isinstance(value, known)
 
 
-def split_at_blocks(trial: TrialPipeline, call: CallInputs, why: str) -> Layout:
-    """The stages of a modular pipeline: several, or one where ``why`` (a reason against several) is not empty or a trial differs.
+def split_at_blocks(trial: TrialPipeline, call: CallInputs) -> Layout:
+    """The stages of a modular pipeline. An input for which they differ from the whole call is left out.
 
-    Raises ProbeError naming the call that failed.
+    Raises NotSplit where it has to be one stage, ProbeError naming the call that failed.
     """
-    blocks = trial.pipeline._blocks
-    if not why and not _is_sequential(blocks):
-        why = f"{type(blocks).__name__} are not run one after another"
-    if not why:
-        found = _split(trial, call)
-        if isinstance(found, Layout):
-            return found
-        why = found
-    entries = trial.run_whole(call.arguments)
-    read = {p.name for p in blocks.inputs}
-    passed = {name: value for name, value in call.passed.items() if name in read or name == "seed"}
-    outputs = outputs_in({name: trial.output[name] for name in blocks.intermediate_output_names if name in trial.output})
-    stage = Stage("make", "block", (), passed, outputs=outputs)
-    return _layout(trial, call, [stage], {"make": entries}, {name: f"$make.{name}" for name in outputs}, why)
-
-
-def _is_sequential(blocks: Any) -> bool:
     from diffusers.modular_pipelines import SequentialPipelineBlocks
 
-    return type(blocks).__call__ is SequentialPipelineBlocks.__call__
-
-
-def _split(trial: TrialPipeline, call: CallInputs) -> Layout | str:
-    """Several stages, or the reason against them. An input for which the stages differ from the whole call is left out."""
+    blocks = trial.pipeline._blocks
+    if type(blocks).__call__ is not SequentialPipelineBlocks.__call__:
+        raise NotSplit(f"{type(blocks).__name__} are not run one after another")
     observed = _trace_blocks(trial, call.arguments)
     groups = _group_blocks(observed, trial.pipeline)
     if len(groups) < 2:
-        return "its blocks pass each other values that a graph cannot hold, or only one block enters components"
+        raise NotSplit("its blocks pass each other values that a graph cannot hold, or only one block enters components")
     made = {name: observed.get(name) for number in groups[-1] for name in observed.ran[number].writes}
-    stages, entered = _stages(observed.ran, groups, call, outputs_in(made)), dict[str, dict[EntryRecord, None]]()
-    outputs = {name: f"${stages[-1].name}.{name}" for name in stages[-1].outputs}
-    first: dict[str, tuple[EntryRecord, ...]] = {}
-    for changes in _trials(call):
-        values = _values(call) | changes
-        same, found = _compare(trial, call, stages, outputs, values)
-        if same and not changes.keys() - {"steps"}:
-            first = first or found
-        if same:
-            for stage, entries in found.items():
-                entered.setdefault(stage, {}).update(dict.fromkeys(entries))
-        elif not (blamed := changes.keys() - {"steps"}):
-            return str(found)
-        else:
-            call = _without(call, blamed)
-            stages = [replace(s, arguments={k: v for k, v in s.arguments.items() if not _refers_to(v, blamed)}) for s in stages]
-    return _layout(trial, call, stages, first, outputs, "", entered)
+    stages = _stages(observed.ran, groups, call, outputs_in(made))
+
+    def home(name: str) -> str:
+        """The first stage with a block that expects the component ``name``, else the last stage."""
+        named = (s.name for s in stages for b in s.arguments["blocks"] if name in blocks.sub_blocks[b].component_names)
+        return next(named, stages[-1].name)
+
+    return tried(trial, call, stages, stages[-1].outputs, _trials(call), ("split at its blocks,", "values"), home)
 
 
 def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _TracedState:
@@ -172,9 +143,11 @@ def _trace_blocks(trial: TrialPipeline, arguments: Mapping[str, Any]) -> _Traced
 
 def _part_digests(pipeline: Any) -> dict[str, str]:
     """Digests of the state of the pipeline's parts (a scheduler's timesteps), by part name."""
-    parts = {name: part for name, part in pipeline.components.items() if hasattr(part, "from_config")}
-    parts = {name: part for name, part in parts.items() if not isinstance(part, torch.nn.Module)}
-    return {name: digest_of({k: v for k, v in vars(part).items() if k != "_internal_dict"}) for name, part in parts.items()}
+    return {
+        name: digest_of({key: value for key, value in vars(part).items() if key != "_internal_dict"})
+        for name, part in pipeline.components.items()
+        if hasattr(part, "from_config") and not isinstance(part, torch.nn.Module)
+    }
 
 
 def _group_blocks(observed: _TracedState, pipeline: Any) -> list[list[int]]:
@@ -226,73 +199,18 @@ def _stages(ran: Sequence[_BlockRun], groups: Sequence[Sequence[int]], call: Cal
     return [replace(s, outputs=tuple(dict.fromkeys(r.output for r in read if r.name == s.name and r.output))) for s in stages]
 
 
-def _values(call: CallInputs) -> dict[str, Any]:
-    """The value of each input in a trial: its default, the planning text for a prompt, the media of ``call.arguments``."""
-    found: dict[str, Any] = {}
+def _trials(call: CallInputs) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The inputs of each trial, and what is left out where it differs: the defaults, a batch of two, a negative prompt.
+
+    A prompt is the planning text, and media are those of ``call.arguments``.
+    """
+    values: dict[str, Any] = {}
     for name, entry in call.inputs.items():
         parameter = call.parameters.get(name, name)
-        found[name] = PLANNING_TEXT if parameter == "prompt" else entry.get("default", call.arguments.get(parameter))
-    return found
-
-
-def _trials(call: CallInputs) -> Iterator[dict[str, Any]]:
-    """Inputs to try in place of the defaults, one trial each: the defaults, a batch of two, a negative prompt."""
+        values[name] = PLANNING_TEXT if parameter == "prompt" else entry.get("default", call.arguments.get(parameter))
     few = few_steps(call.arguments.get("strength"))
     steps = {name: few for name, parameter in call.parameters.items() if parameter == "num_inference_steps"}
-    yield {}
+    yield values, ()
     for name, value in (("batch", 2), ("negative_prompt", "blurry")):
         if name in call.inputs:
-            yield {name: value, **steps}
-
-
-def _compare(
-    trial: TrialPipeline, call: CallInputs, stages: Sequence[Stage], outputs: Mapping[str, str], values: Mapping[str, Any]
-) -> tuple[bool, Any]:
-    """(True, entries by stage) where ``stages`` enter the same components with the same values as the whole call does for
-    ``values``; else (False, the reason)."""
-    everything = tuple(trial.meta_modules)
-    referred = {name: Reference("stage", text[1:].partition(".")[0], name) for name, text in outputs.items()}
-    graph = replace(trial.graph, stages=tuple(replace(s, uses=everything) for s in stages), outputs=referred)
-    given = {call.parameters.get(name, name): value for name, value in values.items() if value is not None}
-    seed = given.pop(GENERATOR, 0)
-    try:
-        whole = trial.run_whole({**call.arguments, **given}, seed)
-        found = trial.run_staged(graph, values)
-    except (GraphrunError, *PIPELINE_ERRORS) as error:
-        return False, f"split at its blocks, its own code fails: {error_line(error)}"
-    if tuple(each for entries in found.values() for each in entries) != whole:
-        return False, "split at its blocks, it enters its components with other values"
-    return True, found
-
-
-def _without(call: CallInputs, names: set[str]) -> CallInputs:
-    return replace(call, inputs={name: entry for name, entry in call.inputs.items() if name not in names})
-
-
-def _refers_to(value: Any, inputs: set[str]) -> bool:
-    return isinstance(value, Reference) and value.kind == "input" and value.name in inputs
-
-
-def _layout(
-    trial: TrialPipeline,
-    call: CallInputs,
-    stages: Sequence[Stage],
-    first: Mapping[str, tuple[EntryRecord, ...]],
-    outputs: Mapping[str, str],
-    why: str,
-    entered: Mapping[str, Mapping[EntryRecord, None]] | None = None,
-) -> Layout:
-    """``stages`` with the components they use: those entered in any trial. A component that no stage enters goes to the first stage
-    with a block that expects it, else to the last stage."""
-    entered = entered or {name: dict.fromkeys(entries) for name, entries in first.items()}
-    uses = {stage.name: list(dict.fromkeys(each.component for each in entered[stage.name])) for stage in stages}
-    unused = tuple(name for name in trial.meta_modules if not any(name in names for names in uses.values()))
-    blocks = trial.pipeline._blocks.sub_blocks
-    for name in unused:
-        asks = [s.name for s in stages for b in s.arguments.get("blocks", ()) if name in blocks[b].component_names]
-        uses[asks[0] if asks else stages[-1].name].append(name)
-    made = (replace(s, uses=tuple(uses[s.name]), options=options_of(trial, s, tuple(uses[s.name]))) for s in stages)
-    read = {r.name for stage in stages for r in stage.references if r.kind == "input"}
-    measures = {str(size)[1:] for name in read for size in call.inputs[name].values() if str(size).startswith("$")}
-    inputs = {name: entry for name, entry in call.inputs.items() if name in read | measures}
-    return Layout(inputs, tuple(made), outputs, first, unused, why)
+            yield {**values, name: value, **steps}, (name,)

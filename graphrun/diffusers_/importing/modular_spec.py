@@ -1,4 +1,4 @@
-"""Pipeline specs of modular pipelines: the class of their blocks, the workflow, and where each component comes from.
+"""What modular pipelines are made of: the class of their blocks, the workflow, and where each component comes from.
 
 A graph file can name blocks that are of a class with that class's own settings, or a workflow of such blocks. Runs no block.
 """
@@ -6,11 +6,11 @@ A graph file can name blocks that are of a class with that class's own settings,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec, path_of, plain_config
+from graphrun.diffusers_.importing.found import Found, path_of, plain_config
 from graphrun.errors import InputError
 from graphrun.graph.values import did_you_mean
 from graphrun.modules.classes import resolve_class
@@ -21,8 +21,8 @@ WORKFLOW = "workflow"
 NOT_OWN = frozenset({"sub_blocks", "block_classes", "block_names", "_internal_dict", "_progress_bar_config"})
 
 
-def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """(settings, workflow, packages to trust) that identify ``blocks`` in a graph file. ``kind`` is the pipeline's class.
+def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any], str]:
+    """(settings, workflow) that identify ``blocks`` in a graph file. ``kind`` is the pipeline's class.
 
     Raises InputError for blocks that were assembled or changed by code, and for code that came with a checkpoint.
     """
@@ -31,15 +31,15 @@ def blocks_of(blocks: Any, kind: type[Any], origin: str) -> tuple[dict[str, Any]
     usual = _default_blocks(kind)
     if usual is not None:
         if _same_blocks(usual, blocks):
-            return {}, "", ()
+            return {}, ""
         for workflow in usual._workflow_map or {}:
             if _same_blocks(usual.get_workflow(workflow), blocks):
-                return {}, workflow, ()
+                return {}, workflow
     if type(blocks).__module__.split(".")[0] != "diffusers" or usual is None or type(blocks) is not type(usual):
-        path, trust = path_of(type(blocks))
-        made = _default_instance(type(blocks))
-        if made is not None and _same_blocks(made, blocks):
-            return {BLOCKS: path}, "", trust
+        path = path_of(type(blocks))
+        with suppress(TypeError):
+            if _same_blocks(type(blocks)(), blocks):
+                return {BLOCKS: path}, ""
     raise InputError(
         f"{origin}: its blocks ({', '.join(blocks.sub_blocks)}) were put together or changed by code, and a graph file names a "
         f"class: write one (class MyBlocks({type(blocks).__name__}) with block_classes and block_names) in a module that can be "
@@ -60,25 +60,14 @@ def _default_blocks(kind: type[Any]) -> Any:
     return resolve_class(f"diffusers.{name}", (), "", "blocks")() if name else None
 
 
-def _default_instance(kind: type[Any]) -> Any:
-    try:
-        return kind()
-    except TypeError:
-        return None
-
-
 def _same_blocks(one: Any, other: Any) -> bool:
     """Whether two blocks are of one class with equal settings and the same inner blocks under the same names."""
     if type(one) is not type(other) or list(one.sub_blocks) != list(other.sub_blocks):
         return False
-    mine, theirs = _own_settings(one), _own_settings(other)  # an attribute that only one has was set during use
-    if any(mine[name] != theirs[name] for name in mine.keys() & theirs.keys()):
+    mine, theirs = vars(one), vars(other)  # an attribute that only one has was set during use
+    if any(_comparable(mine[name]) != _comparable(theirs[name]) for name in (mine.keys() & theirs.keys()) - NOT_OWN):
         return False
     return all(_same_blocks(one.sub_blocks[name], other.sub_blocks[name]) for name in one.sub_blocks)
-
-
-def _own_settings(block: Any) -> dict[str, Any]:
-    return {name: _comparable(value) for name, value in vars(block).items() if name not in NOT_OWN}
 
 
 def _comparable(value: Any) -> Any:
@@ -91,11 +80,12 @@ def _comparable(value: Any) -> Any:
     return value if plain else (type(value).__name__, getattr(value, "name", ""))
 
 
-def default_member(pipeline: Any, name: str) -> list[MemberSpec]:
-    """The guider, processor or other part that the blocks of ``pipeline`` create themselves under ``name``: one member, or none
-    where it has no configuration for the graph file."""
+def add_default(found: Found, pipeline: Any, name: str) -> None:
+    """Adds the guider, processor or other part that the blocks of ``pipeline`` create themselves under ``name``, if it has a
+    configuration for the graph file."""
     made = getattr(pipeline, name)
-    return [MemberSpec(name, path_of(type(made))[0], plain_config(made.config))] if hasattr(made, "config") else []
+    if hasattr(made, "config"):
+        found.add(name, path_of(type(made)), plain_config(made.config))
 
 
 def pipeline_of(kind: type[Any], blocks: str | None = None) -> Any:
@@ -131,14 +121,14 @@ def loaded_from(spec: Any) -> str | None:
     return f"{base}/{spec.subfolder}" if spec.subfolder else base
 
 
-def with_workflow(spec: PipelineSpec, sets: Mapping[str, Any]) -> tuple[PipelineSpec, Mapping[str, Any]]:
-    """(``spec`` with the ``workflow`` in ``sets``, ``sets`` without it). Raises InputError for an unknown workflow."""
-    if WORKFLOW not in sets or not is_modular_class(spec.kind):
-        return spec, sets
-    own = spec.settings.get(BLOCKS)
-    blocks = resolve_class(own, spec.trust, spec.origin, "blocks")() if own else _default_blocks(spec.kind)
-    known = blocks._workflow_map or {}
-    asked = sets[WORKFLOW]
+def set_workflow(found: Found, sets: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``sets`` without the ``workflow`` of a modular pipeline, which ``found`` gets. Raises InputError for an unknown one."""
+    if WORKFLOW not in sets or not is_modular_class(found.kind):
+        return sets
+    own = found.settings.get(BLOCKS)
+    blocks = resolve_class(own, found.trust, found.origin, "blocks")() if own else _default_blocks(found.kind)
+    known, asked = blocks._workflow_map or {}, sets[WORKFLOW]
     if asked not in known:
         raise InputError(f"workflow {asked}: {type(blocks).__name__} has no such workflow{did_you_mean(str(asked), known)}")
-    return replace(spec, workflow=asked), {name: value for name, value in sets.items() if name != WORKFLOW}
+    found.workflow = asked
+    return {name: value for name, value in sets.items() if name != WORKFLOW}

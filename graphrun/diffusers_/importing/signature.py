@@ -11,7 +11,8 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +34,8 @@ MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """An input: its name, the parameter that it is passed as (``generator`` for a seed), and its entry in the graph file."""
+    """An input: the parameter that it is passed as (``generator`` for a seed), and its entry in the graph file."""
 
-    name: str
     parameter: str
     entry: Mapping[str, Any]
 
@@ -86,7 +86,7 @@ def plain_inputs(kind: type[Any], pipeline: Any, seen: Mapping[str, Any]) -> dic
         entry = _entry(kind, pipeline, parameter, default)
         name = PARAMETERS.get(parameter, "seed" if parameter == "generator" else parameter)
         if entry is not None and name not in found:
-            found[name] = InputSpec(name, parameter, entry)
+            found[name] = InputSpec(parameter, entry)
     return found
 
 
@@ -124,7 +124,7 @@ def further_inputs(parameters: Mapping[str, inspect.Parameter], taken: Mapping[s
             and isinstance(default, (int, float))
             and not isinstance(default, bool)
         ):
-            found[name] = InputSpec(name, name, {"type": type(default).__name__, "default": default})
+            found[name] = InputSpec(name, {"type": type(default).__name__, "default": default})
     return found
 
 
@@ -144,7 +144,7 @@ def set_inputs(
         if parameter not in parameters or parameter in taken:
             raise InputError(f"--set {name}: {kind.__name__} takes no such argument{did_you_mean(name, [*plain, *parameters])}")
         if isinstance(value, (bool, int, float, str)):
-            found[name] = InputSpec(name, parameter, {"type": type(value).__name__, "default": value})
+            found[name] = InputSpec(parameter, {"type": type(value).__name__, "default": value})
     return found
 
 
@@ -173,58 +173,38 @@ def divisor(kind: type[Any], pipeline: Any, name: str) -> int:
 
     Without such a check it is the VAE's scale factor, or 1.
     """
-    found = [1, *_evaluated(kind, pipeline, _divided(kind, pipeline, name))]
-    if not found[1:]:
-        found.append(getattr(pipeline, "vae_scale_factor", 0) or getattr(pipeline, "vae_scale_factor_spatial", 0) or 1)
-    return max(number for number in found if isinstance(number, int) and number > 0)
+    usual = getattr(pipeline, "vae_scale_factor", 0) or getattr(pipeline, "vae_scale_factor_spatial", 0) or 1
+    found = _numbers(kind, pipeline, name, (ast.Mod, ast.FloorDiv)) or [usual]
+    return max(number for number in (1, *found) if number > 0)
 
 
 def maximum(kind: type[Any], pipeline: Any, name: str) -> int | None:
     """The largest value of ``name`` that the class's checks accept; None where there is no check."""
-    numbers = [n for n in _evaluated(kind, pipeline, _limits(kind, pipeline, name)) if isinstance(n, int)]
-    return min(numbers, default=None)
+    return min(_numbers(kind, pipeline, name, (ast.Gt,)), default=None)
 
 
-def _tree(kind: type[Any], pipeline: Any) -> Iterator[ast.AST]:
+def _numbers(kind: type[Any], pipeline: Any, name: str, operators: tuple[type[Any], ...]) -> list[int]:
+    """``N`` of every ``name OPERATOR N`` in the class's checks and call. ``name`` may be an attribute (a value in a block's state).
+
+    ``N`` consists of numbers, products, floor divisions, attributes of the pipeline, and variables assigned from these.
+    """
     kinds = [kind] if not is_modular_class(kind) else list(dict.fromkeys(map(type, blocks_in(pipeline._blocks))))
-    for owner, name in ((owner, name) for owner in kinds for name in ("check_inputs", "__call__")):
-        method = getattr(owner, name, None)
-        if method is not None:
-            yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))))
-
-
-def _divided(kind: type[Any], pipeline: Any, name: str) -> Iterator[ast.expr]:
-    """``N`` of every ``name % N`` and ``name // N`` in the class's source."""
-    for node in _tree(kind, pipeline):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)) and _is(node.left, name):
-            yield node.right
-
-
-def _limits(kind: type[Any], pipeline: Any, name: str) -> Iterator[ast.expr]:
-    """``N`` of every ``name > N`` in the class's source."""
-    for node in _tree(kind, pipeline):
-        if isinstance(node, ast.Compare) and _is(node.left, name) and isinstance(node.ops[0], ast.Gt):
-            yield node.comparators[0]
-
-
-def _is(node: ast.expr, name: str) -> bool:
-    """Whether ``node`` is the variable ``name``, or an attribute of that name (a value in a block's state)."""
-    return name in (getattr(node, "id", ""), getattr(node, "attr", ""))
-
-
-def _evaluated(kind: type[Any], pipeline: Any, expressions: Iterator[ast.expr]) -> Iterator[Any]:
-    """The values of those expressions that consist of numbers, products, floor divisions, attributes of the pipeline, and variables
-    assigned from these."""
-    named = {
-        node.targets[0].id: node.value
-        for node in _tree(kind, pipeline)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    methods = [getattr(owner, method, None) for owner in kinds for method in ("check_inputs", "__call__")]
+    sources = (textwrap.dedent(inspect.getsource(inspect.unwrap(method))) for method in methods if method is not None)
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    assigned = {
+        node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    for expression in expressions:
-        try:
-            yield _value(named.get(expression.id, expression) if isinstance(expression, ast.Name) else expression, pipeline)
-        except (AttributeError, TypeError, KeyError, ValueError):
-            continue
+    found: list[Any] = []
+    for node in nodes:
+        match node:
+            case (
+                ast.BinOp(left=left, op=operator, right=number)
+                | ast.Compare(left=left, ops=[operator, *_], comparators=[number, *_])
+            ) if isinstance(operator, operators) and name in (getattr(left, "id", ""), getattr(left, "attr", "")):
+                with suppress(AttributeError, TypeError, KeyError, ValueError):
+                    found.append(_value(assigned.get(number.id, number) if isinstance(number, ast.Name) else number, pipeline))
+    return [number for number in found if isinstance(number, int)]
 
 
 def _value(node: ast.AST, pipeline: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pipeline specs from one file with weights: a checkpoint in its authors' layout, or a GGUF transformer.
+"""Pipelines from one file with weights: a checkpoint in its authors' layout, or a GGUF transformer.
 
 diffusers' own table, `DIFFUSERS_DEFAULT_PIPELINE_PATHS`, tells which pipeline the file belongs to. Only the file's header is read.
 Configurations, tokenizers and components that the file lacks come from a folder or repository in diffusers' layout.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec, dtype_of, slug
+from graphrun.diffusers_.importing.found import Found, dtype_of, slug
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Component
 from graphrun.modules.build import meta_module
@@ -31,34 +31,35 @@ NOT_OF_A_FILE = ("safety_checker",)  # diffusers' `SINGLE_FILE_OPTIONAL_COMPONEN
 SURE = {"v1": "model.diffusion_model.output_blocks.11.0.skip_connection.weight"}
 
 
-def of_file(file: Path, config: str | None, base_of: Callable[[str], PipelineSpec]) -> PipelineSpec:
-    """The spec of the checkpoint ``file``.
+def of_file(file: Path, config: str | None, base_of: Callable[[str], Found]) -> Found:
+    """The pipeline of the checkpoint ``file``.
 
-    ``config``: the source of the configurations, which ``base_of`` turns into a spec; None: the repository in diffusers' table for
-    the file's layout. Raises InputError where the file belongs to no such pipeline, GraphError where it is broken or lacks tensors
-    of a component.
+    ``config``: the source of the configurations, which ``base_of`` reads; None: the repository in diffusers' table for the file's
+    layout. Raises InputError where the file belongs to no such pipeline, GraphError where it is broken or lacks tensors of a
+    component.
     """
     if not file.is_file():
         raise InputError(f"no such file: {file}")
     file = file.resolve()
     base = base_of(config or repository_of(file))
-    found, reasons = dict[str, tuple[MemberSpec, Content]](), dict[str, str]()
-    for name, member in base.components.items():
-        held = _held(member, file, base)
-        if isinstance(held, str):
-            reasons[name] = held
+    held, reasons = dict[str, Content](), list[str]()
+    for name in list(base.components):
+        content = _take(base, name, file)
+        if isinstance(content, str):
+            reasons.append(content)
         else:
-            found[name] = held
-    if not found:
-        said = "; ".join(reasons.values())
+            held[name] = content
+    if not held:
+        said = "; ".join(reasons)
         raise InputError(f"{file} has no component of {base.origin} ({base.pipeline}): {said}. Give its own with --config FOLDER")
-    _refuse_twins(file, {name: content for name, (_, content) in found.items()})
-    members = tuple(
-        found[t.name][0] if t.name in found else t for t in base.members if t.name in found or t.name not in NOT_OF_A_FILE
-    )
-    elsewhere = [t.name for t in members if t.is_component and t.name not in found]
-    notes = (f"The file holds {', '.join(found)}" + (f"; {', '.join(elsewhere)}: of {base.origin}." if elsewhere else "."),)
-    return replace(base, origin=str(file), name=slug(file.stem), members=members, notes=(*base.notes, *notes))
+    _refuse_twins(file, held)
+    for name in set(NOT_OF_A_FILE) - held.keys():
+        base.components.pop(name, None)
+        base.parts.pop(name, None)
+    elsewhere = [name for name in base.components if name not in held]
+    notes = f"The file holds {', '.join(held)}" + (f"; {', '.join(elsewhere)}: of {base.origin}." if elsewhere else ".")
+    base.origin, base.name, base.notes = str(file), slug(file.stem), (*base.notes, notes)
+    return base
 
 
 def repository_of(file: Path) -> str:
@@ -68,7 +69,8 @@ def repository_of(file: Path) -> str:
     """
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
 
-    stored = tensors_in(file, _component("", "", file), _precision(file))
+    empty = Component("", "", str(file), {}, True, "bfloat16", (), gguf=str(file), where=str(file))
+    stored = tensors_in(file, empty, _precision(file))
     shapes = {t.name: shape_of(t.shape, t.quant) if t.quant else t.shape for t in stored}
     give = "name the source of its configurations: --config FOLDER, or --config OWNER/NAME on the hub"
     try:
@@ -91,35 +93,32 @@ def _precision(file: Path) -> str:
     return "gguf" if file.suffix == ".gguf" else ""
 
 
-def _component(name: str, class_path: str, file: Path, config: object = None) -> Component:
-    """A component as reading a file's header needs it. Its dtype does not matter there."""
-    made = dict(config) if isinstance(config, dict) else {}
-    return Component(name, class_path, str(file), made, True, "bfloat16", ("bfloat16",), where=str(file), gguf=str(file))
-
-
-def _held(member: MemberSpec, file: Path, base: PipelineSpec) -> tuple[MemberSpec, Content] | str:
-    """(``member`` with the file as its source, its tensors in the file), or the reason why the file does not hold it, as a text.
+def _take(base: Found, name: str, file: Path) -> Content | str:
+    """The tensors of a component in ``file``, which becomes its source; a text, the reason, where the file does not hold it.
 
     Raises GraphError where the file holds the component with other shapes, or lacks some of its tensors.
     """
-    component = _component(member.name, member.class_path, file, member.config)
-    module = meta_module(component, ())
+    declared = base.components[name]
+    component = replace(declared, source=str(file), dtype="bfloat16", gguf=str(file), where=str(file))  # the dtype does not matter
+    module = meta_module(component, base.trust)
     try:
         content = content_of(component, module, file, _precision(file))
     except GraphError as error:
         if isinstance(error.__cause__, InputError):  # diffusers cannot convert the file to this class
-            return f"{member.name}: {error.__cause__}"
+            return f"{name}: {error.__cause__}"
         raise GraphError(f"{error}; --config names the source of its configurations") from error
     if not content.pieces:
-        return f"{member.name}: no tensor of it"
+        return f"{name}: no tensor of it"
     refuse_missing(content, module.state_dict(), component)
     if file.suffix == ".gguf":  # its tensors that are not quantized are read in the dtype of most components
-        return replace(member, extra={"precision": ["gguf"]}, gguf=str(file)), content
+        base.components[name] = replace(declared, precision=("gguf",), gguf=str(file))
+        return content
     dtype, reason = dtype_of({}, [(piece.dtype, piece.nbytes) for piece in content.pieces.values()])
-    made = replace(member, dtype=dtype or member.dtype, dtype_reason=reason or member.dtype_reason)
     layers = {f"{path}.weight" for path in quantizable_layers(module, torch.bfloat16)}
-    extra = {"precision": list(found)} if (found := as_stored(content, layers)) else {}
-    return replace(made, source=str(file), extra=extra), content
+    precision = tuple(as_stored(content, layers))
+    base.components[name] = replace(declared, source=str(file), dtype=dtype or declared.dtype, precision=precision)
+    base.reasons[name] = reason or base.reasons[name]
+    return content
 
 
 def _refuse_twins(file: Path, found: dict[str, Content]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+STAND_IN = Path("tokenizers/bytes.json")  # beside the graph file
 # Names of its special tokens, and the maximum length of a text where none is known.
 MARKS = {"model_max_length": 512, "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 

@@ -10,21 +10,23 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from graphrun import sim
 from graphrun.diffusers_.dry_call import ProbeError
-from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, as_probe_errors, digest_of
+from graphrun.diffusers_.importing.fingerprint import EntryRecord, FingerprintRun, digest_of
+from graphrun.diffusers_.importing.found import Found
 from graphrun.diffusers_.importing.signature import InputSpec, call_parameters, media_kind
-from graphrun.diffusers_.importing.spec import MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in
+from graphrun.errors import InputError
 from graphrun.graph.graph import PLANNING_TEXT, Graph, Part
 from graphrun.graph.media import blank
 from graphrun.modules.build import build_part, meta_module
 from graphrun.modules.texts import measured
-from graphrun.ops import run_stages
+from graphrun.ops import Stages
 from graphrun.ops.diffusion import without_pictures
 from graphrun.ops.modular import is_modular_class, quietly
 from graphrun.ops.pipeline import assemble
@@ -33,15 +35,15 @@ STEPS = 2  # denoising steps of a trial
 HAND_WRITTEN = "Where it lacks arguments, give them with --set, or write the stage by hand: op: call (docs/pipelines.md)"
 
 
-@dataclass(slots=True)
+@dataclass
 class TrialPipeline:
-    """A pipeline spec with components on meta and real parts, and the prober that all its fingerprint runs share.
+    """A pipeline with components on meta and real parts, and the prober that all its fingerprint runs share.
 
     ``media``: parameters that got media in the last successful `find_arguments`. ``whole_runs``: entries by digest of the
     arguments.
     """
 
-    spec: PipelineSpec
+    found: Found
     graph: Graph
     meta_modules: dict[str, Any]
     parts: dict[str, Any]
@@ -49,19 +51,16 @@ class TrialPipeline:
     media: tuple[str, ...] = ()
     output: Any = None  # what the last whole call returned
     whole_runs: dict[Any, tuple[EntryRecord, ...]] = field(default_factory=dict)
-    _parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the pipeline's call."""
-        if not self._parameters:
-            self._parameters.update(call_parameters(self.pipeline, self.spec.workflow))
-        return self._parameters
+        return call_parameters(self.pipeline, self.found.workflow)
 
     @property
     def modular(self) -> bool:
         """Whether the pipeline is modular, that is, made of blocks."""
-        return is_modular_class(self.spec.kind)
+        return is_modular_class(self.found.kind)
 
     @property
     def pipeline(self) -> Any:
@@ -92,9 +91,23 @@ class TrialPipeline:
 
     @contextmanager
     def as_probe_errors(self, given: Iterable[str]) -> Iterator[None]:
-        """Turns errors of the call with the arguments ``given`` into a ProbeError that names the entry before it."""
-        with as_probe_errors(f"{self.spec.pipeline}({', '.join(given)})", self.fingerprint, self._advice()), quietly():
-            yield
+        """Turns whatever the call with the arguments ``given`` raises into a ProbeError that names the entry before it, and
+        silences what diffusers logs. InputError passes."""
+        try:
+            with quietly():
+                yield
+        except ProbeError as error:
+            raise ProbeError(f"{error}. {self._advice()}") from error
+        except InputError:
+            raise
+        except Exception as error:
+            entries = self.fingerprint.entries
+            after = f"after {entries[-1]} was entered" if entries else "before any component was entered"
+            text = " ".join(str(error).split())[:400]
+            raise ProbeError(
+                f"the dry run of {self.found.pipeline}({', '.join(given)}) failed {after}, in the pipeline's own code: "
+                f"{type(error).__name__}: {text}. {self._advice()}"
+            ) from error
 
     def run_staged(self, graph: Graph, values: Mapping[str, Any]) -> dict[str, tuple[EntryRecord, ...]]:
         """The component entries of each stage of ``graph`` for the inputs ``values``. Raises whatever the ops raise."""
@@ -104,22 +117,22 @@ class TrialPipeline:
             found[stage] = tuple(self.fingerprint.entries[sum(map(len, found.values())) :])
 
         with quietly(), self.fingerprint.running():
-            means = {"parts": self.parts, "meta_modules": self.meta_modules, "planning": True, "after_stage": after_stage}
-            run_stages(graph, self.meta_modules, sim.device, values, **means)
+            stages = Stages(graph, self.meta_modules, sim.device, values, self.parts, self.meta_modules, planning=True)
+            stages.after_stage = after_stage
+            stages.run()
         return found
 
     def _advice(self) -> str:
-        components = [member.name for member in self.spec.members if member.is_component]
-        there = {"self", *(member.name for member in self.spec.members), *self.spec.settings}
+        there = {"self", *self.found.components, *self.found.parts, *self.found.settings}
         if self.modular:
             absent = self.pipeline.null_component_names
         else:
-            constructor = inspect.signature(self.spec.kind.__init__).parameters
+            constructor = inspect.signature(self.found.kind.__init__).parameters
             absent = [
                 name for name, p in constructor.items() if name not in there and not isinstance(p.default, (bool, int, float))
             ]
         without = f"; without {', '.join(absent)}" if absent else ""
-        return f"It was called with {', '.join(components)}{without}. {HAND_WRITTEN}"
+        return f"It was called with {', '.join(self.found.components)}{without}. {HAND_WRITTEN}"
 
 
 def few_steps(strength: float | None) -> int:
@@ -127,24 +140,22 @@ def few_steps(strength: float | None) -> int:
     return math.ceil(STEPS / (strength or 1))
 
 
-def build_trial(spec: PipelineSpec) -> TrialPipeline:
-    """``spec`` with its components built on meta. Raises GraphError naming the component or part that cannot be built."""
-    graph = spec.graph()
-    meta_modules = {name: meta_module(component, graph.trust) for name, component in graph.components.items()}
-    members = {member.name: member for member in spec.members}
-    parts = {name: _part(members[name], part, graph) for name, part in graph.parts.items()}
-    return TrialPipeline(spec, graph, meta_modules, parts, FingerprintRun(meta_modules, spec.kind.__call__))
+def build_trial(found: Found, *, dtype: str = "") -> TrialPipeline:
+    """``found`` with its components built on meta. Raises GraphError naming the component or part that cannot be built.
+
+    ``dtype``: of all components, in place of their own: whether splitting changes something does not depend on dtypes.
+    """
+    graph = found.graph()
+    components = (replace(component, dtype=dtype or component.dtype) for component in graph.components.values())
+    meta_modules = {component.name: meta_module(component, graph.trust) for component in components}
+    parts = {name: _part(part, graph, found.live.get(name)) for name, part in graph.parts.items()}
+    return TrialPipeline(found, graph, meta_modules, parts, FingerprintRun(meta_modules, found.kind.__call__))
 
 
-def _part(member: MemberSpec, part: Part, graph: Graph) -> Any:
-    if member.stand_in:
+def _part(part: Part, graph: Graph, live: Any) -> Any:
+    if part.file is not None:
         return measured(stand_in(part.config), f"parts.{part.name}", part.where, part.where)
-    return build_part(part, graph) if member.live is None or hasattr(member.live, "set_timesteps") else member.live
-
-
-def in_one_dtype(spec: PipelineSpec) -> PipelineSpec:
-    """``spec`` with every component in fp32: whether splitting changes something does not depend on dtypes."""
-    return replace(spec, members=tuple(replace(t, dtype="float32") if t.is_component else t for t in spec.members))
+    return build_part(part, graph) if live is None or hasattr(live, "set_timesteps") else live
 
 
 def find_arguments(
@@ -156,29 +167,31 @@ def find_arguments(
     error of the try that entered most components, the first of these.
     """
     parameters = trial.parameters
-    arguments = {input_spec.parameter: input_spec.default for input_spec in plain.values() if input_spec.parameter != "generator"}
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    arguments = {k: v for k, v in arguments.items() if k not in ("num_inference_steps", "negative_prompt")}
+    left_out = ("generator", "num_inference_steps", "negative_prompt")
+    inputs = (each for each in plain.values() if each.default is not None and each.parameter not in left_out)
+    arguments = {each.parameter: each.default for each in inputs}
     if "prompt" in parameters:
         arguments["prompt"] = PLANNING_TEXT
     arguments |= literals
     candidates = {name: kind for name in parameters if name not in literals and (kind := media_kind(name)) is not None}
-    needed = [name for name in candidates if _is_required(name, parameters, trial.modular)]
-    empty, known = inspect.Parameter.empty, {*arguments, *candidates, "self"}
-    tensors = [
-        n
-        for n, p in parameters.items()
-        if p.default is empty and n not in known and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
+    names = list(parameters)  # in a signature, the pipeline's main input comes before the prompt
+    first = names[: names.index("prompt")] if "prompt" in names and not trial.modular else []
+    needed = [name for name in candidates if name in (*required, *first)]
+    tensors = [name for name in required if name not in {*arguments, *candidates, "self"}]
     if tensors:
         raise ProbeError(
-            f"{trial.spec.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
+            f"{trial.found.pipeline} needs {', '.join(tensors)}, which no file holds: import the pipeline that makes it too "
             f"(a combined one), or attach to it (graphrun.attach). {HAND_WRITTEN}"
         )
     optional = [name for name in candidates if name not in needed]
     failed: ProbeError | None = None
     furthest = -1
-    lists = (value for value in trial.spec.settings.values() if isinstance(value, list))
+    lists = (value for value in trial.found.settings.values() if isinstance(value, list))
     several = max((len(value) for value in lists if str(value[:1]).startswith("['$")), default=1)
     for count in sorted({1, several}):
         for chosen in _media_choices(needed, optional):
@@ -203,10 +216,3 @@ def _media_choices(needed: Sequence[str], optional: Sequence[str]) -> Iterator[l
         yield [*needed, name]
     for count in range(2, len(optional) + 1):
         yield [*needed, *optional[:count]]
-
-
-def _is_required(name: str, parameters: Mapping[str, inspect.Parameter], modular: bool) -> bool:
-    """Whether the parameter has no default, or comes before the prompt in a signature, which marks the pipeline's main input."""
-    names = list(parameters)
-    before = not modular and "prompt" in names and names.index(name) < names.index("prompt")
-    return before or parameters[name].default is inspect.Parameter.empty

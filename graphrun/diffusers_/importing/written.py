@@ -1,4 +1,4 @@
-"""The text of a graph file from a pipeline spec and its stages, and the files that belong beside it.
+"""The text of a graph file from what is found in a source and its stages, and the files that belong beside it.
 
 Decides comments, order, and which configurations are inline and which in files of their own. Writes nothing to disk.
 """
@@ -6,6 +6,7 @@ Decides comments, order, and which configurations are inline and which in files 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,15 +16,14 @@ from typing import Any
 import yaml
 
 from graphrun.diffusers_.importing.fingerprint import EntryRecord
+from graphrun.diffusers_.importing.found import OF_CONFIG, OF_FILES, Found
 from graphrun.diffusers_.importing.layout import Layout
-from graphrun.diffusers_.importing.spec import OF_CONFIG, OF_FILES, MemberSpec, PipelineSpec
 from graphrun.diffusers_.importing.standin import stand_in_words
-from graphrun.graph.graph import DEFAULT_ALLOW, Reference, Stage
+from graphrun.graph.graph import DEFAULT_ALLOW, Component, Part, Reference, Stage
 
 WIDTH = 128  # characters in a line
 SHORT = 90  # characters of JSON up to which a configuration is inline
 COUNTS = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}
-STAND_IN = "tokenizers/bytes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,47 +34,44 @@ class Document:
     files: Mapping[str, str | Callable[[Path], Any]]
 
 
-def document_of(spec: PipelineSpec, layout: Layout, name: str) -> Document:
-    """The graph file of the graph ``name``."""
+def document_of(found: Found, layout: Layout, name: str, folder: Path | None = None) -> Document:
+    """The graph file of the graph ``name``; with sources relative to ``folder``, if that is where it will be."""
     files: dict[str, str | Callable[[Path], Any]] = {}
-    lines = [
-        *_head(spec, layout),
-        "graphrun: 1",
-        f"name: {_flow(name)}",
-        f"pipeline: {spec.pipeline}",
-    ]
-    if spec.settings:
-        lines.append(f"pipeline_config: {_flow(dict(spec.settings))}")
-    if spec.source is not None:
-        lines.append(f"source: {_flow(spec.source)}")
-    if spec.revision is not None:
-        lines.append(f"revision: {_flow(spec.revision)}")
-    if spec.trust:
-        lines.append(f"allow: {_flow([*DEFAULT_ALLOW, *spec.trust])}")
+    lines = [*_head(found, layout), "graphrun: 1", f"name: {_flow(name)}", f"pipeline: {found.pipeline}"]
+    if found.settings:
+        lines.append(f"pipeline_config: {_flow(found.settings)}")
+    if found.source is not None:
+        lines.append(f"source: {_flow(_near(found.source, folder))}")
+    if found.revision is not None:
+        lines.append(f"revision: {_flow(found.revision)}")
+    if found.trust:
+        lines.append(f"allow: {_flow([*DEFAULT_ALLOW, *found.trust])}")
     lines += ["", "inputs:", *(_entry(2, key, value) for key, value in layout.inputs.items())]
     order = list(dict.fromkeys(each.component for entries in layout.entered.values() for each in entries))
-    components = sorted(spec.components.values(), key=lambda t: order.index(t.name) if t.name in order else len(order))
-    lines += ["", "components:", *(line for t in components for line in _component(t, name, files))]
-    if parts := [member for member in spec.members if not member.is_component]:
+    components = sorted(found.components.values(), key=lambda c: order.index(c.name) if c.name in order else len(order))
+    lines += ["", "components:"]
+    for component in components:
+        entry = _component(component, name, files, folder)
+        reason = found.reasons[component.name]
+        lines.append(_entry(2, component.name, entry) + ("" if reason in (OF_FILES, OF_CONFIG) else f"  # {reason}"))
+    if found.parts:
         lines += ["", "parts:"]
-        if any(member.stand_in for member in parts):
+        if any(part.file for part in found.parts.values()):
             lines.append(
                 "  # The file stands in for vocabularies that are not here: sizes come from the longest text there may be."
             )
-        lines += [line for t in parts for line in _part(t, name, files, spec)]
+        lines += [_entry(2, part.name, _part(found, part, name, files, folder)) for part in found.parts.values()]
     lines += ["", "stages:", *(line for stage in layout.stages for line in _stage(stage, layout.entered[stage.name]))]
     lines += ["", f"outputs: {_flow(dict(layout.outputs))}", ""]
     return Document("\n".join(lines), files)
 
 
-def _head(spec: PipelineSpec, layout: Layout) -> list[str]:
-    kind = spec.kind.__name__
-    lines = [f"# Imported from {spec.origin}. Sizes are those of the configurations here; weights are read when it runs."]
-    if spec.source is None and not any(member.source for member in spec.components.values()):
-        lines = [
-            f"# Imported from {spec.origin}. Without a source: weights are random; add the folder or repository that has them."
-        ]
-    lines += [f"# {note}" for note in spec.notes]
+def _head(found: Found, layout: Layout) -> list[str]:
+    kind = found.kind.__name__
+    sizes = "Sizes are those of the configurations here; weights are read when it runs."
+    if found.source is None and not any(component.source for component in found.components.values()):
+        sizes = "Without a source: weights are random; add the folder or repository that has them."
+    lines = [f"# Imported from {found.origin}. {sizes}", *(f"# {note}" for note in found.notes)]
     if layout.why:
         lines.append(f"# The call of {kind} is one stage: {layout.why}.")
     else:
@@ -85,42 +82,50 @@ def _head(spec: PipelineSpec, layout: Layout) -> list[str]:
     return lines
 
 
-def _component(member: MemberSpec, name: str, files: dict[str, Any]) -> list[str]:
-    entry: dict[str, Any] = {"class": member.class_path, "config": _config(member, name, files), "dtype": member.dtype}
-    if member.source is not None:
-        entry["source"] = member.source
-    entry |= member.extra
-    if member.gguf is not None:
-        entry["gguf"] = member.gguf
-    note = "" if member.dtype_reason in (OF_FILES, OF_CONFIG) else f"  # {member.dtype_reason}"
-    return [_entry(2, member.name, entry) + note]
+def _component(component: Component, name: str, files: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"class": component.class_path, "config": _config(component, name, files), "dtype": component.dtype}
+    if component.source is not None:
+        entry["source"] = _near(component.source, folder)
+    if component.precision:
+        entry["precision"] = list(component.precision)
+    if component.gguf:
+        entry["gguf"] = _near(component.gguf, folder)
+    return entry
 
 
-def _part(member: MemberSpec, name: str, files: dict[str, Any], spec: PipelineSpec) -> list[str]:
-    entry: dict[str, Any] = {"class": member.class_path}
-    if member.stand_in:
-        files[STAND_IN] = stand_in_words() + "\n"
-        entry |= {"file": STAND_IN, "config": dict(member.config or {})}
-        return [_entry(2, member.name, entry)]
-    if member.config is not None:
-        entry["config"] = _config(member, name, files)
-    elif member.source is not None:
-        entry["source"] = member.source
-    elif spec.source is None:
-        folder = f"tokenizers/{name}-{member.name}"
-        files[folder] = member.live.save_pretrained
-        entry["source"] = f"./{folder}"
-    return [_entry(2, member.name, entry)]
+def _part(found: Found, part: Part, name: str, files: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"class": part.class_path}
+    if part.file is not None:
+        files[str(part.file)] = stand_in_words() + "\n"
+        return entry | {"file": str(part.file), "config": part.config}
+    if part.has_config:
+        entry["config"] = _config(part, name, files)
+    elif part.source is not None:
+        entry["source"] = _near(part.source, folder)
+    elif found.source is None:
+        own = f"tokenizers/{name}-{part.name}"
+        files[own] = found.live[part.name].save_pretrained
+        entry["source"] = f"./{own}"
+    return entry
 
 
-def _config(member: MemberSpec, name: str, files: dict[str, Any]) -> Any:
+def _config(member: Component | Part, name: str, files: dict[str, Any]) -> Any:
     """The configuration itself where it is short, else the path of the file that holds it."""
-    config = dict(member.config or {})
-    if len(json.dumps(config)) <= SHORT:
-        return config
+    if len(json.dumps(member.config)) <= SHORT:
+        return member.config
     path = f"configs/{name}-{member.name}.json"
-    files[path] = json.dumps(config, indent=2) + "\n"
+    files[path] = json.dumps(member.config, indent=2) + "\n"
     return path
+
+
+def _near(source: str, folder: Path | None) -> str:
+    """``source`` relative to ``folder`` where that needs at most one ``..``; other folders and repositories unchanged."""
+    if folder is None or not Path(source).is_absolute():
+        return source
+    relative = os.path.relpath(source, folder.resolve())
+    if relative.count("..") > 1:
+        return source
+    return relative if relative.startswith(".") else f"./{relative}"
 
 
 def _stage(stage: Stage, entered: Iterable[EntryRecord]) -> list[str]:

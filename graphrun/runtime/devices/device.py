@@ -1,4 +1,4 @@
-"""Protocol of a device, as the executor uses it: memory, two streams and a disk queue, a clock; and counters of host memory.
+"""A device, as the executor uses it: memory, two streams and a disk queue, a clock; and counters of host memory.
 
     compute  |--block 0--|--block 1--|--block 2--|
     copy     |--in 1--|--in 2--|                 |--in 4--|     in 4 overwrites block 2, so it waits for the mark after block 2
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 
@@ -59,42 +60,47 @@ Stream = Literal["compute", "copy", "disk"]
 Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on its disk stream)
 
 
-class Device(Protocol):
-    """An accelerator with one compute stream, one copy stream, and a disk queue that feeds it."""
+class Device(ABC):
+    """An accelerator with one compute stream, one copy stream, and a disk queue that feeds it.
 
-    @property
-    def name(self) -> str:
-        """Name of the device in a trace."""
+    The methods that are not abstract suit a device on which time passes by itself.
+    """
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The torch device on which ops compute."""
+    name: str  # in a trace
+    torch_device: torch.device  # on which ops compute
 
+    def __init__(self) -> None:
+        self.arenas = Arenas()  # counters of the live host memory that `arena` allocated, and of its page-locked part
+
+    @abstractmethod
     def session(self, cap_bytes: int) -> AbstractContextManager[None]:
         """Activates the device, and refuses allocations beyond ``cap_bytes``, until the context is left."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the device. Raises torch.OutOfMemoryError past the cap."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def arena(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor on the host, in memory that `pin` can lock."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.arenas.count("arenas", memory)
+        return memory
 
     def pin(self, arena: torch.Tensor) -> None:
-        """Page-locks ``arena`` until its storage is freed. A no-op on devices without page locking."""
+        """Page-locks ``arena`` until its storage is freed. Only counts it on devices without page locking."""
+        self.arenas.count("pinned", arena)
 
-    @property
-    def arenas(self) -> Arenas:
-        """Counters of the live host memory that `arena` allocated, and of its page-locked part."""
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
+        """Queues a copy between host and device on the copy stream. Raises TransferFailed if it is known to have failed.
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        """Queues a copy from the host on the copy stream. Raises TransferFailed if it is known to have failed."""
+        ``pageable``: it is from host memory that is not page-locked.
+        """
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy to the host on the copy stream. Raises as `copy_in`."""
-
-    def read(self, target: torch.Tensor, nbytes: int) -> None:
+    def read(self, target: torch.Tensor, nbytes: int) -> None:  # noqa: B027 (most devices need nothing)
         """Call after reading ``nbytes`` from disk into ``target``, which lies in host memory: charges a virtual clock."""
 
+    @abstractmethod
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
         """Queues ``job`` to run in the background, one job after another.
 
@@ -103,48 +109,70 @@ class Device(Protocol):
 
     def reached(self, marks: Sequence[Mark]) -> bool:
         """Whether a read with ``marks`` (empty: still under way) ends before the current end of the copy stream."""
+        return bool(marks)
 
-    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:
+    def queues_behind(self, marks: Sequence[Mark]) -> bool:
+        """Whether a copy of what a read with ``marks`` (empty: still under way) reads can be queued without the host's waiting."""
+        return bool(marks)
+
+    def annotate(self, *, slot: str | None = None, block: str | None = None) -> None:  # noqa: B027 (most devices need nothing)
         """Names the ``slot`` that begins, or the ``block`` that is copied next, in the messages of a checker."""
 
     def on_host(self, slowdown: float) -> AbstractContextManager[None]:
         """Context of compute on the CPU, which takes ``slowdown`` times as long as on the device: charges a virtual clock."""
+        return nullcontext()
 
+    @abstractmethod
     def mark(self, stream: Stream) -> Mark:
         """A mark after everything queued on ``stream`` so far."""
 
+    @abstractmethod
     def wait(self, stream: Stream, mark: Mark) -> None:
         """Makes work queued on ``stream`` from now on start after ``mark``. The host does not wait."""
 
+    @abstractmethod
     def barrier(self) -> None:
         """Waits on the host until both streams are empty. Both continue from the same time."""
 
     def seconds_at(self, mark: Mark) -> float:
         """Time of ``mark`` on the device's clock. Valid after a barrier."""
+        return float(mark)
 
     @property
+    @abstractmethod
     def allocated_bytes(self) -> int:
         """Bytes of tensors on the device now."""
 
     @property
+    @abstractmethod
     def available_bytes(self) -> int:
         """Bytes that this process can have allocated in total: what it has now, plus what is free."""
 
     @property
+    @abstractmethod
     def peak_bytes(self) -> int:
         """Peak bytes on the device since `reset_peak`."""
 
+    @abstractmethod
     def reset_peak(self) -> None:
         """Restarts the peak at the bytes allocated now."""
 
-    def release_cached(self) -> None:
+    def release_cached(self) -> None:  # noqa: B027 (most devices need nothing)
         """Returns cached memory without tensors to the device. Call after a barrier."""
 
+    @abstractmethod
     def holders(self) -> tuple[str, ...]:
         """Text for an error: the allocations on the device, largest first."""
 
     def storage_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """(key, bytes) of the storage of ``tensor``, which is on the device."""
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
+    @abstractmethod
     def explain(self, error: BaseException) -> GraphrunError | None:
         """The GraphrunError for ``error``, or None if it does not concern this device's memory or copies."""
+
+    def tiers(self) -> dict[str, int]:
+        """Bytes in use by memory tier (see `graphrun.trace.Tier`)."""
+        return {"device": self.allocated_bytes, **{name: self.arenas.nbytes(name) for name in ("arenas", "pinned")}}

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
-from graphrun.runtime.devices.device import Arenas, Stream
+from graphrun.runtime.devices.device import Device, Stream
 from graphrun.units import show_size
 
 
-class SimulatedDevice:
-    """Implements `graphrun.runtime.devices.device.Device` for ``machine``."""
+class SimulatedDevice(Device):
+    """``machine`` as a device. Its marks are virtual times."""
+
+    name = "sim"
 
     def __init__(self, machine: sim.Machine) -> None:
-        self.machine = machine
-        self.arenas = Arenas()
-
-    @property
-    def name(self) -> str:
-        """``sim``."""
-        return "sim"
-
-    @property
-    def torch_device(self) -> torch.device:
-        """``sim:0``."""
-        return sim.device
+        super().__init__()
+        self.machine, self.torch_device = machine, sim.device
 
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
@@ -38,9 +30,9 @@ class SimulatedDevice:
 
         Leaving restores its capacity, unless it was changed meanwhile.
         """
-        before = self.machine.capacity_bytes
+        before, ordering = self.machine.capacity_bytes, self.machine.ordering
         capped = cap_bytes if before is None else min(before, cap_bytes)
-        with self.machine, self._watched():
+        with self.machine, contextlib.nullcontext() if ordering is None else ordering.watching():
             self.machine.capacity_bytes = capped
             try:
                 yield
@@ -48,32 +40,9 @@ class SimulatedDevice:
                 if self.machine.capacity_bytes == capped:
                     self.machine.capacity_bytes = before
 
-    def _watched(self) -> AbstractContextManager[None]:
-        ordering = self.machine.ordering
-        return contextlib.nullcontext() if ordering is None else ordering.watching()
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the machine."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=sim.device)
-
-    def arena(self, nbytes: int) -> torch.Tensor:
-        """Ordinary host memory."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.arenas.count("arenas", memory)
-        return memory
-
-    def pin(self, arena: torch.Tensor) -> None:
-        """Only counts the bytes."""
-        self.arenas.count("pinned", arena)
-
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
         """Copies now, and charges the copy timeline."""
         with self.machine.on_copy_stream(pageable):
-            target.copy_(source)
-
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """As `copy_in`, to the host."""
-        with self.machine.on_copy_stream():
             target.copy_(source)
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
@@ -83,7 +52,7 @@ class SimulatedDevice:
             self.machine.ordering.host_wrote(target, "read from disk")
 
     def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Runs the job now; its time passes on the disk timeline."""
+        """Runs the job now; its time passes on the disk timeline. So a copy can be queued behind every read."""
         if self.machine.ordering is not None:
             return self.machine.ordering.background(job)
         job()
@@ -116,10 +85,6 @@ class SimulatedDevice:
     def barrier(self) -> None:
         """Joins the timelines."""
         self.machine.synchronize()
-
-    def seconds_at(self, mark: float) -> float:
-        """``mark`` itself."""
-        return mark
 
     @property
     def allocated_bytes(self) -> int:
@@ -155,8 +120,5 @@ class SimulatedDevice:
 
     def explain(self, error: BaseException) -> GraphrunError | None:
         """OutOfMemory for a refused allocation, TransferFailed for a failed copy; injected or not."""
-        if isinstance(error, torch.OutOfMemoryError):
-            return OutOfMemory(str(error))
-        if isinstance(error, sim.SimulatedCopyError):
-            return TransferFailed(str(error))
-        return None
+        kinds = ((torch.OutOfMemoryError, OutOfMemory), (sim.SimulatedCopyError, TransferFailed))
+        return next((ours(str(error)) for kind, ours in kinds if isinstance(error, kind)), None)

@@ -1,4 +1,4 @@
-"""Pipeline spec: a pipeline's class, its components and parts, and its settings, whatever source they come from.
+"""What a source says about a pipeline: its class, components, parts and settings, whatever source they come from.
 
 Decides the class, configuration and dtype of each. Reads no weights, runs no code that came with a checkpoint, knows no stages.
 
@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,68 +32,70 @@ DTYPES = ("bfloat16", "float16", "float32")
 OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # reasons for a component's dtype
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSpec:
-    """A member of a pipeline: a component (with a ``dtype``, and the ``dtype_reason`` for it) or a part.
-
-    ``source``: where it is loaded from if that is not the pipeline's source and the member's name. ``stand_in``: a tokenizer
-    without its vocabulary, of which only the settings are known. ``live``: the object in memory. ``gguf``: the file of that
-    precision. ``extra``: further keys of its entry in the graph file.
-    """
-
-    name: str
-    class_path: str
-    config: Mapping[str, Any] | None
-    source: str | None = None
-    dtype: str = ""
-    dtype_reason: str = ""
-    stand_in: bool = False
-    live: Any = None
-    gguf: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_component(self) -> bool:
-        """Whether it has weights."""
-        return bool(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSpec:
-    """A pipeline as a source describes it.
+@dataclass(slots=True)
+class Found:
+    """A pipeline that a source describes: what becomes a `Graph`, and what only the text of the graph file says.
 
     ``origin``: the source as the user named it. ``pipeline``: its class path. ``source``: an absolute folder or a repository; None
-    where there are no weights. ``settings``: plain constructor arguments. ``folder``: where its small files are now. ``trust``:
-    packages of the user's own classes. ``notes``: comments for the head of the graph file. ``workflow``: that of a modular
-    pipeline.
+    where there are no weights. ``folder``: where its small files are now. ``trust``: packages whose code it may run. ``workflow``:
+    that of a modular pipeline. ``notes``: comments for the head of the graph file. ``settings``: plain constructor arguments.
+    ``components`` and ``parts`` are as the graph file has them: a source is named where it is not the member's folder in
+    ``source``, an empty precision is the dtype, and a part with a ``file`` is a tokenizer of which only the settings are known.
+    ``reasons``: the reason for each component's dtype; both are empty where nothing says it. ``live``: members in memory.
     """
 
     origin: str
-    name: str
     pipeline: str
-    source: str | None
-    members: tuple[MemberSpec, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    folder: str | None = None
+    name: str
+    source: str | None = None
+    folder: Path | None = None
     revision: str | None = None
     trust: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     workflow: str = ""
+    notes: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    components: dict[str, Component] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    live: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> type[Any]:
         """The pipeline's class."""
         return resolve_class(self.pipeline, self.trust, self.origin, "pipeline")
 
-    @property
-    def components(self) -> dict[str, MemberSpec]:
-        """The members with weights, by name."""
-        return {member.name: member for member in self.members if member.is_component}
+    def add(
+        self,
+        name: str,
+        class_path: str,
+        config: Mapping[str, Any] | None,
+        dtype: tuple[str, str] = ("", ""),
+        *,
+        source: str | None = None,
+        file: Path | None = None,
+        live: Any = None,
+    ) -> None:
+        """Adds a component, with its ``dtype`` and the reason for it, where the class is a module; else a part.
+
+        Keys that diffusers ignores when it loads a saved or live model are left out of its configuration: constructors themselves
+        write such keys (AutoencoderTiny's ``block_out_channels``).
+        """
+        kind: Any = resolve_class(class_path, self.trust, self.origin)
+        kept = dict(config or {})
+        if live is not None:
+            self.live[name] = live
+        if not issubclass(kind, nn.Module):
+            self.parts[name] = Part(name, class_path, kept, config is not None, file, source)
+            return
+        if hasattr(kind, "load_config") and (self.folder is not None or live is not None):
+            known = inspect.signature(kind.__init__).parameters
+            kept = {key: value for key, value in kept.items() if key in known or key[0] == "_"}
+        self.components[name] = Component(name, class_path, source, kept, True, dtype[0], ())
+        self.reasons[name] = dtype[1]
 
     def graph(self) -> Graph:
-        """The spec as a graph without stages."""
-        folder = self.folder
-        sources = {t.name: t.source or (f"{folder}/{t.name}" if folder and not t.stand_in else None) for t in self.members}
+        """The pipeline as a graph without stages, for dry runs: components without weights, parts from where they are now."""
+        sources = {name: f"{self.folder}/{name}" if self.folder and not part.file else None for name, part in self.parts.items()}
         return Graph(
             name=self.name,
             path=None,
@@ -102,21 +104,16 @@ class PipelineSpec:
             pipeline_config=dict(self.settings),
             trust=self.trust,
             inputs={},
-            components={
-                t.name: Component(
-                    t.name, t.class_path, None, dict(t.config or {}), True, t.dtype, (t.dtype,), where=f"{self.origin}: {t.name}"
-                )
-                for t in self.members
-                if t.is_component
-            },
-            parts={
-                t.name: Part(t.name, t.class_path, dict(t.config or {}), t.config is not None, None, sources[t.name], self.origin)
-                for t in self.members
-                if not t.is_component
-            },
+            components={n: replace(c, source=None, where=f"{self.origin}: {n}") for n, c in self.components.items()},
+            parts={n: replace(p, source=p.source or sources[n], where=self.origin) for n, p in self.parts.items()},
             stages=(),
             outputs={},
         )
+
+
+def name_of(kind: type[Any]) -> str:
+    """A graph's name for a pipeline of class ``kind``: ``flux`` for ``FluxPipeline`` and ``FluxModularPipeline``."""
+    return slug(kind.__name__.removesuffix("Pipeline").removesuffix("Modular"))
 
 
 def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[str]) -> dict[str, Any]:
@@ -131,44 +128,45 @@ def plain_settings(kind: type[Any], given: Mapping[str, Any], absent: Sequence[s
     return found | {name: None for name in required if name not in optional}
 
 
-def dtype_of(declared: Mapping[str, Any], stored: Sequence[tuple[str, int]]) -> tuple[str, str]:
+def common_dtype(stored: Iterable[tuple[str, int]]) -> str:
+    """The dtype of most bytes among ``stored``, (dtype, bytes) of tensors; empty where there is none."""
+    sizes = Counter[str]()
+    for dtype, nbytes in stored:
+        sizes[dtype] += nbytes
+    return next((dtype for dtype, _ in sizes.most_common(1)), "")
+
+
+def dtype_of(declared: Mapping[str, Any], stored: Iterable[tuple[str, int]]) -> tuple[str, str]:
     """(dtype, reason) of a component: the dtype of most bytes in its files, else the one in its configuration, else ("", "").
 
     ``stored``: (dtype, bytes) of the tensors in its files.
     """
-    sizes = Counter[str]()
-    for dtype, nbytes in stored:
-        sizes[dtype] += nbytes
-    common = sizes.most_common(1)
-    if common and common[0][0] in DTYPES:
-        return common[0][0], OF_FILES
-    for key in ("dtype", "torch_dtype"):
-        said = str(declared.get(key) or "").removeprefix("torch.")
-        if said in DTYPES:
-            return said, OF_CONFIG
-    return "", ""
+    if (common := common_dtype(stored)) in DTYPES:
+        return common, OF_FILES
+    said = (str(declared.get(key) or "").removeprefix("torch.") for key in ("dtype", "torch_dtype"))
+    return next(((dtype, OF_CONFIG) for dtype in said if dtype in DTYPES), ("", ""))
 
 
-def class_in(library: str, name: str, pipeline: type[Any], origin: str) -> str:
+def class_in(library: str, name: str, pipeline: type[Any], origin: str, trust: Sequence[str] = ()) -> str:
     """The class path for an entry ``[library, name]`` of a model_index. ``library`` may be a subpackage of diffusers' pipelines.
 
     Raises InputError where no installed and allowed library has the class: code that comes with a checkpoint is never run.
     """
     if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", text) for text in (library, name)):
         raise InputError(f"{library!r}, {name!r} do not name a class", origin)
-    near = _annotated(pipeline, name)
-    paths = [f"{library}.{name}", *near]
-    if library.split(".")[0] not in DEFAULT_ALLOW:
-        beside = pipeline.__module__.rpartition(".")[0]
-        paths = [f"diffusers.pipelines.{library}.{name}", f"{beside}.{name}", f"{beside}.{library}.{name}", *near]
-    for path in paths:
+    hints = (parameter.annotation for parameter in inspect.signature(pipeline.__init__).parameters.values())
+    near = [f"{hint.__module__}.{name}" for hint in hints if isinstance(hint, type) and hint.__name__ == name]
+    own, beside = f"{library}.{name}", pipeline.__module__.rpartition(".")[0]
+    allowed = library.split(".")[0] in (*DEFAULT_ALLOW, *trust)
+    paths = [own] if allowed else [f"diffusers.pipelines.{own}", f"{beside}.{name}", f"{beside}.{own}"]
+    for path in paths + near:
         try:
-            resolve_class(path, (), origin, "component", "part")
+            resolve_class(path, trust, origin, "component", "part")
         except InputError:
             continue
         return path
-    if library.split(".")[0] in DEFAULT_ALLOW:
-        resolve_class(paths[0], (), origin, "component", "part")
+    if allowed:
+        resolve_class(own, trust, origin, "component", "part")
     raise InputError(
         f"{name} comes from {library!r}, which is no library that is installed and allowed: code that comes with a checkpoint is "
         "never run. Install its package, and write the graph with class: and allow: by hand (docs/pipelines.md)",
@@ -176,27 +174,18 @@ def class_in(library: str, name: str, pipeline: type[Any], origin: str) -> str:
     )
 
 
-def _annotated(pipeline: type[Any], name: str) -> list[str]:
-    """The class paths of classes called ``name`` in the annotations of the pipeline's constructor."""
-    hints = (parameter.annotation for parameter in inspect.signature(pipeline.__init__).parameters.values())
-    return [f"{hint.__module__}.{name}" for hint in hints if isinstance(hint, type) and hint.__name__ == name]
-
-
 def is_module(class_path: str, trust: Sequence[str], origin: str) -> bool:
     """Whether the class is an ``nn.Module``. Modules are components; anything else is a part."""
     return issubclass(resolve_class(class_path, trust, origin), nn.Module)
 
 
-def path_of(kind: type[Any]) -> tuple[str, tuple[str, ...]]:
-    """(class path of ``kind``, packages that a graph with it needs in ``allow:`` besides the default ones).
-
-    Raises InputError where the class cannot be imported by its name.
-    """
+def path_of(kind: type[Any]) -> str:
+    """The class path of ``kind``: the short one where its package exports it. Raises InputError where it cannot be imported."""
     package = kind.__module__.split(".")[0]
     for path in (f"{package}.{kind.__name__}", f"{kind.__module__}.{kind.__qualname__}"):
         try:
             if resolve_class(path, (package,)) is kind:
-                return path, () if package in DEFAULT_ALLOW else (package,)
+                return path
         except GraphError:
             continue
     raise InputError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name: a graph file could not name it")
@@ -207,22 +196,6 @@ def plain_config(config: Any) -> dict[str, Any]:
     own: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     found: dict[str, Any] = json.loads(json.dumps(plain(dict(own)), default=str, sort_keys=True))
     return {key: value for key, value in found.items() if key not in ("_name_or_path", "_use_default_values")}
-
-
-def accepted(spec: PipelineSpec) -> PipelineSpec:
-    """``spec`` without configuration keys that diffusers ignores when it loads a saved or live model.
-
-    Such keys are written by constructors themselves (AutoencoderTiny's ``block_out_channels``).
-    """
-
-    def of(member: MemberSpec) -> MemberSpec:
-        kind: Any = resolve_class(member.class_path, spec.trust, spec.origin) if member.is_component else None
-        if not hasattr(kind, "load_config") or (spec.folder is None and member.live is None):
-            return member
-        known = inspect.signature(kind.__init__).parameters
-        return replace(member, config={key: value for key, value in (member.config or {}).items() if key in known or key[0] == "_"})
-
-    return replace(spec, members=tuple(map(of, spec.members)))
 
 
 def plain(value: Any) -> Any:

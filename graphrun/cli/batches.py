@@ -1,0 +1,127 @@
+"""``graphrun run`` with ``--inputs`` or ``--resume``: a list of requests, or a single one that can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from graphrun import api
+from graphrun.batch.queue import Batch
+from graphrun.batch.requests import Request, read_requests
+from graphrun.batch.watch import Watcher
+from graphrun.cli.common import hardware_for, load, say, show
+from graphrun.cli.options import Asked
+from graphrun.cli.running import Stop, files_for, saved, stopping
+from graphrun.errors import InputError
+from graphrun.report.outputs import numbered
+from graphrun.report.progress import BatchProgress
+from graphrun.units import show_seconds, show_size
+
+
+def run_batch(
+    source: Path,
+    asked: Asked,
+    inputs: Path | None,
+    output: list[str] | None,
+    *,
+    as_json: bool,
+    resume: bool,
+    strict: bool,
+    cache: Path | None,
+    **options: Any,
+) -> None:
+    """Runs the requests in the file ``inputs``, or a single one, and shows the results. ``options`` are as for `api.run_many`.
+
+    Exits with 2 where requests were left out.
+    """
+    if asked.vram is None:
+        raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
+    graph = load(source, asked)
+    hardware = hardware_for(asked.hardware, asked.device, True, cache)
+    target = files_for(graph, output)
+    first = next(iter(target.values()))
+    requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
+    told, files = None if as_json else say, dict[int, list[str]]()
+
+    def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
+        written = saved(outputs, numbered(target, request.number) if inputs is not None else target, graph, request.inputs)
+        files[request.number] = [str(each) for each in written]
+        return written
+
+    with stopping(told) as stop, _Progress(len(requests), told, stop) as progress:
+        batch = api.run_many(
+            graph,
+            requests,
+            vram=asked.vram,
+            hardware=hardware,
+            common=asked.inputs,
+            cache=cache,
+            resume=first.parent / f".{first.stem}.resume" if resume else None,
+            strict=strict or inputs is None,
+            sink=sink,
+            watcher=progress,
+            note=say,
+            **asked.estimate_arguments,
+            **options,
+        )
+    show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
+    if batch.errors:
+        raise typer.Exit(2)
+
+
+class _Progress(BatchProgress, Watcher):
+    """The progress of a batch, whose runs stop at the end of a step after an interrupt."""
+
+    def __init__(self, requests: int, told: Callable[[str], None] | None, stop: Stop) -> None:
+        super().__init__(requests, told)
+        self._stop = stop
+
+    def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
+        return self._stop.watched(super().run(segment, request))
+
+    def planned_again(self, line: str) -> None:
+        say(line)
+
+
+def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    return {
+        "requests": requests,
+        "done": len(files),
+        "done_before": list(batch.done_before),
+        "left_out": {str(number): error for number, error in batch.errors.items()},
+        "files": {str(number): list(names) for number, names in files.items()},
+        "schedules": [
+            {
+                "name": schedule.name,
+                "requests": schedule.requests,
+                "group": schedule.group,
+                "segments": [list(segment.stages) for segment in schedule.segments],
+                "predicted_seconds": schedule.seconds,
+                "moved_bytes": schedule.moved_bytes,
+                "waiting_bytes": schedule.waiting_bytes,
+            }
+            for schedule in batch.schedules
+        ],
+        "shared": batch.shared,
+        "measured": {"seconds": batch.seconds, "moved_bytes": batch.moved_bytes},
+    }
+
+
+def _batch_screen(batch: Batch, requests: int) -> str:
+    predicted = sum(schedule.seconds for schedule in batch.schedules)
+    moved = sum(schedule.moved_bytes for schedule in batch.schedules)
+    done = requests - len(batch.errors) - len(batch.done_before)
+    before = f", {len(batch.done_before)} done before" if batch.done_before else ""
+    left = f", {len(batch.errors)} left out" if batch.errors else ""
+    lines = [f"{done} of {requests} requests run{before}{left}"]
+    if batch.schedules:
+        names = ", ".join(dict.fromkeys(schedule.name for schedule in batch.schedules))
+        lines.append(f"{names}  predicted {show_seconds(predicted)}, moves {show_size(moved)} in")
+    if batch.traces:
+        lines.append(f"measured {show_seconds(batch.seconds)}, moved {show_size(batch.moved_bytes)} in {len(batch.traces)} runs")
+    if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
+        lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
+    return "\n".join(lines)

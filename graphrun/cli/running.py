@@ -1,0 +1,72 @@
+"""What a single run and a batch of runs share: interrupts and output files.
+
+The first interrupt (Ctrl-C) stops a run at the end of the current step, a second one immediately.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from graphrun.report.outputs import FPS, VIDEOS, Files, output_files, save_outputs
+
+if TYPE_CHECKING:
+    from graphrun.graph.graph import Graph
+
+
+class Stop:
+    """Whether an interrupt was received."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def watched(self, progress: Callable[[int, int, int], None] | None) -> Callable[[int, int, int], None]:
+        """``progress``, which raises KeyboardInterrupt at the start of a call (the end of a step) after an interrupt."""
+
+        def called(slot: int, call: int, calls: int) -> None:
+            if self.requested:
+                raise KeyboardInterrupt
+            if progress is not None:
+                progress(slot, call, calls)
+
+        return called
+
+
+@contextlib.contextmanager
+def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
+    """A context in which the first SIGINT only sets a flag, and the second one raises KeyboardInterrupt."""
+    stop = Stop()
+
+    def interrupted(_: int, __: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        if tell is not None:
+            tell("  stopping at the end of this step; interrupt again to stop now")
+
+    try:
+        before = signal.signal(signal.SIGINT, interrupted)
+    except ValueError:  # not the main thread, which alone may set handlers
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def files_for(graph: Graph, output: list[str] | None) -> Files:
+    """The files for the outputs of ``graph``. Raises InputError where they cannot be written."""
+    return output_files(output or (), graph.kinds(), Path("out") / graph.name)
+
+
+def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
+    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline."""
+    from graphrun.ops.pipeline import frames_per_second
+
+    video = any(path.suffix.lower() in VIDEOS for path in target.values())
+    return save_outputs(outputs, target, (frames_per_second(graph, inputs) if video else None) or FPS)

@@ -1,0 +1,229 @@
+"""Linear expressions and mixed-integer linear programs (MILP) for HiGHS.
+
+x, y = model.column(upper=8.0, integer=True), model.column()
+model.add(2.0 * x + 1.0 <= y, x >= 3.0)
+model.minimise(y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Row(NamedTuple):
+    """``lower <= terms <= upper``. ``terms``: column -> coefficient."""
+
+    terms: Mapping[int, float]
+    lower: float
+    upper: float
+
+
+@dataclass(slots=True, eq=False)
+class Linear:
+    """A linear expression over the columns of a `MilpModel`: ``terms`` (column -> coefficient) and a constant.
+
+    Sums, differences and multiples are expressions; comparisons are rows for `MilpModel.add`.
+    """
+
+    terms: Mapping[int, float] = field(default_factory=dict)
+    constant: float = 0.0
+
+    def _plus(self, other: Linear | float, factor: float) -> Linear:
+        if not isinstance(other, Linear):
+            return Linear(self.terms, self.constant + factor * other)
+        terms = dict(self.terms)
+        for column, value in other.terms.items():
+            terms[column] = terms.get(column, 0.0) + factor * value
+        return Linear(terms, self.constant + factor * other.constant)
+
+    def __add__(self, other: Linear | float) -> Linear:
+        return self._plus(other, 1.0)
+
+    def __sub__(self, other: Linear | float) -> Linear:
+        return self._plus(other, -1.0)
+
+    def __mul__(self, factor: float) -> Linear:
+        return Linear({column: value * factor for column, value in self.terms.items()}, self.constant * factor)
+
+    def __rmul__(self, factor: float) -> Linear:
+        return self * factor
+
+    def __truediv__(self, divisor: float) -> Linear:
+        return Linear({column: value / divisor for column, value in self.terms.items()}, self.constant / divisor)
+
+    def __le__(self, other: Linear | float) -> Row:
+        difference = self - other
+        return Row(difference.terms, -np.inf, -difference.constant)
+
+    def __ge__(self, other: Linear | float) -> Row:
+        difference = self - other
+        return Row(difference.terms, -difference.constant, np.inf)
+
+    def equals(self, other: Linear | float) -> Row:
+        """The row ``self == other``."""
+        difference = self - other
+        return Row(difference.terms, -difference.constant, -difference.constant)
+
+    def at(self, values: NDArray[np.float64]) -> float:
+        """The value of the expression for these ``values`` of the columns."""
+        return self.constant + sum(float(values[column]) * value for column, value in self.terms.items())
+
+
+def total(parts: Iterable[Linear]) -> Linear:
+    """The sum of ``parts``."""
+    terms, constant = dict[int, float](), 0.0
+    for part in parts:
+        for column, value in part.terms.items():
+            terms[column] = terms.get(column, 0.0) + value
+        constant += part.constant
+    return Linear(terms, constant)
+
+
+# The search is limited by nodes, not by seconds: plans must not depend on how fast the machine is. Time is about proportional to
+# nodes times columns.
+NODES_TIMES_COLUMNS = 8_000_000
+FEWEST_NODES = 200
+GAP = 1e-6
+INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4  # distance from an integer; relative loss accepted for rounding
+ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
+OPTIONS = {"output_flag": False, "threads": 1}
+# HiGHS's heuristics for a first solution: half of its time where solutions are easily found, a quarter of it where they are not.
+SEARCHES = ("mip_heuristic_run_feasibility_jump", "mip_heuristic_run_rens", "mip_heuristic_run_rins")
+ROUGH_GAP = 0.02  # relative gap of a first solution where one is hard to find
+
+
+@dataclass(frozen=True, slots=True)
+class MilpResult:
+    """The solver's answer: a value per column, the objective's value and the bound on it, and whether optimality was proven."""
+
+    values: NDArray[np.float64]
+    value: float
+    bound: float
+    proven: bool
+
+
+class MilpModel:
+    """A MILP of columns with bounds and rows with bounds; it may be minimised several times. ``gap``: least relative gap used."""
+
+    def __init__(self, gap: float) -> None:
+        self._gap = gap
+        self._columns: list[tuple[float, float, bool]] = []
+        self._rows: list[Row] = []
+        self._arrays: list[NDArray[Any]] = []  # of all rows, built when first needed
+
+    def column(self, lower: float = 0.0, upper: float = np.inf, integer: bool = False) -> Linear:
+        """Adds a column; returns the expression that is this column."""
+        self._columns.append((lower, upper, integer))
+        return Linear({self.size - 1: 1.0})
+
+    def binary(self, upper: float = 1.0) -> Linear:
+        """Adds a column that is 0 or 1; ``upper`` 0: always 0."""
+        return self.column(0.0, upper, True)
+
+    def add(self, *rows: Row) -> None:
+        """Adds rows."""
+        self._rows += rows
+
+    @property
+    def size(self) -> int:
+        """The number of columns."""
+        return len(self._columns)
+
+    def minimise(
+        self,
+        goal: Linear,
+        limits: Sequence[Row] = (),
+        *,
+        whole: bool = True,
+        gap: float = GAP,
+        fixed: Mapping[int, float] | None = None,
+        start: MilpResult | None = None,
+    ) -> MilpResult | None:
+        """Minimises ``goal`` subject to all rows and to ``limits``. None: no solution was found.
+
+        ``whole`` False relaxes integers to fractions, which gives a bound. ``gap``: relative optimality gap; ROUGH_GAP keeps
+        HiGHS's heuristics for hard cases. ``fixed``: column -> value. ``start``: a solution within the limits to start from.
+        Deterministic: HiGHS with one thread and without a time limit.
+        """
+        ranges = {column: (value, value) for column, value in (fixed or {}).items()}
+        return self._solved(goal, limits, max(gap, self._gap) if gap else gap, ranges, whole=whole, start=start)
+
+    def rounded(self, known: MilpResult, columns: Collection[int], goal: Linear, gap: float) -> MilpResult | None:
+        """Minimises ``goal`` with integers in ``columns``: columns that are integers in ``known`` stay fixed, the others stay
+        within ROUNDING_RANGE. If that is infeasible, or costs more than ROUNDING_GAP, all of them may move. None: no solution."""
+        for fixed_within in (INTEGRALITY, -1.0):
+            ranges = {}
+            for column in columns:
+                value = known.values[column]
+                near = abs(value - round(value)) <= fixed_within
+                ranges[column] = (round(value),) * 2 if near else (value - ROUNDING_RANGE, value + ROUNDING_RANGE)
+            found = self._solved(goal, (), gap, ranges, integers=columns)
+            if found is not None and (fixed_within < 0 or found.value <= goal.at(known.values) * (1 + ROUNDING_GAP)):
+                return replace(known, values=found.values, value=found.value)
+        return None
+
+    def _solved(
+        self,
+        goal: Linear,
+        limits: Sequence[Row],
+        gap: float,
+        ranges: Mapping[int, tuple[float, float]],
+        *,
+        whole: bool = True,
+        integers: Collection[int] = (),
+        start: MilpResult | None = None,
+    ) -> MilpResult | None:
+        self._arrays = self._arrays or _arrays(self._rows)
+        values, columns, counts, lows, highs = map(np.concatenate, zip(self._arrays, _arrays(limits), strict=True))
+        cost = np.zeros(self.size)
+        cost[list(goal.terms)] = list(goal.terms.values())
+        lower, upper, integer = (np.array(part, dtype=float) for part in zip(*self._columns, strict=True))
+        for column, (low, high) in ranges.items():
+            lower[column], upper[column] = max(low, lower[column]), min(high, upper[column])
+        integer[list(integers)] = 1.0
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_, lp.offset_ = self.size, len(lows), goal.constant
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, lower, upper
+        lp.row_lower_, lp.row_upper_ = lows, highs
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(counts)])
+        lp.a_matrix_.index_, lp.a_matrix_.value_ = columns, values
+        if whole:
+            lp.integrality_ = [highspy.HighsVarType(int(each)) for each in integer]
+        options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size)}
+        searched = gap == ROUGH_GAP or integers
+        return _run(lp, options | ({} if searched else dict.fromkeys(SEARCHES, False)), start)
+
+
+def _run(lp: highspy.HighsLp, options: Mapping[str, bool | int | float], start: MilpResult | None) -> MilpResult | None:
+    highs = highspy.Highs()
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    if start is not None:
+        highs.setSolution(len(start.values), np.arange(len(start.values), dtype=np.int32), start.values)
+    highs.run()
+    info = highs.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    value = float(info.objective_function_value)
+    bound = float(info.mip_dual_bound) if len(lp.integrality_) else value
+    values = np.array(highs.getSolution().col_value)
+    return MilpResult(values, value, bound, highs.getModelStatus() == highspy.HighsModelStatus.kOptimal)
+
+
+def _arrays(rows: Sequence[Row]) -> list[NDArray[Any]]:
+    """Rows in compressed form: coefficients and their columns row by row, coefficients per row, and bounds of the rows."""
+    return [
+        np.array([value for row in rows for value in row.terms.values()], dtype=float),
+        np.array([column for row in rows for column in row.terms], dtype=np.int32),
+        np.array([len(row.terms) for row in rows], dtype=np.int32),
+        np.array([row.lower for row in rows], dtype=float),
+        np.array([row.upper for row in rows], dtype=float),
+    ]

@@ -1,0 +1,64 @@
+"""Values that are spilled to the host and restored: equal, tied tensors once, and in order with what computes on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_component import problem
+
+from graphrun.errors import BrokenPlan
+from graphrun.model.plan import Restore, Slot, Spill
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.events import EventRecorder
+from graphrun.runtime.slot import OpenSlot
+from graphrun.runtime.spilled import Values
+from graphrun.sim import Machine
+
+
+class Holder:
+    def __init__(self, **named: Any) -> None:
+        self.named: dict[str, Any] = named
+
+
+def test_a_restored_value_is_computed_with_at_once() -> None:
+    device = SimulatedDevice(Machine())
+    with device.session(1 << 30):
+        tensor = torch.arange(64.0).to(device.torch_device)
+        holder = Holder(embeds={"prompt": tensor, "pooled": [tensor, torch.ones(2)]})
+        values = Values(device, holder)
+        device.barrier()
+        del tensor
+        assert values.spill("embeds") == 64 * 4 + 2 * 4
+        device.barrier()
+        values.release_originals()
+        assert device.allocated_bytes == 0
+        values.restore("embeds")
+        doubled = holder.named["embeds"]["prompt"] * 2
+        device.barrier()
+        values.release_originals()
+        assert torch.equal(doubled.cpu(), torch.arange(64.0) * 2)
+        assert holder.named["embeds"]["pooled"][0] is holder.named["embeds"]["prompt"]
+
+
+def test_the_trace_has_the_times_of_both_copies() -> None:
+    device = SimulatedDevice(Machine(h2d_bytes_per_second=1e9, d2h_bytes_per_second=5e8))
+    with device.session(1 << 30):
+        holder = Holder(embeds=torch.ones(1000).to(device.torch_device))
+        recorder, values = EventRecorder(device, device.mark("compute")), Values(device, holder)
+        device.barrier()
+        for index, action in enumerate((Spill("embeds"), Restore("embeds"))):
+            slot = OpenSlot(index, Slot("", "end", 0, (action,)), problem({}, []), {}, recorder, values)
+            slot.open()
+            slot.close()
+        del slot
+    spilled, restored = recorder.events
+    assert (spilled.kind, spilled.nbytes, restored.kind, restored.nbytes) == ("spill", 4000, "restore", 4000)
+    assert (spilled.start_seconds, spilled.end_seconds) == pytest.approx((0.0, 8e-6))
+    assert (restored.start_seconds, restored.end_seconds) == pytest.approx((8e-6, 12e-6))
+
+
+def test_a_value_that_no_stage_has_produced_is_an_error() -> None:
+    with pytest.raises(BrokenPlan, match="moves the value embeds, which no stage has produced"):
+        Values(SimulatedDevice(Machine()), Holder()).spill("embeds")

@@ -1,0 +1,105 @@
+"""Which tests run: the small ones, or those marked ``sweep``. ``--part`` and ``--minutes`` take some of these, ``--record`` notes
+how they ended.
+
+``pytest.mark.sweep("NAME")`` marks a long test of part NAME; without a name the part is called after the file (``test_NAME.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SEED = 17  # of the order in which a slice is run
+LEFT = "no time left"
+LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "bitsandbytes", "highspy", "ortools")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="Of the tests marked sweep, those of this part alone.")
+    parser.addoption("--minutes", type=float, help="Start tests for so many minutes, in one random order.")
+    parser.addoption("--record", type=Path, help="Write the outcome of each part to this file.")
+    parser.addoption("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
+
+
+def sampled(cases: Iterable[Any], sample: Iterable[Any], part: str) -> list[Any]:
+    """``cases`` as parameters of a test: those in ``sample`` always run, the others in the part of the sweep called ``part``."""
+    always = set(sample)
+    return [pytest.param(case, marks=[] if case in always else [pytest.mark.sweep(part)]) for case in cases]
+
+
+def part_of(item: pytest.Item) -> str | None:
+    """The part of the sweep that a test belongs to; None for a small one."""
+    mark = item.get_closest_marker("sweep")
+    if mark is None:
+        return None
+    return mark.args[0] if mark.args else item.path.stem.removeprefix("test_")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = config.getoption("--part")
+    sweeping = asked is not None or "sweep" in config.getoption("-m")
+    parts = {item: part_of(item) for item in items}
+    if asked is not None and asked not in parts.values():
+        raise pytest.UsageError(
+            f"there is no part {asked}; there are: {', '.join(sorted({part for part in parts.values() if part}))}"
+        )
+    kept = [item for item, part in parts.items() if (part is not None) == sweeping and asked in (None, part)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    if config.getoption("--minutes"):
+        random.Random(SEED).shuffle(kept)
+    items[:] = kept
+    for item in items:
+        item.user_properties.append(("part", parts[item]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.time() > item.config.getoption("--started") + 60 * minutes:
+        pytest.skip(LEFT)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    found: dict[str, Counter[str]] = {}
+    left: Counter[str] = Counter()
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            part = dict(report.user_properties).get("part")
+            if part is None:
+                continue
+            late = outcome == "skipped" and LEFT in str(report.longrepr)
+            found.setdefault(part, Counter())["left" if late else "failed" if outcome == "error" else outcome] += 1
+            found[part]["seconds"] += round(report.duration)
+            if late:
+                left[report.nodeid.partition("[")[0]] += 1
+    if not found:
+        return
+    terminalreporter.section("sweep")
+    for part, counts in sorted(found.items()):
+        run = counts["passed"] + counts["failed"]
+        terminalreporter.line(f"{part}: {run} run, {counts['failed']} failed, {counts['left']} left, {counts['seconds']} s")
+    for name, count in sorted(left.items()):
+        terminalreporter.line(f"  left: {count} of {name}")
+    if record := config.getoption("--record"):
+        record.write_text(json.dumps({"about": about(), "parts": found}, indent=1, sort_keys=True) + "\n")
+
+
+def about() -> dict[str, Any]:
+    """Date, machine, versions."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in LIBRARIES},
+    }

@@ -1,0 +1,19 @@
+"""What is measured on cards, run on the simulated accelerator with graphs in small: nothing fails, and every promise is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(__file__).parent.parent.parent / "benchmarks" / "gpu.py"
+
+
+@pytest.mark.sweep("rehearsal")
+@pytest.mark.parametrize("section", ["tiny", "sdxl", "flux"])
+def test_a_section_of_the_benchmark_on_cards_runs_without_one(section: str, tmp_path: Path) -> None:
+    command = [sys.executable, COMMAND, "--rehearse", "--sections", section, "--out", tmp_path / "results.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
