@@ -2,8 +2,8 @@
 
 python benchmarks/card.py STEP [--rehearse] [--out FILE] [--limit SECONDS]
 
-A part is a process of its own, because an error of CUDA spoils its process; it is ended when the step's time is over. Exit 1: a part
-failed, or a promise was broken; the results say which.
+A part is a process of its own, because an error of CUDA spoils its process; it is ended when the step's time is over. Exit 1: a
+part failed, or a promise was broken; the results say which.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What PyTorch's caching allocator did in one run, beside graphrun's model of it.
 
 The card's record (`torch.cuda.memory._record_memory_history`) names every allocation, release, and page that was mapped or
-unmapped. The allocations and releases are replayed through `graphrun.model.allocator.Caching`; what it reserves is compared, event by
-event, with the pages that were mapped.
+unmapped. The allocations and releases are replayed through `graphrun.model.allocator.Caching`; what it reserves is compared, event
+by event, with the pages that were mapped.
 """
 
 from __future__ import annotations
