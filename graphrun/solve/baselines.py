@@ -37,14 +37,14 @@ def fitting(program: Program, baseline: Baseline, most: int | None = None) -> It
     largest = max(range(len(weights)), key=lambda c: weights[c], default=0)
     too_large = [c for c in range(len(weights)) if _short_bytes(program, c) > 0]
     blocks = max((group.count for group in program.groups if group.component == largest), default=0)
-    found = 0
+    found, needed = 0, _needed(program)
     for kept in range(blocks, -1, -1) if baseline == "single K" else (0,):
         streamed = [
             group.streamable and (baseline == "streamed" or (baseline == "single K" and group.component in (largest, *too_large)))
             for group in program.groups
         ]
         stay = [min(kept, group.count) if group.component == largest else 0 for group in program.groups]
-        goals = _needed(program) * np.where(streamed, stay, program.counts)
+        goals = needed * np.where(streamed, stay, program.counts)
         double = _reaching(program, goals, evict=baseline != "resident")
         for choice in (double, replace(double, depths=np.ones_like(double.depths))):
             if found != most and not program.excess_bytes(choice):
@@ -57,7 +57,7 @@ def _short_bytes(program: Program, component: int) -> int:
     """Bytes missing to hold all of ``component`` in the tightest slot that uses it; 0 or less: it fits."""
     of = program.groups_of[component]
     slots = [t for t, interval in enumerate(program.intervals) if component in interval.used]
-    fixed = max((program.intervals[t].fixed_bytes + program.activation_bytes(t) for t in slots), default=0)
+    fixed = int(program.fixed_bytes[slots].max(initial=0))
     return int(program.counts[of] @ program.held_bytes[of]) + fixed - program.problem.effective_bytes
 
 
@@ -90,8 +90,8 @@ def _reaching(program: Program, goals: NDArray[np.int64], *, evict: bool = True)
         held = present[t] + loaded[t]
         uses = {use.component for use in program.problem.phases[interval.phase].uses}
         for c, (of, groups) in enumerate(zip(program.variant_choices, program.groups_of, strict=True)):
-            begins = program.problem.components[c].name in uses or loaded[t, groups].any()
-            if of.read_seconds is not None and reads[c] < 0 and begins and t < program.run_length:
+            unread = of.read_seconds is not None and reads[c] < 0 and t < program.run_length
+            if unread and (program.problem.components[c].name in uses or loaded[t, groups].any()):
                 reads[c] = t
     spills = (False,) * len(program.spill_gaps)
     return program.with_drops(

@@ -229,6 +229,16 @@ class Program:
         return self._table([interval.calls for interval in self.intervals])
 
     @cached_property
+    def passes(self) -> NDArray[np.int64]:
+        """p: how often a block of a group runs in one call."""
+        return self._table([interval.passes for interval in self.intervals])
+
+    @cached_property
+    def rooms(self) -> NDArray[np.int64]:
+        """`Interval.rooms` of each group."""
+        return self._table([interval.rooms for interval in self.intervals])
+
+    @cached_property
     def counts(self) -> NDArray[np.int64]:
         """Blocks per group."""
         return np.array([group.count for group in self.groups], dtype=np.int64)
@@ -256,10 +266,14 @@ class Program:
             found.append(list(sets.values()))
         return found
 
+    @cached_property
+    def fixed_bytes(self) -> NDArray[np.int64]:
+        """Per interval, bytes on the device beside weights and rings, if nothing is spilled."""
+        return np.array([interval.fixed_bytes + self.activation_bytes(t) for t, interval in enumerate(self.intervals)])
+
     def copied_blocks(self, choice: Choice) -> NDArray[np.int64]:
         """x: blocks copied to the device. A block that is copied several times counts as often."""
-        passes = self._table([interval.passes for interval in self.intervals])
-        used = self.calls * passes * (self.counts - choice.present) - (passes - 1) * choice.loaded
+        used = self.calls * self.passes * (self.counts - choice.present) - (self.passes - 1) * choice.loaded
         return np.where(self.calls > 0, used, choice.loaded)
 
     def slot_seconds(self, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False) -> list[float]:
@@ -314,17 +328,17 @@ class Program:
         """L + M: bytes of the ring of each component (columns) in each interval; 0: nothing is streamed. It has room for the
         largest streamed block, and beside it for the further blocks that `Choice.depths` says."""
         streamed = self.streamed(choice)
-        more, room = (choice.depths - 1) * self.held_bytes * streamed, self._table([interval.rooms for interval in self.intervals])
+        more = (choice.depths - 1) * self.held_bytes * streamed
         found = np.zeros((len(self.intervals), len(self.groups_of)), dtype=np.int64)
         for c, of in enumerate(self.groups_of):
             beside = np.max(more[:, of], axis=1, initial=0)
-            share = (self.held_bytes[of] - np.where(beside[:, None] > 0, 0, room[:, of])) * streamed[:, of]
+            share = (self.held_bytes[of] - np.where(beside[:, None] > 0, 0, self.rooms[:, of])) * streamed[:, of]
             found[:, c] = beside + np.max(share, axis=1, initial=0)
         return found
 
     def device_bytes(self, choice: Choice) -> NDArray[np.int64]:
         """Peak bytes on the device per interval."""
-        found = np.array([interval.fixed_bytes + self.activation_bytes(t) for t, interval in enumerate(self.intervals)])
+        found = self.fixed_bytes.copy()
         for gap, spilled in zip(self.spill_gaps, choice.spills, strict=True):
             found[gap.out + 1 : gap.back] -= gap.nbytes * spilled
         weights: NDArray[np.int64] = (choice.present + choice.loaded) @ self.held_bytes
@@ -385,7 +399,9 @@ class Program:
     def with_drops(self, choice: Choice, *, always: bool = False) -> Choice:
         """``choice`` with every backing store dropped after its last use, where RAM cannot hold all of them to the end of the run,
         or ``always``. Sessions keep all backing stores."""
-        if self.session or not (always or self.excess_bytes(choice).keys() & {"ram", "pinned"}):
+        limits, most = (self.problem.ram_bytes, self.problem.pinned_bytes), self.host_bytes(choice).max(axis=0, initial=0)
+        fits = all(limit is None or nbytes <= limit for nbytes, limit in zip(most, limits, strict=True))
+        if self.session or (fits and not always):
             return choice
         copied, drops = self.copied_blocks(choice) > 0, list[int]()
         for of, read, groups in zip(self.variant_choices, choice.reads, self.groups_of, strict=True):

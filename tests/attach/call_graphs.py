@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import yaml
 from PIL import Image
-from tiny_pipelines import Case, cases
+from tiny_pipelines import BYTES, Case, cases
 
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
@@ -132,7 +132,7 @@ def part_of(part: Any) -> dict[str, Any]:
         marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
         return {
             "class": "transformers.PreTrainedTokenizerFast",
-            "file": part.init_kwargs["tokenizer_file"],
+            "file": str(BYTES),
             "config": {"model_max_length": part.model_max_length, **marks},
         }
     config = config_of(part) if hasattr(part, "set_timesteps") else part.to_dict()

@@ -22,6 +22,7 @@ from graphrun.report.summary import broken_caps
 PROMPT = "a lighthouse at dusk"
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
+BYTES = ROOT / "graphs" / "tokenizers" / "bytes.json"
 WIDTH = 32  # of every text encoder
 
 

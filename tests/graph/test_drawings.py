@@ -208,6 +208,7 @@ def test_bytes_in_drawings_are_those_of_estimate(graphrun: Cli, estimated: dict[
     assert "height=128" in picture
 
 
+@pytest.mark.long
 def test_a_graph_without_a_dry_run_is_drawn_without_bytes(graphrun: Cli, edited: Any) -> None:
     path = edited("flux-tiny", ("transformers.T5EncoderModel", "transformers.NoSuchModel")).path
     code, out, err = graphrun("graph", str(path), "--as", "dot", "--set", "height=128")

@@ -110,6 +110,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_of_another_kind_is_refused_and_said_with_its_line(name: str) -> None:
     with pytest.raises(GraphError) as caught:

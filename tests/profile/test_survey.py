@@ -8,9 +8,9 @@ import pytest
 
 from graphrun.profile.hardware import hardware
 from graphrun.profile.problems import Limits, problem_of
+from graphrun.profile.recording import DryRun
 from graphrun.profile.survey import survey
 from graphrun.report.estimate_screen import estimate_screen
-from graphrun.store import from_json, to_json
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str,
 
 def test_a_dry_run_read_back_gives_the_same_survey(dry: Any, flux: dict[str, Any]) -> None:
     graph, probed, inputs = dry("flux-dev")
-    assert survey(graph, from_json(to_json(probed)), hardware("rtx4090"), inputs) == flux
+    assert survey(graph, DryRun.from_json(probed.to_json()), hardware("rtx4090"), inputs) == flux
 
 
 def test_the_screen_has_a_row_for_each_component_and_phase(flux: dict[str, Any]) -> None:

@@ -29,7 +29,6 @@ def saved(folder: Path, seed: int = 0) -> Path:
 def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
     """A module whose parameters are on meta, and the writer of its blocks."""
     module = Small()
-    buffers = dict(module.named_buffers())
     made: dict[int, torch.nn.Parameter] = {}
     for child in module.modules():
         for key, parameter in child._parameters.items():
@@ -38,6 +37,7 @@ def meta_module_and_writer(folder: Path) -> tuple[Small, Writer]:
                 child._parameters[key] = made.setdefault(id(parameter), meta)
     stored = {tensor.name: tensor for tensor in stored_tensors(folder, "")}
     stored["head.weight"] = stored["embed.weight"]
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in stored}
     return module, Writer(FileSource(stored), buffers=buffers)
 
 

@@ -14,6 +14,7 @@ from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
 
 
+@pytest.mark.long
 def test_every_point_is_the_plan_for_its_budget_alone() -> None:
     of = flux(8 * GIB, steps=4)
     for point in frontier(of, (4 * GIB, 8 * GIB, 24 * GIB)):

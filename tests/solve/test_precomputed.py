@@ -18,6 +18,7 @@ def flux_tiny(make_problem: Any, dry: Any) -> Any:
     return dry("flux-tiny")[0], make_problem("flux-tiny", 6 << 20)
 
 
+@pytest.mark.long
 def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start(flux_tiny: Any) -> None:
     graph, problem = flux_tiny
     reduced = graph.with_precomputed(["encode"])

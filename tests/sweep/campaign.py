@@ -76,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     left: Counter[str] = Counter()
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
-            part = dict(report.user_properties).get("part")
+            part = dict(getattr(report, "user_properties", ())).get("part")  # a file that fails to import has none
             if part is None:
                 continue
             late = outcome == "skipped" and LEFT in str(report.longrepr)
