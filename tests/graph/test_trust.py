@@ -128,6 +128,7 @@ def test_a_class_of_another_kind_is_refused_and_said_with_its_line(name: str) ->
             resolve_class(name, own, "graph.yaml:7", REFUSED[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("named", "needed"),
     [

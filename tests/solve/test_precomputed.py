@@ -38,6 +38,7 @@ def test_a_precomputed_stage_is_not_planned_and_its_value_is_live_from_the_start
     assert simulate(solution.problem, solution.plan).seconds < simulate(full.problem, full.plan).seconds
 
 
+@pytest.mark.long
 def test_finished_steps_are_not_planned(flux_tiny: Any) -> None:
     problem = flux_tiny[1]
     remaining = shortened(problem, {"denoise": (3, 4)})
