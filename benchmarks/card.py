@@ -159,9 +159,9 @@ def snapshot(asked: argparse.Namespace) -> None:
         bench.build(out)
     with log.part("run within 8 GiB") as out:
         solution = graphrun.plan(bench.problem("4M" if asked.rehearse else "8G"))
-        bench.follow(solution.problem, solution.plan)
+        bench.follow(solution)
         with recorded(bench.device) as events:
-            trace, _, seconds = bench.follow(solution.problem, solution.plan)
+            trace, _, seconds = bench.follow(solution)
         out |= {"effective_bytes": solution.problem.effective_bytes, "peak_bytes": trace.peak_bytes, "wall_seconds": seconds}
         out |= compared(events)
         out["cap_kept"] = trace.peak_bytes <= solution.problem.effective_bytes

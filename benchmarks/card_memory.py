@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from graphrun.model.allocator import Caching
 
-EventKind = Literal["alloc", "free", "map", "unmap"]
 RECORDED = {
     "alloc": "alloc",
     "free_completed": "free",
@@ -77,7 +76,7 @@ def recorded(device: Any) -> Iterator[Events]:
 def compared(found: Events) -> dict[str, Any]:
     """Reserved bytes by the card and by the model: both peaks, and where they differ most. Without pages (on the simulated
     accelerator) only the model's figures."""
-    model, live = Caching(), set[int]()
+    model = Caching()
     mapped = allocated = 0
     sizes: dict[int, int] = {}
     pages = any(kind == "map" for kind, _, _ in found.events)
@@ -87,12 +86,10 @@ def compared(found: Events) -> dict[str, Any]:
     for kind, key, nbytes in found.events:
         if kind == "alloc":
             model.allocate(key, nbytes)
-            live.add(key)
             sizes[key] = nbytes
             allocated += nbytes
-        elif kind == "free" and key in live:
+        elif kind == "free" and key in sizes:
             model.release(key)
-            live.remove(key)
             allocated -= sizes.pop(key)
         elif kind == "map":
             mapped += nbytes

@@ -145,14 +145,13 @@ class Bench:
     def measure_budget(self, budget: str | int, out: dict[str, Any], runs: int) -> None:
         """Plans for ``budget``, runs by it, and compares slot by slot."""
         import graphrun
-        from graphrun.verify.simulate import simulate
 
         problem = self.problem(budget)
         start = time.perf_counter()
         solution = graphrun.plan(problem)
         out["solve_seconds"] = round(time.perf_counter() - start, 3)
         problem = solution.problem
-        planned = simulate(problem, solution.plan)
+        planned = solution.simulation
         out["planned"] = {
             "seconds": planned.seconds,
             "compute_seconds": planned.compute_seconds,
@@ -163,19 +162,18 @@ class Bench:
         out["plan"] = str(solution.plan).splitlines()
         out["runs"] = []
         for _ in range(runs):
-            trace, found, seconds = self.follow(problem, solution.plan)
+            trace, found, seconds = self.follow(solution)
             out["runs"].append(self._compared(problem, planned, trace, found, seconds))
 
-    def follow(self, problem: Any, plan: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
-        """A run by ``plan``: trace, fingerprints, wall seconds."""
+    def follow(self, solution: Any, progress: Any = None) -> tuple[Any, dict[str, Any], float]:
+        """A run by ``solution``: trace, fingerprints, wall seconds."""
         from graphrun.runtime.executor import follow
-        from graphrun.verify.solution import solution_of
 
         found: dict[str, Any] = {}
         self.lab.slots.clear()
         start = time.perf_counter()
         work = lambda: self.stages(self.host.modules, self.device.torch_device, found)  # noqa: E731
-        trace = follow(solution_of(problem, plan), self.host, self.device, work, progress)
+        trace = follow(solution, self.host, self.device, work, progress)
         return trace, found, time.perf_counter() - start
 
     def _compared(self, problem: Any, planned: Any, trace: Any, found: Any, seconds: float) -> dict[str, Any]:
@@ -231,9 +229,8 @@ class Bench:
         from graphrun.errors import OutOfMemory
 
         solution = graphrun.plan(self.problem(budget))
-        problem, plan = solution.problem, solution.plan
         baseline = self.device.allocated_bytes
-        for target in range(len(plan.slots)) if at is None else at:
+        for target in range(len(solution.plan.slots)) if at is None else at:
 
             def progress(slot: int, call: int, calls: int, target: int = target) -> None:
                 if slot == target and call == 0:
@@ -241,7 +238,7 @@ class Bench:
 
             told: dict[str, Any] = {}
             try:
-                self.follow(problem, plan, progress)
+                self.follow(solution, progress)
                 told["ended"] = "no allocation was refused"
             except OutOfMemory as error:
                 told["ended"] = "OutOfMemory"
@@ -249,7 +246,7 @@ class Bench:
             self.lab.lift_cap(self.device)
             told["device_empty"] = self.device.allocated_bytes == baseline
             out[f"slot {target}"] = told
-        _, found, _ = self.follow(problem, plan)
+        _, found, _ = self.follow(solution)
         out["next run has the same bits"] = found == self.resident
 
     def measure_cap(self, out: dict[str, Any]) -> None:
