@@ -32,11 +32,11 @@ class CpuDevice(Device):
     def pin(self, arena: torch.Tensor) -> None:
         """Nothing is locked."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies."""
         target.copy_(source)
 
-    def background(self, job: Callable[[], None]) -> Callable[[], None]:
+    def background(self, job: Callable[[], None], queue: str = "disk") -> Callable[[], None]:
         """Done at once."""
         job()
         return lambda: None

@@ -162,7 +162,7 @@ def host_bytes(modules: Mapping[str, Any]) -> dict[str, int]:
         if tensor.device.type == "cpu":
             storage: Any = tensor.untyped_storage()
             if getattr(storage, "graphrun_allocation", None) is None:
-                found[storage.data_ptr()] = (storage.nbytes(), getattr(storage, "peers_pinned", False))
+                found[storage.data_ptr()] = (storage.nbytes(), getattr(storage, "graphrun_page_locked", False))
     return {"held": sum(n for n, _ in found.values()), "pinned": sum(n for n, pinned in found.values() if pinned)}
 
 

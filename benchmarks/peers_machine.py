@@ -56,17 +56,11 @@ class Sim:
 
     def __init__(self, cap_bytes: int | None) -> None:
         from graphrun.profile.hardware import simulated
-        from graphrun.sim import Machine
+        from graphrun.runtime.devices.open import open_hardware
 
-        of = simulated()
-        self.machine = Machine(
-            capacity_bytes=cap_bytes,
-            h2d_bytes_per_second=of.h2d_bytes_per_second,
-            d2h_bytes_per_second=of.d2h_bytes_per_second,
-            flops_per_second=of.flops_per_second,
-            pageable_bytes_per_second=of.pageable_bytes_per_second,
-            disk_bytes_per_second=of.disk_bytes_per_second,
-        )
+        device: Any = open_hardware(simulated())
+        self.machine = device.machine
+        self.machine.capacity_bytes = cap_bytes
         self.device = torch.device("sim:0")
         self._highest_bytes = 0
 
@@ -76,7 +70,7 @@ class Sim:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            with self.machine, data_moves(), pinning(), reading_files():
+            with self.machine, data_moves(), pinning(self.machine), reading_files():
                 yield
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
@@ -222,21 +216,21 @@ def data_moves() -> Iterator[None]:
 
 
 @contextmanager
-def pinning() -> Iterator[None]:
-    """``tensor.pin_memory()`` is a copy in host memory that says it is pinned: without a card PyTorch has nothing to pin with."""
+def pinning(machine: Any) -> Iterator[None]:
+    """``tensor.pin_memory()`` is a copy in host memory that ``machine`` takes as page-locked: without a card PyTorch has nothing to
+    pin with."""
+    from graphrun.sim.tensor import page_locked
+
     pin, pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        if is_pinned(tensor):
+        if page_locked(tensor):
             return tensor
         copy = tensor.detach().clone()
-        copy.untyped_storage().peers_pinned = True  # type: ignore[attr-defined]
+        machine.page_lock(copy, in_background=False)
         return copy
 
-    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-        return bool(getattr(tensor.untyped_storage(), "peers_pinned", False))
-
-    torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, lambda tensor, device=None: page_locked(tensor)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -52,7 +52,9 @@ class Hardware:
     caching_allocator: bool = True  # whether a caching allocator reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
     memory_bytes_per_second: float = 1e12  # device memory, read or write
-    copy_start_seconds: float = 0.0  # latency of one copy to the device, independent of its size
+    copy_start_seconds: float = 0.0  # latency of one copy between host and device, independent of its size
+    launch_seconds: float = 0.0  # of the host, to launch a kernel or a copy
+    page_lock_seconds: float = 0.0  # to page-lock one byte of host memory
     spares_large_copies: bool = False  # whether convolutions avoid copying outputs of 2 GiB or more
     page_scale: float = 1.0  # of a caching allocator: size of its pages, relative to those of PyTorch's
     basis: Basis = "prior"
@@ -223,6 +225,11 @@ class ValueNumbers:
     last_phase: int
     basis: Basis = "traced"
     storages: tuple[int, ...] = ()  # keys in the phases' traces
+
+    def copy_seconds(self, hardware: Hardware, *, to_host: bool) -> float:
+        """To copy it to the host or back. It is not page-locked there. One copy for each storage."""
+        rate = hardware.d2h_bytes_per_second if to_host else hardware.h2d_bytes_per_second
+        return len(self.storages) * hardware.copy_start_seconds + self.nbytes / min(rate, hardware.pageable_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ while the other direction is in use (0.5 here). Disk: safetensors through mmap 1
 287 MB (lazy loading) to 667 MB (eager); the larger is used. Device memory bandwidth, from NVIDIA's data sheets (GB/s): 360,
 272, 1008, 1792, 2039 (A100 80 GB), 3350, 4800. A host computes 0.3 TFLOP/s in 16 bits (about what eight cores with AVX2 reach
 in fp32). cuBLAS workspace: 8.125 MiB, 32 MiB from compute capability 9.0. Submitting a copy takes 5 to 7 us, independent of
-its size (arXiv:2602.21548, 5.2); 7 here.
+its size (arXiv:2602.21548, 5.2); 7 here. Launching a kernel takes the host about 5 us, from PyTorch's dispatch to the driver (2 to
+9 us are measured for the driver's part). Allocating host memory and locking its pages takes 0.2 to 0.4 s for a GB
+(rapidsai/dask-cuda, pull request 98 and issue 106); 0.2 here.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from graphrun.units import GIB, KIB, MIB
 
 CONTEXT_BYTES = 667_000_000
 COPY_START_SECONDS = 7e-6
+LAUNCH_SECONDS = 5e-6
+PAGE_LOCK_SECONDS = 0.2e-9
+RTX4090_H2D = 25e9
+SMALL = 0.0005  # weights of graphs in small (flux-tiny, wan-tiny) over those of the models that they stand for
 DEFAULT = "rtx4090"
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
@@ -49,6 +55,8 @@ def _card(
         flops_per_second=tflops * 1e12,
         memory_bytes_per_second=memory_gb * 1e9,
         copy_start_seconds=COPY_START_SECONDS,
+        launch_seconds=LAUNCH_SECONDS,
+        page_lock_seconds=PAGE_LOCK_SECONDS,
         spares_large_copies=name in HOPPER,
     )
 
@@ -72,14 +80,19 @@ def simulated(page_scale: float | None = None) -> Hardware:
     """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock.
 
     ``page_scale``: memory counts in the pages of PyTorch's allocator, their size times this; None: in bytes of tensors.
+
+    Copies and launches start faster than on an rtx4090, so that they take a similar part of a run of a small graph. In the time of
+    a start, a card copies so many bytes; `sim` copies ``page_scale`` (None: `SMALL`) times as many, as its pages are smaller.
     """
+    h2d_bytes_per_second = 1e9
+    scale = (page_scale or SMALL) * RTX4090_H2D / h2d_bytes_per_second
     return Hardware(
         name="sim",
         device="sim",
         capacity_bytes=1 << 50,
         context_bytes=0,
         workspace_bytes=0,
-        h2d_bytes_per_second=1e9,
+        h2d_bytes_per_second=h2d_bytes_per_second,
         pageable_bytes_per_second=0.4e9,
         d2h_bytes_per_second=1e9,
         bidirectional=1.0,
@@ -88,6 +101,9 @@ def simulated(page_scale: float | None = None) -> Hardware:
         cpu_flops_per_second=1e10,
         memory_bytes_per_second=1e10,
         convolution_scratch=False,
+        copy_start_seconds=scale * COPY_START_SECONDS,
+        launch_seconds=scale * LAUNCH_SECONDS,
+        page_lock_seconds=PAGE_LOCK_SECONDS,
         caching_allocator=page_scale is not None,
         page_scale=page_scale or 1.0,
         basis="declared",

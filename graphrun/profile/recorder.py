@@ -33,6 +33,7 @@ from graphrun.profile.constants import ConstantValues, Storages
 from graphrun.profile.corrections import Convolution, attention_scratch, convolution_scratch
 from graphrun.profile.meta_ops import META, on_meta
 from graphrun.profile.recording import Call, Event, Product, Span
+from graphrun.sim.flops import launches_kernel
 from graphrun.units import round_up
 
 aten = torch.ops.aten
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def section(self) -> Iterator[Call]:
         """A context in which ``record`` is the section that it yields; at its end, ``record`` is extended by the section."""
         whole, self.record = self.record, Call()
-        self.record.flops.append((self._stack[-1], 0.0))
+        self._begin_entry(self._stack[-1])
         try:
             yield self.record
         finally:
@@ -160,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stack.append(path)
             self.record.entered.append(path)
             # An entry even for a block without counted FLOPs, since the order of blocks matters.
-            self.record.flops.append((path, 0.0))
+            self._begin_entry(path)
 
         def end(*_: Any) -> None:
             self._stack.pop()
@@ -176,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first_event, self._running = len(self.record.events), path
             self._note_loose((path,))
             if self._stack[-1] != path:  # for a layer that is a block too, `_watch` has made the entry
-                self.record.flops.append((path, 0.0))
+                self._begin_entry(path)
             self._stack.append(path)
 
         def end(*_: Any) -> None:
@@ -221,6 +222,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.scratch(*convolution_scratch(_convolution(args[0], args[1], out, args[3])))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.count(formula(*args, **kwargs, out_val=out))
+        if launches_kernel(func):
+            self.launch()
         return out
 
     def _note_loose(self, owners: Collection[str], entered: Collection[str] = ()) -> None:
@@ -247,9 +250,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def count(self, flops: float) -> None:
         """Adds FLOPs of the running block or layer: to the last entry if that is its own, else in a new entry."""
         path, entries = self._stack[-1], self.record.flops
-        if entries and entries[-1][0] == path:
-            flops += entries.pop()[1]
-        entries.append((path, flops))
+        if not entries or entries[-1][0] != path:
+            self._begin_entry(path)
+        entries[-1] = path, entries[-1][1] + flops
+
+    def launch(self) -> None:
+        """Adds a launched kernel to the last entry of FLOPs, whichever module runs."""
+        if self.record.launches:
+            self.record.launches[-1] += 1
+
+    def _begin_entry(self, path: str) -> None:
+        self.record.flops.append((path, 0.0))
+        self.record.launches.append(0)
 
     def _note_product(self, args: Any, result: torch.Tensor) -> None:
         """Records a matrix product with a weight. To be called directly after the allocation of ``result``, the last event."""
@@ -331,6 +343,7 @@ class FusedAttention(TorchFunctionMode):
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))
         self.recorder.count(2.0 * rows * keys * (width + value.shape[-1]))
+        self.recorder.launch()
         return out
 
 

@@ -51,7 +51,8 @@ class Call:
     """One kind of call into a component, traced once for each signature of argument shapes; or a section of one.
 
     ``events``: what it allocates and releases. Every key is released before the end. ``flops``: FLOPs in execution order, each
-    with the path of the layer or block that ran (``""`` outside of all). ``products``: matrix products with a weight.
+    with the path of the layer or block that ran (``""`` outside of all). ``launches``: for each entry of ``flops``, the kernels
+    launched since it began, up to the next one. ``products``: matrix products with a weight.
     ``spans``: calls of layers, in order. ``entered``: paths of the blocks that were called, in order. ``touched``: names of the
     parameters and buffers that an operator read. ``outside``: layers with a tensor that was read outside of their own calls.
     ``loose``: modules inside a block that were called, or of which a tensor was read, while the block did not run.
@@ -63,6 +64,7 @@ class Call:
     entry: str = ""
     events: list[Event] = field(default_factory=list)
     flops: list[tuple[str, float]] = field(default_factory=list)
+    launches: list[int] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
@@ -92,6 +94,7 @@ class Call:
         start = len(self.events)
         self.events += section.events
         self.flops += section.flops
+        self.launches += section.launches
         self.products += [product._replace(event=start + product.event) for product in section.products]
         self.spans += [span._replace(begin=start + span.begin, end=start + span.end) for span in section.spans]
         self.entered += section.entered

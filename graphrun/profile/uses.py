@@ -12,7 +12,7 @@ Seconds of the remainder count for the blocks with whose copies they can overlap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.model.choices import overlap_seconds
@@ -71,14 +71,26 @@ def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) 
     loose_paths = tuple(path for path in positions if _block_at(positions, path.rpartition(".")[0])[0])
     positions = {path: position for path, position in positions.items() if path not in loose_paths}
     found: list[tuple[int, int, float]] = []
-    for path, flops in call.flops:
+    for path, seconds in _seconds(call, hardware):
         position = _block_at(positions, path)
         if f"{path}.".startswith(tuple(f"{of}." for of in loose_paths)) and (not found or found[-1][:2] != position):
             position = (0, 0)  # a loose module of a block computes while the block does not
         if found and found[-1][:2] == position and (component.granularity == "blocks" or not position[0]):
-            flops += found.pop()[2]
-        found.append((*position, flops))
-    return tuple((number, i, flops / hardware.flops_per_second) for number, i, flops in found)
+            seconds += found.pop()[2]
+        found.append((*position, seconds))
+    return tuple(found)
+
+
+def _seconds(call: Call, hardware: Hardware) -> Iterator[tuple[str, float]]:
+    """(path, seconds) of each entry of ``call.flops``. The host launches kernels ahead; the device waits for it where kernels take
+    less time than their launches."""
+    host_seconds = device_seconds = 0.0
+    for (path, flops), launches in zip(call.flops, call.launches, strict=True):
+        host_seconds += launches * hardware.launch_seconds
+        seconds = flops / hardware.flops_per_second
+        seconds += max(0.0, host_seconds - (device_seconds + seconds))
+        device_seconds += seconds
+        yield path, seconds
 
 
 def _block_at(positions: Mapping[str, tuple[int, int]], path: str) -> tuple[int, int]:

@@ -66,6 +66,11 @@ class BackingStore:
         self._finished: list[tuple[str, int, Marks]] = []
         self._dropped = False
 
+    @property
+    def pageable(self) -> bool:
+        """Whether the host waits for copies from the memory."""
+        return not self._pinned
+
     def allocate(self) -> None:
         """Allocates the memory. Its contents are undefined."""
         self.memory, self._dropped = self._device.arena(self.nbytes), False
@@ -89,10 +94,11 @@ class BackingStore:
         return path not in self._reads or self._device.reached(self._reads[path].marks)
 
     def copy(self, path: str, target: torch.Tensor) -> Marks:
-        """Queues the copy of block ``path`` into ``target`` on the device. The host waits for the block's read."""
+        """Queues the copy of block ``path`` into ``target`` on the device. The host waits for the block's read; if the memory is
+        pageable, for the copy too."""
         source, device = self._source(path), self._device
         start = device.mark("copy")
-        device.copy(target, source, pageable=not self._pinned)
+        device.copy(target, source)
         return start, device.mark("copy")
 
     def _source(self, path: str) -> torch.Tensor:
@@ -146,6 +152,7 @@ class Arena(BackingStore):
             nbytes += layout.nbytes
         super().__init__(layouts, device, writer, nbytes, pinned)
         self._starts = starts
+        self._locking: _BlockRead | None = None  # under way, or done and not yet waited for by a copy
         self.pending: deque[str] = deque()  # blocks whose reads are not yet begun, in order
 
     def block(self, path: str) -> torch.Tensor:
@@ -154,8 +161,20 @@ class Arena(BackingStore):
         return self.memory[self._starts[path] : self._starts[path] + self.size(path)]
 
     def prepare_reads(self) -> None:
-        """Makes the reads of all blocks pending; `begin_next` starts each."""
+        """Makes the reads of all blocks pending; `begin_next` starts each. Begins to page-lock the memory beside them: copies wait
+        for that."""
         self.pending.extend(self._layouts)
+        if not self._pinned or self.memory is None:
+            return
+        found, device = _BlockRead(self.memory, 0), self._device
+
+        def job() -> None:
+            start = device.mark("lock")
+            self.pin()
+            found.marks = start, device.mark("lock")
+
+        found.join = device.background(job, "lock")
+        self._locking = found
 
     def begin_next(self) -> None:
         """Starts the next pending read in the background, after those started before."""
@@ -168,11 +187,13 @@ class Arena(BackingStore):
         """As `BackingStore.request`: also begins the slot's reads before that of block ``path``."""
         while path in self.pending:
             (self.begin_next if self.paced is None else self.paced.begin_next)()
-        return path not in self._reads or self._device.queues_behind(self._reads[path].marks)
+        awaited = [found for found in (self._locking, self._reads.get(path)) if found is not None]
+        return all(self._device.queues_behind(found.marks) for found in awaited)
 
     def ready(self, path: str) -> bool:
         """As `BackingStore.ready`; False before the read was begun."""
-        return path not in self.pending and super().ready(path)
+        locked = self._locking is None or self._device.reached(self._locking.marks)
+        return locked and path not in self.pending and super().ready(path)
 
     def wait_read(self, path: str, stream: Stream) -> None:
         """Waits until block ``path`` is read, on the host and on ``stream``."""
@@ -183,6 +204,10 @@ class Arena(BackingStore):
 
     def _source(self, path: str) -> torch.Tensor:
         self.wait_read(path, "copy")
+        if self._locking is not None:
+            self._locking.join()
+            self._device.wait("copy", self._locking.marks[1])
+            self._locking = None
         return self.block(path)
 
     def finish_reads(self) -> list[tuple[str, int, Marks]]:
@@ -193,11 +218,17 @@ class Arena(BackingStore):
             found.join()
             self._finished.append((path, found.nbytes, (found.marks[0], found.marks[1])))
         self._reads.clear()
+        if self._locking is not None:
+            self._locking.join()
         return super().finish_reads()
 
     def abandon(self) -> None:
         """As `BackingStore.abandon`."""
         self.pending.clear()
+        if self._locking is not None:
+            with contextlib.suppress(GraphrunError, RuntimeError):
+                self._locking.join()
+            self._locking = None
         super().abandon()
 
 

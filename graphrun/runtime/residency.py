@@ -154,13 +154,14 @@ class Residency:
         if store.memory is not None or self.caller_owned:
             return
         store.allocate()
-        store.pin()
         if isinstance(store, Arena):
             for path, block in self._blocks.items():
                 for entry, view in block.views_in(store.block(path)):
                     entry.host = view
                 self.unbind(path)
             store.prepare_reads()
+        else:
+            store.pin()
 
     def drop(self) -> None:
         """Drops the backing store. The module's tensors are on meta then, except those on the device. Call after a barrier."""

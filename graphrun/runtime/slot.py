@@ -90,8 +90,12 @@ class OpenSlot:
         device.wait("copy", device.mark("compute"))
         for streamer in self._streamers.values():
             streamer.open()
-        # Last those whose backing store this slot reads: their blocks must be read before they are copied.
-        prefetch = sorted((block for block in loads if block[0].name not in self._uses), key=lambda block: block[0] in reading)
+        # Late those whose backing store this slot reads: their blocks must be read before they are copied. Last those from pageable
+        # memory, since the host waits for their copies: when the slot closes, all of its compute is queued.
+        prefetch = sorted(
+            (block for block in loads if block[0].name not in self._uses),
+            key=lambda block: (block[0].backing_store.pageable, block[0] in reading),
+        )
         self._prefetch.extend(prefetch)
         self._prefetch_bytes = sum(residency.nbytes(path) for residency, path in prefetch)
         self._pace()
@@ -123,7 +127,7 @@ class OpenSlot:
             kind = "read" if isinstance(residency.backing_store, Arena) else "fetch"
             for path, nbytes, marks in residency.backing_store.finish_reads():
                 recorder.note(kind, name, path, nbytes, marks)
-        for stream in ("copy", "disk"):
+        for stream in ("copy", "disk", "lock"):
             device.wait("compute", device.mark(stream))
         end = device.mark("compute")
         device.barrier()
@@ -200,7 +204,7 @@ class OpenSlot:
             if isinstance(store, Disk):
                 store.request(path)
             due = self._prefetched_bytes * self._stream_bytes <= streamed_bytes * self._prefetch_bytes
-            if not due or not store.ready(path):
+            if not due or store.pageable or not store.ready(path):
                 break  # streamed blocks must not queue behind a copy that waits for its read
             self._issue_prefetch()
 

@@ -53,7 +53,7 @@ class Values:
         def back(tensor: torch.Tensor) -> torch.Tensor:
             copied = torch.empty_like(tensor, device=device.torch_device)
             device.wait("copy", device.mark("compute"))
-            device.copy(copied, tensor, pageable=True)
+            device.copy(copied, tensor)
             self._originals.append(tensor)
             return copied
 

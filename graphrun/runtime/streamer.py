@@ -8,10 +8,11 @@ A pass is one copy of a block into the ring and one run of it.
     hooks    before 1: issue its copy, compute waits for it, bind tensors     after 1: unbind tensors, mark, issue more copies
 
 All copies are issued in the order of use. The host waits only for the read of a block that compute has reached: where the next
-block is not in RAM yet, its read is begun, and its copy is issued in a later hook. A copy that overwrites a block waits on the copy
-stream for the mark after that block's compute. A block larger than the ring gets a buffer of its own when compute reaches it; the
-ring is released for that time. Copies are issued ahead only for the passes that the slot expects. If the component runs more often,
-the copies of a further call are issued when that call begins.
+block is not in RAM yet, its read is begun, and its copy is issued in a later hook. A copy from pageable memory makes the host wait
+for its end. It is issued when compute reaches its block: the device then computes what is queued before it. A copy that overwrites
+a block waits on the copy stream for the mark after that block's compute. A block larger than the ring gets a buffer of its own when
+compute reaches it; the ring is released for that time. Copies are issued ahead only for the passes that the slot expects. If the
+component runs more often, the copies of a further call are issued when that call begins.
 """
 
 from __future__ import annotations
@@ -93,8 +94,13 @@ class Streamer:
         self.issue_ahead()
 
     def issue_ahead(self) -> None:
-        """Issues copies until the next one would overwrite a block that compute has not run yet, or its block is not in RAM."""
+        """Issues copies until the next one would overwrite a block that compute has not run yet, would make the host wait, or its
+        block is not in RAM."""
         while True:
+            due = self._due_reached and self._next == self._due
+            if self._residency.backing_store.pageable and not due:
+                self.waiting = False
+                break
             if self._loads and self._loads[0][0] <= self._next:
                 path, issue = self._loads[0][1], self._load_next
             elif self._next < self._limit and self._place():
@@ -103,7 +109,7 @@ class Streamer:
                 self.waiting = False
                 break
             self.waiting = not self._residency.backing_store.request(path)
-            if self.waiting and not (self._due_reached and self._next == self._due):
+            if self.waiting and not due:
                 break
             issue()
         self._idle()

@@ -2,8 +2,8 @@
 
 Pure: works on seconds, knows no tensors and no memory.
 
-    host     |--issue--issue-----------(waits)|--            advances only when it waits for the device
-    compute  |=====A=====|=====B=====|====C===|
+    host     |-A-B-a-b---------------(waits)|--              advances by launches, and when it waits for the device
+    compute    |=====A=====|=====B=====|====C===|
     copy     |==a==|==b==|      |==c==|                      starts when it is issued and what it waits for is done
     disk     |==r==|==s==|                                   reads, as on a background thread of the host
 """
@@ -12,47 +12,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
-Stream = Literal["compute", "copy", "disk"]
+Stream = Literal["compute", "copy", "disk", "lock"]
 
 
 class Clock:
-    """Virtual seconds of the ``compute``, the ``copy`` and the ``disk`` stream, all starting at 0.
+    """Virtual seconds of the ``compute`` and the ``copy`` stream of the device, and of what runs on threads of the host: reads from
+    ``disk``, and page locking (``lock``). All start at 0.
 
-    Work in a stream starts when the stream is free and the host has issued it. The host is ahead of the device (issuing costs
-    nothing) until it waits: after a synchronous copy, and at ``synchronize``.
+    Work in a stream starts when the stream is free and the host has launched it, which takes the host ``launch_seconds``. So the
+    host is ahead of work that takes longer than its launch, until it waits: after a synchronous copy, and at ``synchronize``. A
+    copy takes its stream ``copy_start_seconds`` beyond the time for its bytes.
     """
 
-    def __init__(self) -> None:
-        self._times: dict[str, float] = {"compute": 0.0, "copy": 0.0, "disk": 0.0}
+    def __init__(self, launch_seconds: float = 0.0, copy_start_seconds: float = 0.0) -> None:
+        self._times: dict[str, float] = dict.fromkeys(get_args(Stream), 0.0)
+        self._launch_seconds, self._copy_start_seconds = launch_seconds, copy_start_seconds
         self._host = 0.0
-        self._synchronous = False
+        self._synchronous = True
         self.current: Stream = "compute"
 
     def seconds(self, stream: Stream = "compute") -> float:
         """Time at which the work issued to ``stream`` so far is finished."""
         return self._times[stream]
 
+    def launch(self) -> None:
+        """The host launches a kernel or a copy."""
+        self.host_work(self._launch_seconds)
+
+    def host_work(self, seconds: float) -> None:
+        """Charges ``seconds`` to the host."""
+        self._host += seconds
+
     def work(self, seconds: float) -> None:
         """Charges ``seconds`` to the current stream; the host does not wait."""
         self._times[self.current] = max(self._times[self.current], self._host) + seconds
 
-    def copy(self, seconds: float, non_blocking: bool = False) -> bool:
-        """Charges a copy between host and device. It is asynchronous on the copy stream; otherwise the host waits for its end.
-        Returns whether the host waits.
+    def copy(self, seconds: float, non_blocking: bool = False, pageable: bool = False) -> bool:
+        """Charges a copy between host and device. Returns whether it was issued as a blocking one: it is not ``non_blocking``, and
+        the stream was entered with ``synchronous``.
 
-        If the stream was entered with ``synchronous``, only ``non_blocking`` copies are asynchronous, as on CUDA.
+        The host waits for a blocking copy, and as on CUDA for one from or to ``pageable`` memory. That one is no promise: CUDA may
+        return before the bytes have arrived (CUDA runtime API, "API synchronization behavior").
         """
-        self.work(seconds)
-        waits = self.current == "compute" or (self._synchronous and not non_blocking)
-        if waits:
+        self.launch()
+        self.work(self._copy_start_seconds + seconds)
+        waits = self._synchronous and not non_blocking
+        if waits or pageable:
             self.join(self.current)
         return waits
 
     @contextmanager
     def on(self, stream: Stream, synchronous: bool = False) -> Iterator[None]:
-        """Work inside goes to ``stream``. With ``synchronous``, the host waits for copies that are not ``non_blocking``."""
+        """Work inside goes to ``stream``. With ``synchronous``, as at first, the host waits for copies that are not
+        ``non_blocking``."""
         before = self.current, self._synchronous
         self.current, self._synchronous = stream, synchronous
         try:

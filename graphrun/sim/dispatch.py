@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrun.sim.active import active_machine
-from graphrun.sim.flops import FORMULAS, Formula
+from graphrun.sim.flops import FORMULAS, Formula, launches_kernel
 from graphrun.sim.special import INDEXING, LEAVES, SPECIAL, Handler
 from graphrun.sim.tensor import SimTensor, sync_storage, wrap, wrap_all
 
@@ -35,6 +35,8 @@ class Traits(NamedTuple):
     reshapes: bool
     """Whether it may change the shape or the storage of the arguments that it writes."""
     indexing: bool
+    launches: bool
+    """Whether it launches a kernel."""
     flops: Formula | None
 
 
@@ -62,6 +64,7 @@ def traits_of(func: Any) -> Traits:
         views=any(alias is not None and not alias.is_write for alias in aliases),
         reshapes=has_out or torch.Tag.inplace_view in func.tags or name == "aten::resize_as_",
         indexing=name in INDEXING,
+        launches=launches_kernel(func),
         flops=FORMULAS.get(name),
     )
 
@@ -103,6 +106,8 @@ def dispatch(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[st
         out = type(out)(wrap_all(out, machine))
     if machine.ordering is not None and not traits.views:
         _report(machine, traits, tensors, out)
+    if traits.launches:
+        machine.clock.launch()
     if traits.flops is not None:
         machine.charge(traits.flops(raws, out))
     return out

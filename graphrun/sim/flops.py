@@ -1,4 +1,5 @@
-"""FLOPs of an operator on a simulated machine: matrix products, convolutions and attention; all other operators cost 0.
+"""FLOPs of an operator on a simulated machine: matrix products, convolutions and attention; all other operators cost 0. And which
+operators launch a kernel.
 
 The formulas are those of ``torch.utils.flop_counter`` (a test compares them with its registry), computed from shapes without
 its tree maps, because they run for every operator. bitsandbytes' quantized layers count as the matrix products that they compute.
@@ -14,6 +15,18 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_flop_count
 
 Formula = Callable[[list[Any], Any], int]
 """FLOPs from the operator's positional arguments (raw tensors) and its output."""
+
+
+_NO_KERNEL = frozenset(
+    f"aten::{name}" for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+
+def launches_kernel(func: Any) -> bool:
+    """Whether ``func`` launches a kernel: operators that make a view or allocate memory do not."""
+    schema = func._schema
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    return not views and schema.name not in _NO_KERNEL
 
 
 def _mm(args: list[Any], out: Any) -> int:

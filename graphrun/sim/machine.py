@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
+from math import inf
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -29,9 +30,11 @@ class Machine(Ledger):
     """A simulated accelerator. Inside ``with machine:`` tensors created on device ``sim`` belong to it.
 
     ``capacity_bytes``: hard limit, None for none. Bandwidths in bytes per second, both of the copy engine; ``flops_per_second`` of
-    matrix products, convolutions and attention (other operators take no time). Copies inside `on_copy_stream` may be from pageable
-    memory, which has a rate of its own (None: ``h2d_bytes_per_second``); `read` charges the disk. ``fail_allocation`` and
-    ``fail_copy``: the n-th from now (1 is the next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
+    matrix products, convolutions and attention (other operators take no time on the device). Copies from and to host memory that
+    is not locked by `page_lock` are no faster than ``pageable_bytes_per_second`` (None: no slower), and the host waits for them;
+    `read` charges the disk. ``launch_seconds``: of the host, for each kernel and copy. ``copy_start_seconds``: of the copy engine,
+    for each copy. ``page_lock_seconds``: to page-lock one byte. ``fail_allocation`` and ``fail_copy``: the n-th from now (1 is the
+    next) fails, once, with SimulatedOutOfMemory or SimulatedCopyError.
 
     ``hollow_bytes``: operators on larger tensors allocate their results and compute nothing, for dry runs, whose values are not
     used; None (the default) computes everything.
@@ -57,22 +60,24 @@ class Machine(Ledger):
         disk_bytes_per_second: float = 1e9,
         check_ordering: bool | None = None,
         pages: Pages | None = None,
+        launch_seconds: float = 0.0,
+        copy_start_seconds: float = 0.0,
+        page_lock_seconds: float = 0.0,
     ) -> None:
         register()
         super().__init__(capacity_bytes, fail_allocation, pages)
         self.h2d_bytes_per_second = positive("h2d_bytes_per_second", h2d_bytes_per_second)
         self.d2h_bytes_per_second = positive("d2h_bytes_per_second", d2h_bytes_per_second)
-        pageable_bytes_per_second = pageable_bytes_per_second or h2d_bytes_per_second
-        self.pageable_bytes_per_second = positive("pageable_bytes_per_second", pageable_bytes_per_second)
+        self.pageable_bytes_per_second = positive("pageable_bytes_per_second", pageable_bytes_per_second or inf)
         self.disk_bytes_per_second = positive("disk_bytes_per_second", disk_bytes_per_second)
         self.flops_per_second = positive("flops_per_second", flops_per_second)
         self.fail_copy = fail_copy
         self.device = torch.device("sim:0")
-        self.clock = Clock()
+        self.clock = Clock(launch_seconds, copy_start_seconds)
+        self._page_lock_seconds = page_lock_seconds
         self.ordering = Ordering() if (self.check_ordering if check_ordering is None else check_ordering) else None
         self.copies_in = self.copies_out = self.bytes_in = self.bytes_out = self.bytes_read = self.charge_flops = 0
         self.hollow_bytes: int | None = None
-        self._pageable = False
         self._token: Token[Any] | None = None
 
     def release(self, key: int, size: int) -> None:
@@ -92,14 +97,13 @@ class Machine(Ledger):
     def fail_copy(self, count: int | None) -> None:
         self._fail_copy_in = positive("fail_copy", count)
 
-    def copy_in(self, nbytes: int, non_blocking: bool = False) -> bool:
-        """Counts and charges a copy of ``nbytes`` to the device. Returns whether the host waits for it. Raises SimulatedCopyError
-        for an injected fault."""
+    def copy_in(self, nbytes: int, non_blocking: bool = False, pageable: bool = True) -> bool:
+        """Counts and charges a copy of ``nbytes`` to the device. Returns whether it was issued as a blocking one. Raises
+        SimulatedCopyError for an injected fault."""
         self._maybe_fail(nbytes, "to")
         self.copies_in += 1
         self.bytes_in += nbytes
-        rate = self.pageable_bytes_per_second if self._pageable else self.h2d_bytes_per_second
-        return self.clock.copy(nbytes / rate, non_blocking)
+        return self._copy(nbytes, self.h2d_bytes_per_second, non_blocking, pageable)
 
     def read(self, nbytes: int) -> None:
         """Counts and charges a read of ``nbytes`` from disk."""
@@ -107,12 +111,26 @@ class Machine(Ledger):
         with self.clock.on("disk"):
             self.clock.work(nbytes / self.disk_bytes_per_second)
 
-    def copy_out(self, nbytes: int, non_blocking: bool = False) -> bool:
+    def copy_out(self, nbytes: int, non_blocking: bool = False, pageable: bool = True) -> bool:
         """As `copy_in`, for a copy of ``nbytes`` from the device."""
         self._maybe_fail(nbytes, "from")
         self.copies_out += 1
         self.bytes_out += nbytes
-        return self.clock.copy(nbytes / self.d2h_bytes_per_second, non_blocking)
+        return self._copy(nbytes, self.d2h_bytes_per_second, non_blocking, pageable)
+
+    def _copy(self, nbytes: int, bytes_per_second: float, non_blocking: bool, pageable: bool) -> bool:
+        bytes_per_second = min(bytes_per_second, self.pageable_bytes_per_second) if pageable else bytes_per_second
+        return self.clock.copy(nbytes / bytes_per_second, non_blocking, pageable)
+
+    def page_lock(self, memory: torch.Tensor, *, in_background: bool = True) -> None:
+        """Page-locks the storage of ``memory``; charges a thread for that, or else the host."""
+        memory.untyped_storage().graphrun_page_locked = True  # type: ignore[attr-defined]
+        seconds = memory.nbytes * self._page_lock_seconds
+        if in_background:
+            with self.clock.on("lock"):
+                self.clock.work(seconds)
+        else:
+            self.clock.host_work(seconds)
 
     def _maybe_fail(self, nbytes: int, direction: str) -> None:
         if self._fail_copy_in is None:
@@ -134,14 +152,10 @@ class Machine(Ledger):
         return self.clock.seconds(stream)
 
     @contextmanager
-    def on_copy_stream(self, pageable: bool = False) -> Iterator[None]:
-        """Charges copies inside to the copy timeline, asynchronously to compute and to the host."""
-        self._pageable = pageable
-        try:
-            with self.clock.on("copy"):
-                yield
-        finally:
-            self._pageable = False
+    def on_copy_stream(self) -> Iterator[None]:
+        """Charges copies inside to the copy timeline, asynchronously to compute, and to the host where memory is page-locked."""
+        with self.clock.on("copy"):
+            yield
 
     def record(self, stream: Stream = "compute") -> float:
         """An event: the time at which all work issued to ``stream`` so far is finished."""

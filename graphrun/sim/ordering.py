@@ -111,9 +111,9 @@ class Ordering:
         return clock
 
     def mark(self, stream: str, seconds: float) -> Point:
-        """A mark on ``stream``; one of the disk reader orders nothing."""
+        """A mark on ``stream``; one of a thread of the host orders nothing."""
         point = Point(seconds)
-        point.before = {} if stream == "disk" else dict(self.issue(stream))
+        point.before = dict(self.issue(stream)) if stream in ("compute", "copy") else {}
         return point
 
     def wait(self, stream: str, mark: float) -> None:

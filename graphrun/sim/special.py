@@ -13,7 +13,7 @@ import torch
 
 from graphrun.sim.active import active_machine
 from graphrun.sim.ledger import rounded
-from graphrun.sim.tensor import SimTensor, replace, sync_storage, wrap
+from graphrun.sim.tensor import SimTensor, page_locked, replace, sync_storage, wrap
 
 Handler = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
@@ -59,10 +59,14 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not to_sim:
         options["device"] = target
         if kind != "meta":
-            waits = machine.copy_out(nbytes, non_blocking)
+            waits = machine.copy_out(
+                nbytes, non_blocking, pageable=not non_blocking
+            )  # CUDA's result is page-locked if non_blocking
     elif not from_sim:
         machine.admit((rounded(nbytes),))
-        waits = machine.copy_in(nbytes, non_blocking)
+        waits = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(raw))
+    else:
+        machine.clock.launch()
     copied = func(raw, **options)
     made = wrap(copied, machine) if to_sim else copied
     if machine.ordering is not None and kind != "meta":
@@ -100,9 +104,11 @@ def _copy(destination: Any, source: Any, non_blocking: bool = False) -> Any:
     nbytes = destination.numel() * destination.dtype.itemsize
     waits = False
     if into and not from_:
-        waits = machine.copy_in(nbytes, non_blocking)
+        waits = machine.copy_in(nbytes, non_blocking, pageable=not page_locked(source))
     elif from_ and not into:
-        waits = machine.copy_out(nbytes, non_blocking)
+        waits = machine.copy_out(nbytes, non_blocking, pageable=not page_locked(destination))
+    else:
+        machine.clock.launch()
     target, origin = destination.raw if into else destination, source.raw if from_ else source
     target.copy_(origin)
     if machine.ordering is not None:

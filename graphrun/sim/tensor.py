@@ -110,6 +110,11 @@ def wrap_all(raws: Sequence[Any], machine: Any) -> list[Any]:
     return [wrap(raw, machine) if isinstance(raw, torch.Tensor) else raw for raw in raws]
 
 
+def page_locked(memory: torch.Tensor) -> bool:
+    """Whether ``memory``, of the host, was locked by `Machine.page_lock`."""
+    return getattr(memory.untyped_storage(), "graphrun_page_locked", False)
+
+
 def sync_storage(tensor: Any) -> None:
     """Updates the ledger and ``tensor``'s shape after an operator that may have resized or replaced the storage of its raw tensor.
 

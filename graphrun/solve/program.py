@@ -564,11 +564,18 @@ def spill_gaps_of(problem: Problem, loads: Mapping[int, int], run_length: int, c
                 start = phase if start is None else start
                 continue
             if start is not None and start in loads and phase in loads:
-                found.append((number, value.nbytes, loads[start], loads[phase]))
+                found.append((number, value, loads[start], loads[phase]))
             start = None
-    d2h, h2d = problem.hardware.d2h_bytes_per_second, problem.hardware.h2d_bytes_per_second
+    on = problem.hardware
     return tuple(
-        SpillGap(number, nbytes, run_start + out, run_start + back, nbytes / d2h, nbytes / h2d)
+        SpillGap(
+            number,
+            value.nbytes,
+            run_start + out,
+            run_start + back,
+            value.copy_seconds(on, to_host=True),
+            value.copy_seconds(on, to_host=False),
+        )
         for run_start in range(0, count, max(run_length, 1))
-        for number, nbytes, out, back in found
+        for number, value, out, back in found
     )

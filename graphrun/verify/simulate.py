@@ -13,10 +13,13 @@ Copy channel and compute (`Timeline`):
 Streamed blocks, and blocks that the slot loads for itself, are copied in call order, across calls. A prefetch is copied when the
 ring is full, in proportion to the streamed bytes, and only once it is in RAM; from a backing store on disk, the next block is
 read meanwhile. The executor uses the same rule, since it cannot know how long copies take. Remaining prefetches come last, those
-whose backing store is read in the same slot after the others. A block's compute waits for its copy; on the CPU, for its read in
+whose backing store is read in the same slot after the others. Prefetches from pageable memory are the last: the host waits for
+their copies, and has then queued all of the slot's compute. For the same reason a block is copied from pageable memory when the
+host has queued what comes before it. A block's compute waits for its copy; on the CPU, for its read in
 the same slot.
 
-Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing stores on disk (d, s):
+Disk channel (`DiskChannel`), with reads into backing stores (r) and fetches for copies from backing stores on disk (d, s). Memory
+is page-locked while it is filled, and copied from when both are done:
 
     disk   |d3  |d8  |r a|s1  |r b|r b|      one after another
     copy        |d3  |d8    |s1  |           a block's copy waits for its own fetch, or for its own read
@@ -35,7 +38,7 @@ RAM (`HostMemory`), in bytes per slot:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -68,8 +71,9 @@ class DiskChannel:
     """Reads from disk in one slot, from ``start_seconds`` on.
 
     ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce buffer of each component whose
-    backing store is on disk. ``fetch_bytes``: bytes that the slot will fetch for copies. ``spans``: (``read`` or ``fetch``,
-    block, start, end).
+    backing store is on disk. ``fetch_bytes``: bytes that the slot will fetch for copies. ``locked_seconds``: component -> when the
+    memory that it is read into is page-locked; copies wait for that, and reads do not. ``spans``: (``read`` or ``fetch``, block,
+    start, end).
     """
 
     def __init__(
@@ -79,10 +83,11 @@ class DiskChannel:
         sizes: Mapping[Key, Size],
         bounce_bytes: Mapping[str, int],
         fetch_bytes: int,
+        locked_seconds: Mapping[str, float],
     ) -> None:
         self.spans: list[tuple[str, Key, float, float]] = []
         self.free_seconds = self._start = start_seconds
-        self._sizes = sizes
+        self._sizes, self._locked = sizes, locked_seconds
         self._reads = list(reversed(list(reads)))  # still to do; the next one is last
         self._read_components = {key[0] for key in self._reads}
         self._all_read_bytes, self._all_fetch_bytes = sum(sizes[key].nbytes for key in self._reads), fetch_bytes
@@ -94,10 +99,16 @@ class DiskChannel:
         if not fetch_bytes:
             self.finish()
 
+    @property
+    def end_seconds(self) -> float:
+        """When all that was started is done."""
+        return max(self.free_seconds, *self._locked.values(), self._start)
+
     def in_ram(self, key: Key) -> float:
-        """When the block is in RAM for a copy: the end of its fetch (one per copy) or read; the slot's start without either."""
+        """When the block is in RAM for a copy: the end of its fetch (one per copy), or of its read and of the page locking; the
+        slot's start without either."""
         if key[0] not in self._bounce_rings:
-            return self._read_until(key)
+            return max(self._read_until(key), self._locked.get(key[0], self._start))
         self.start_fetch(key)
         return self._fetch_ends.pop(key)
 
@@ -110,7 +121,9 @@ class DiskChannel:
         """Whether the block is in RAM at that time, by the reads and fetches started so far."""
         if key[0] in self._bounce_rings:
             return self._fetch_ends.get(key, at_seconds + 1.0) <= at_seconds
-        return key[0] not in self._read_components or self._read_end.get(key, at_seconds + 1.0) <= at_seconds
+        never = at_seconds + 1.0
+        read = key[0] not in self._read_components or self._read_end.get(key, never) <= at_seconds
+        return read and self._locked.get(key[0], at_seconds) <= at_seconds
 
     def reads(self, component: str) -> bool:
         """Whether the component's backing store is read in this slot."""
@@ -184,8 +197,8 @@ class Timeline:
     """Copies and compute of one slot, from ``start_seconds`` on.
 
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
-    component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``rooms``: activation bytes unused while
-    a block runs.
+    component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
+    stores are pageable. ``rooms``: activation bytes unused while a block runs.
     """
 
     def __init__(
@@ -197,6 +210,7 @@ class Timeline:
         ring_bytes: Mapping[str, int],
         disk: DiskChannel,
         copies_from_seconds: float,
+        pageable: Collection[str] = (),
         rooms: Mapping[Key, int] | None = None,
     ) -> None:
         self.copies: list[Span] = []
@@ -204,7 +218,8 @@ class Timeline:
         self._sizes, self._disk, self._rooms = sizes, disk, rooms or {}
         self._compute_free = self._start = start_seconds  # when the compute channel is free
         self._copy_free = copies_from_seconds  # when the copy channel is free
-        self._prefetch = sorted(prefetch, key=lambda key: disk.reads(key[0]))[::-1]
+        self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[::-1]
+        self._pageable = pageable
         self._prefetch_bytes = sum(sizes[key].nbytes for key in self._prefetch)
         self._stream_bytes = sum(sizes[work.key].nbytes for work in works if work.source == "stream")
         self._prefetched_bytes = self._streamed_bytes = 0
@@ -218,7 +233,7 @@ class Timeline:
         while self._prefetch:
             self._issue_prefetch()
         disk.finish()
-        self.end_seconds = max(self._copy_free, self._compute_free, disk.free_seconds)
+        self.end_seconds = max(self._copy_free, self._compute_free, disk.end_seconds)
 
     def _call(self, name: str, call: int, works: Sequence[Work]) -> None:
         """Compute of one call of a component, with the copies that it waits for."""
@@ -262,7 +277,7 @@ class Timeline:
         while self._prefetch:
             self._disk.start_fetch(self._prefetch[-1])
             due = self._prefetched_bytes * self._stream_bytes <= self._streamed_bytes * self._prefetch_bytes
-            if not due or not self._disk.is_in_ram(self._prefetch[-1], at_seconds):
+            if not due or self._prefetch[-1][0] in self._pageable or not self._disk.is_in_ram(self._prefetch[-1], at_seconds):
                 break
             self._issue_prefetch(at_seconds)
 
@@ -345,7 +360,7 @@ class _State:
         self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
         self.phases = {phase.name: (index, phase) for index, phase in enumerate(problem.phases)}
-        self.values = {value.name: value.nbytes for value in problem.values}
+        self.values = {value.name: value for value in problem.values}
         self.sizes: dict[Key, Size] = {}
         for component in problem.components:
             variant = component.variants[0]
@@ -354,6 +369,7 @@ class _State:
             for key in self._keys(component.name, None):
                 k = key[1]
                 self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
+        self.pageable = {of.name for of in problem.components if of.variants[0].backing_store == "pageable"}
         self.resident: set[Key] = set()
         self.now = 0.0
         self.events: list[Event] = []
@@ -371,7 +387,7 @@ class _State:
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
-        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self._rooms(slot, used))
+        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self._rooms(slot, used))
         self.now = line.end_seconds
         held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
@@ -408,9 +424,9 @@ class _State:
             if isinstance(action, Spill | Restore):
                 if action.value not in self.values:
                     raise PlanError(f"slot {index}: the problem has no value {action.value!r}")
-                nbytes, spill = self.values[action.value], isinstance(action, Spill)
-                end = now + nbytes / (hardware.d2h_bytes_per_second if spill else hardware.h2d_bytes_per_second)
-                found[number] = Event("spill" if spill else "restore", "", index, action.value, nbytes, now, end)
+                value, spill = self.values[action.value], isinstance(action, Spill)
+                end = now + value.copy_seconds(hardware, to_host=spill)
+                found[number] = Event("spill" if spill else "restore", "", index, action.value, value.nbytes, now, end)
                 now = end
         return found, now
 
@@ -420,7 +436,11 @@ class _State:
         variants = {name: component.variants[0] for name, component in self.components.items()}
         bounce_bytes = {name: variant.host_bytes for name, variant in variants.items() if variant.backing_store == "disk"}
         fetch_bytes = sum(self.sizes[key].nbytes for key in copied if key[0] in bounce_bytes)
-        return DiskChannel(self.now, reads, self.sizes, bounce_bytes, fetch_bytes)
+        locked, now = dict[str, float](), self.now
+        for name in dict.fromkeys(key[0] for key in reads):
+            if variants[name].locked_bytes:
+                now = locked[name] = now + variants[name].locked_bytes * self.problem.hardware.page_lock_seconds
+        return DiskChannel(self.now, reads, self.sizes, bounce_bytes, fetch_bytes, locked)
 
     def _works(self, index: int, slot: Slot, loads: set[Key], rings: dict[str, int]) -> tuple[list[Work], int, int]:
         """All compute in order, the bytes of activation, and the bytes of values and live-in tensors."""

@@ -206,5 +206,8 @@ def test_a_real_run_s_measurements_make_plans_that_hold_at_other_budgets(
         solution = graphrun.plan(problem)
         trace = graphrun.run(solution, graph, {"steps": problem.settings and dict(problem.settings)["steps"]}, cache=tmp_path)
         assert broken_caps(solution, trace) == []
-        assert trace.seconds == pytest.approx(simulate(solution.problem, solution.plan).seconds, rel=0.01)
+        image = trace.outputs["image"]  # made of 32-bit floats, whose copy to the host no plan has
+        copied_seconds = 4 * 3 * image.width * image.height / problem.hardware.pageable_bytes_per_second
+        planned_seconds = simulate(solution.problem, solution.plan).seconds
+        assert trace.seconds == pytest.approx(planned_seconds + copied_seconds, rel=0.01)
     assert bases == {"traced", "measured"}

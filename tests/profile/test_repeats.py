@@ -65,7 +65,8 @@ def contents(recorder: Recorder) -> Any:
     for path, number in recorder.record.flops:
         if number:  # entries without FLOPs only keep the order
             flops[path] = flops.get(path, 0.0) + number
-    return replace(recorder.record, flops=[]), recorder.record.peak_bytes, flops
+    launches = sum(recorder.record.launches)
+    return replace(recorder.record, flops=[], launches=[]), recorder.record.peak_bytes, flops, launches
 
 
 @pytest.fixture

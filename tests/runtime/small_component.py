@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun import sim
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import ALLOCATION_BYTES, BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
 from graphrun.modules.blocks import lay_out
+from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
@@ -86,7 +86,7 @@ def hardware(h2d: float = 1e9, flops: float = 1e11) -> Hardware:
 def numbers(name: str, module: nn.Module, on: Hardware) -> ComponentNumbers:
     layouts = lay_out(module, [path for k in GROUPS for path in k.blocks])
     sizes = tuple(round_up(layouts[k.blocks[0]].nbytes, ALLOCATION_BYTES) for k in GROUPS)
-    loads = tuple(size / on.h2d_bytes_per_second for size in sizes)
+    loads = tuple(on.copy_start_seconds + size / on.h2d_bytes_per_second for size in sizes)
     host_bytes = sum(size * len(k.blocks) for size, k in zip(sizes, GROUPS, strict=True))
     return ComponentNumbers(name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),))
 
@@ -119,10 +119,10 @@ def plan_of(of: Problem, text: str) -> Plan:
 
 
 def device_of(of: Problem) -> SimulatedDevice:
-    rate = of.hardware.h2d_bytes_per_second
-    return SimulatedDevice(
-        sim.Machine(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, flops_per_second=of.hardware.flops_per_second)
-    )
+    """With all of the problem's rates."""
+    device = open_device(of)
+    assert isinstance(device, SimulatedDevice)
+    return device
 
 
 def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from small_component import Small, device_of, numbers
+from small_component import Small, numbers
 
 from graphrun.model.problem import ComponentNumbers, Hardware, Problem
 from graphrun.modules.source_files import stored_tensors
@@ -53,14 +53,6 @@ def in_backing_store(backing_store: str, name: str, on: Hardware, **changes: Any
         loads = tuple(nbytes / rate for nbytes in variant.block_bytes)
         variant = replace(variant, backing_store=backing_store, read_seconds=read, load_seconds=loads)
     return replace(plain, variants=(replace(variant, **changes),))
-
-
-def machine_of(of: Problem) -> SimulatedDevice:
-    """A device with all of the problem's rates."""
-    device, on = device_of(of), of.hardware
-    device.machine.pageable_bytes_per_second = on.pageable_bytes_per_second
-    device.machine.disk_bytes_per_second = on.disk_bytes_per_second
-    return device
 
 
 def host_of(of: Problem, folders: Mapping[str, Path], device: SimulatedDevice) -> Host:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_component import THIN, WIDE, Small, hardware, plain, plan_of, problem, run, use
-from stored_component import host_of, in_backing_store, machine_of, saved
+from small_component import THIN, WIDE, Small, device_of, hardware, plain, plan_of, problem, run, use
+from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import InputError, PlanError
 from graphrun.model.plan import Plan
@@ -81,7 +81,7 @@ class Case:
         self.plan: Plan = plan_of(self.problem, text.format(backing_store=backing_store, ring=2 * WIDE))
         self.calls, self.backing_store = calls, backing_store
         self.folders = {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}
-        self.device: SimulatedDevice = machine_of(self.problem)
+        self.device: SimulatedDevice = device_of(self.problem)
         self.host: Host = host_of(self.problem, self.folders, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, calls)
 
@@ -174,7 +174,7 @@ def test_reads_may_run_on_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) 
 
     case = make("pageable", BESIDE, ["a", "a", "b"])
     with ThreadPoolExecutor(1) as reader:
-        monkeypatch.setattr(case.device, "background", lambda job: reader.submit(job).result)
+        monkeypatch.setattr(case.device, "background", lambda job, queue="disk": reader.submit(job).result)
         assert torch.equal(case.run().outputs["x"], case.expected)
     assert case.device.arenas.nbytes("arenas") == 0
 

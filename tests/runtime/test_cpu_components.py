@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_component import GROUPS, Small, hardware, plain, plan_of, problem, run, use
-from stored_component import host_of, in_backing_store, machine_of, saved
+from small_component import GROUPS, Small, device_of, hardware, plain, plan_of, problem, run, use
+from stored_component import host_of, in_backing_store, saved
 
 from graphrun.model.problem import Problem
 from graphrun.verify.simulate import simulate
@@ -45,7 +45,7 @@ READ_BEFORE, READ_MEANWHILE = TEXT, TEXT.replace("      read a\n", "").replace("
 @pytest.mark.parametrize("text", [READ_BEFORE, READ_MEANWHILE], ids=["read before", "read in the slot of the call"])
 def test_it_gives_the_same_bits_and_its_weights_never_reach_the_device(tmp_path: Path, text: str) -> None:
     of = case(SLOWDOWN)
-    device = machine_of(of)
+    device = device_of(of)
     host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
     seen: list[tuple[str, str]] = []
     host.modules["a"].inside = lambda x: seen.append((x.device.type, host.modules["a"].device.type))

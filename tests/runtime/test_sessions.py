@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_component import WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
-from stored_component import host_of, in_backing_store, machine_of, saved
+from small_component import WIDE, Small, calls_to, device_of, hardware, plain, plan_of, problem, use
+from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import PlanError, TransferFailed
 from graphrun.runtime.executor import Session
@@ -50,7 +50,7 @@ class Case:
         of = problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
         self.problem = replace(of, runs=3, components=tuple(in_backing_store("pinned", name, ON) for name in ("a", "b")))
         self.plan = plan_of(self.problem, TEXT)
-        self.device = machine_of(self.problem)
+        self.device = device_of(self.problem)
         self.host = host_of(self.problem, {"a": saved(folder / "a"), "b": saved(folder / "b", 1)}, self.device)
         self.expected = plain({"a": Small(), "b": Small(1)}, CALLS)
 

@@ -88,8 +88,11 @@ RINGS = [WIDE, WIDE + THIN, 2 * WIDE, 2 * WIDE + 256, 3 * WIDE - 256, 2 * WIDE +
 
 @pytest.mark.parametrize("ring_bytes", RINGS)
 @pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
-def test_the_clock_shows_the_simulated_seconds_for_any_ring(ring_bytes: int, flops: float) -> None:
-    of, plan, trace = follow_streamed(1, 2, ring_bytes, hardware(flops=flops), calls=4)
+@pytest.mark.parametrize("start_seconds", [0.0, 50e-6])
+def test_the_clock_shows_the_simulated_seconds_for_any_ring(ring_bytes: int, flops: float, start_seconds: float) -> None:
+    """``start_seconds`` of a copy: half of what the bytes of a wide block take."""
+    on = replace(hardware(flops=flops), copy_start_seconds=start_seconds, launch_seconds=1e-7)
+    of, plan, trace = follow_streamed(1, 2, ring_bytes, on, calls=4)
     planned = simulate(of, plan)
     for expected, measured in zip(planned.slots, trace.slots, strict=True):
         assert measured.end_seconds - measured.start_seconds == pytest.approx(expected.seconds, rel=0.03, abs=20e-6)

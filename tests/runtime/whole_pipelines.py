@@ -20,7 +20,7 @@ from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
@@ -44,7 +44,7 @@ class TinyPipeline:
         self.image = pixels(plain_image(self.graph, self.modules, self.inputs))
         self._probed = probe(self.graph, self.inputs)
         self.problem = self.within(AMPLE)
-        self.device = SimulatedDevice(Machine())
+        self.device: Any = open_device(self.problem)
         self.host = Host.of_graph(self.graph, self.problem, self.device, self.modules)
 
     def within(self, budget_bytes: int, *, by_layer: bool = False) -> Problem:

@@ -23,7 +23,7 @@ from graphrun.ops.pipeline import assemble
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import simulated
 from graphrun.profile.problems import Limits, problem_of
-from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
 from graphrun.solve.infeasible import smallest_budget
@@ -70,8 +70,8 @@ class Encoding:
         self.inputs = graph.resolve({})
         self._probed = probe(graph, self.inputs)
         self.modules: dict[str, nn.Module] = {n: build(c, graph) for n, c in graph.components.items()}
-        self.device = SimulatedDevice(sim.Machine())
         self.ample = self.within(AMPLE)
+        self.device: Any = open_device(self.ample)
         self.plain = encode(self.pipeline(torch.device("cpu")), self.inputs)
         self.host = Host.of_graph(graph, self.ample, self.device, self.modules)
 

@@ -59,6 +59,7 @@ def test_copies_overlap_compute_and_events_order_them():
     """
     host = torch.zeros(1000, dtype=torch.uint8)
     with machine() as sim:
+        sim.page_lock(host)
         x = torch.ones(3, 3, device="sim")
         buffer = torch.zeros(1000, dtype=torch.uint8, device="sim")
         with sim.on_copy_stream():
@@ -152,6 +153,7 @@ def test_a_stream_of_the_device_module_is_asynchronous_where_a_copy_is_asked_to_
     with Machine(h2d_bytes_per_second=1e9, flops_per_second=1e9) as machine:
         backend = torch.get_device_module("sim")
         stream, host = backend.Stream(), torch.zeros(1_000_000, dtype=torch.uint8)
+        machine.page_lock(host)
         with backend.stream(stream):
             assert backend.current_stream().timeline == "copy"
             kept = [host.to("sim", non_blocking=True)]
@@ -171,3 +173,52 @@ def test_a_stream_waits_for_another():
         machine.charge(1_000_000)
         stream.wait_stream(backend.current_stream())
         assert machine.seconds("copy") == pytest.approx(1e-3)
+
+
+def test_launches_are_hidden_behind_longer_kernels():
+    """
+    host    |l|l|l|
+    compute   |==mm 0.54==|==mm 0.54==|==mm 0.54==|     the first one waits for its launch
+    """
+    with Machine(flops_per_second=100, launch_seconds=0.1) as sim:
+        x = torch.empty(3, 3, device="sim").fill_(1)
+        sim.synchronize()
+        start = sim.seconds()
+        for _ in range(3):
+            x.view(9).view(3, 3) @ x  # a view launches nothing
+        assert sim.seconds() - start == pytest.approx(0.1 + 3 * 0.54)
+
+
+def test_kernels_shorter_than_their_launches_wait_for_the_host():
+    with Machine(flops_per_second=100, launch_seconds=0.1) as sim:
+        x = torch.empty(1, 1, device="sim").fill_(1)
+        for _ in range(10):
+            (x + 1) @ x  # 0.02 s, behind two launches
+        assert sim.seconds() == pytest.approx(0.1 + 10 * 2 * 0.1 + 0.02)
+
+
+def test_a_host_that_waits_for_each_copy_pays_every_launch():
+    host = torch.zeros(9, dtype=torch.uint8)
+    with Machine(h2d_bytes_per_second=100, flops_per_second=100, launch_seconds=0.1, copy_start_seconds=0.2) as sim:
+        x = torch.empty(3, 3, device="sim").fill_(1)
+        sim.synchronize()
+        start = sim.seconds()
+        for _ in range(3):
+            host.to("sim")
+            x @ x
+        assert sim.seconds() - start == pytest.approx(0.1 + 3 * (0.2 + 0.09 + 0.1 + 0.54)), "only copies are launched ahead"
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(locked):
+    host = torch.zeros(1000, dtype=torch.uint8)
+    with Machine(h2d_bytes_per_second=1000, flops_per_second=100, pageable_bytes_per_second=500, page_lock_seconds=1e-3) as sim:
+        if locked:
+            sim.page_lock(host)
+            assert sim.seconds("disk") == pytest.approx(1.0)
+        x = torch.ones(3, 3, device="sim")
+        buffer = torch.zeros(1000, dtype=torch.uint8, device="sim")
+        with sim.on_copy_stream():
+            buffer.copy_(host)
+        x @ x
+        assert (sim.seconds("copy"), sim.seconds("compute")) == pytest.approx((1.0, 0.54) if locked else (2.0, 2.54))

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from mmap import PAGESIZE
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
-from graphrun.runtime.devices.device import Device, Stream
+from graphrun.runtime.devices.device import Device, Queue, Stream
 from graphrun.units import round_up, show_size
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process (CUDA runtime API, memory management)
@@ -56,7 +56,7 @@ class CudaDevice(Device):
         self._compute = torch.cuda.current_stream(index)
         self._origin: Any = self.mark("compute")
         self._begun_seconds = time.perf_counter()
-        self._reader = ThreadPoolExecutor(1, "graphrun-reader")
+        self._queues = {queue: ThreadPoolExecutor(1, f"graphrun-{queue}") for queue in get_args(Queue)}
 
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
@@ -121,7 +121,7 @@ class CudaDevice(Device):
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._compute):
             torch.empty(1, device=self.torch_device).fill_(1)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``cudaMemcpyAsync`` on the copy stream. From and to pageable memory it blocks the host."""
         try:
             with torch.cuda.stream(self._copy):
@@ -131,23 +131,23 @@ class CudaDevice(Device):
         except RuntimeError as error:
             raise TransferFailed(f"copying {show_size(source.nbytes)} to {target.device} failed: {error}") from None
 
-    def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Runs jobs on one thread, which releases the GIL while it reads files."""
-        return self._reader.submit(job).result
+    def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
+        """Runs the jobs of a queue on one thread, which releases the GIL while it reads files and locks pages."""
+        return self._queues[queue].submit(job).result
 
     def mark(self, stream: Stream) -> torch.cuda.Event | float:
-        """A timing event recorded on ``stream``; for the disk, the host's time in seconds."""
-        if stream == "disk":
+        """A timing event recorded on ``stream``; for queues of the host, its time in seconds."""
+        if stream in get_args(Queue):
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream(stream))
         return event
 
     def wait(self, stream: Stream, mark: torch.cuda.Event | float) -> None:
-        """``cudaStreamWaitEvent``; for the disk, the host waits. A host time needs no waiting: it has passed."""
+        """``cudaStreamWaitEvent``; for queues of the host, the host waits. A host time needs no waiting: it has passed."""
         if isinstance(mark, float):
             return
-        if stream == "disk":
+        if stream in get_args(Queue):
             mark.synchronize()
         else:
             self._stream(stream).wait_event(mark)

@@ -56,8 +56,9 @@ class Arenas:
             self._peaks[tier] = max(self._peaks[tier], self._bytes[tier])
 
 
-Stream = Literal["compute", "copy", "disk"]
-Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on its disk stream)
+Queue = Literal["disk", "lock"]  # of work in the background: reads, page locking
+Stream = Literal["compute", "copy"] | Queue
+Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on queues of the host)
 
 
 class Device(ABC):
@@ -91,18 +92,15 @@ class Device(ABC):
         self.arenas.count("pinned", arena)
 
     @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        """Queues a copy between host and device on the copy stream. Raises TransferFailed if it is known to have failed.
-
-        ``pageable``: it is from host memory that is not page-locked.
-        """
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy between host and device on the copy stream. Raises TransferFailed if it is known to have failed."""
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:  # noqa: B027 (most devices need nothing)
         """Call after reading ``nbytes`` from disk into ``target``, which lies in host memory: charges a virtual clock."""
 
     @abstractmethod
-    def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Queues ``job`` to run in the background, one job after another.
+    def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
+        """Queues ``job`` to run in the background, one job of a queue after another.
 
         Returns a function that waits for it and raises its error.
         """

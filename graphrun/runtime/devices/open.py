@@ -30,6 +30,9 @@ def open_hardware(hardware: Hardware, *, check_ordering: bool = False) -> Device
                 flops_per_second=hardware.flops_per_second,
                 pageable_bytes_per_second=hardware.pageable_bytes_per_second,
                 disk_bytes_per_second=hardware.disk_bytes_per_second,
+                launch_seconds=hardware.launch_seconds,
+                copy_start_seconds=hardware.copy_start_seconds,
+                page_lock_seconds=hardware.page_lock_seconds,
                 check_ordering=check_ordering or None,
                 pages=Caching(hardware.page_scale) if hardware.caching_allocator else None,
             )

@@ -11,7 +11,7 @@ import torch
 
 from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
-from graphrun.runtime.devices.device import Device, Stream
+from graphrun.runtime.devices.device import Device, Queue, Stream
 from graphrun.units import show_size
 
 
@@ -40,9 +40,14 @@ class SimulatedDevice(Device):
                 if self.machine.capacity_bytes == capped:
                     self.machine.capacity_bytes = before
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, pageable: bool = False) -> None:
-        """Copies now, and charges the copy timeline."""
-        with self.machine.on_copy_stream(pageable):
+    def pin(self, arena: torch.Tensor) -> None:
+        """Page-locks, and charges the timeline of that."""
+        super().pin(arena)
+        self.machine.page_lock(arena)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies now, and charges the copy timeline. The host waits where memory is not page-locked."""
+        with self.machine.on_copy_stream():
             target.copy_(source)
 
     def read(self, target: torch.Tensor, nbytes: int) -> None:
@@ -51,8 +56,8 @@ class SimulatedDevice(Device):
         if self.machine.ordering is not None:
             self.machine.ordering.host_wrote(target, "read from disk")
 
-    def background(self, job: Callable[[], None]) -> Callable[[], None]:
-        """Runs the job now; its time passes on the disk timeline. So a copy can be queued behind every read."""
+    def background(self, job: Callable[[], None], queue: Queue = "disk") -> Callable[[], None]:
+        """Runs the job now; its time passes on the timeline of its queue. So a copy can be queued behind every read."""
         if self.machine.ordering is not None:
             return self.machine.ordering.background(job)
         job()
