@@ -26,7 +26,7 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
-        """Activates the machine with a capacity of at most ``cap_bytes``.
+        """Activates the machine with a capacity of at most ``cap_bytes``. Ops run on its compute timeline, whichever was current.
 
         Leaving restores its capacity, unless it was changed meanwhile.
         """
@@ -35,7 +35,8 @@ class SimulatedDevice(Device):
         with self.machine, contextlib.nullcontext() if ordering is None else ordering.watching():
             self.machine.capacity_bytes = capped
             try:
-                yield
+                with self.machine.clock.on("compute", synchronous=True):
+                    yield
             finally:
                 if self.machine.capacity_bytes == capped:
                     self.machine.capacity_bytes = before

@@ -1,0 +1,283 @@
+"""What the executor needs of a device, tested alike on the simulated accelerator, on the same under the ordering checker, and on CUDA.
+
+On the simulator bytes move at once: there a missing wait is noticed by the checker, and on CUDA, with slow kernels or slow copies, by
+the results. Run on a card by `benchmarks/card.sh check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_component import ACTIVATION_BYTES, PREFETCH, WIDE, Small, calls_to, hardware, plain, plan_of, problem, use
+from stored_component import host_of, in_backing_store, saved
+from torch import nn
+
+from graphrun import sim
+from graphrun.errors import OutOfMemory
+from graphrun.model.phase_trace import PhaseTrace
+from graphrun.model.problem import Hardware, Problem
+from graphrun.runtime.devices.open import open_device
+from graphrun.runtime.executor import follow
+from graphrun.runtime.host import Host
+from graphrun.runtime.spilled import Values
+from graphrun.sim import Machine
+from graphrun.trace import Trace
+from graphrun.units import MIB
+from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import solution_of
+
+CALLS = ["a"] * 4 + ["b"]
+SLEEP_CYCLES = 4_000_000  # about two milliseconds: longer than any kernel or copy here
+RATES = {"kernels": hardware(flops=1e9), "copies": hardware(flops=1e13)}
+
+# a streams from its backing store, keeping one block of each group; b is loaded whole at the same time.
+STORED = """
+    slot s0/0:a load
+      {read_a}
+      load a remainder[0] from {backing_store}
+    slot s0/0:a first
+      {read_b}
+      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      load a wide[1] thin[2] from {backing_store}
+      run
+    slot s0/0:a steady x3
+      stream a keep remainder[0] wide[1] thin[2] ring {ring} B
+      load b all from {backing_store}
+      run
+    slot s1/0:b load
+      drop a
+      evict a remainder[0] wide[1] thin[2]
+    slot s1/0:b first
+      run
+    slot end
+      drop b
+      evict b all
+"""
+
+
+class Contract:
+    """Devices of one kind. ``slow``: what takes long on them, ``kernels`` or ``copies``."""
+
+    def __init__(self, kind: str, patch: pytest.MonkeyPatch) -> None:
+        self.kind, self._patch = kind, patch
+
+    def device(self, of: Problem, slow: str = "") -> Any:
+        """A device for ``of``, whose rates should be those of ``slow``."""
+        if self.kind != "cuda":
+            return open_device(of)
+        from graphrun.runtime.devices.cuda import CudaDevice
+
+        device: Any = CudaDevice(workspace_bytes=64 * MIB)
+        if slow == "copies":
+            queue = device.copy
+
+            def late(target: torch.Tensor, source: torch.Tensor) -> None:
+                with torch.cuda.stream(device._copy):
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                queue(target, source)
+
+            self._patch.setattr(device, "copy", late)
+        return device
+
+    def slow_kernels(self, modules: Mapping[str, nn.Module]) -> None:
+        """On CUDA, every block of ``modules`` computes late from now on."""
+        if self.kind == "cuda":
+            for block in (block for module in modules.values() for block in (*module.wide, *module.thin)):  # type: ignore[misc, operator]
+                block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
+
+    def resident(self, modules: Mapping[str, Small], calls: list[str]) -> torch.Tensor:
+        """What ``modules`` compute with all weights on the device."""
+        if self.kind != "cuda":
+            return plain(modules, calls)
+        with torch.no_grad():
+            return calls_to({name: copy.deepcopy(m).cuda() for name, m in modules.items()}, calls, torch.device("cuda"))["x"]
+
+    def run(self, of: Problem, text: str, device: Any, host: Host, calls: list[str]) -> Trace:
+        """A run of the plan ``text``, which leaves nothing behind."""
+        solution = solution_of(of, plan_of(of, text))
+        trace = follow(solution, host, device, lambda: calls_to(host.modules, calls, device.torch_device))
+        assert trace.left_bytes == 0
+        return trace
+
+
+@pytest.fixture(params=["sim", "sim, order checked", "cuda"])
+def contract(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Contract:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if request.param != "cuda" and not sim.available():
+        pytest.skip("this PyTorch cannot host the simulated accelerator")
+    monkeypatch.setattr(Machine, "check_ordering", request.param == "sim, order checked")
+    return Contract(request.param, monkeypatch)
+
+
+def two(on: Hardware) -> tuple[dict[str, Small], Problem]:
+    modules = {"a": Small(), "b": Small(1)}
+    return modules, problem(modules, [[use("a", 4, on)], [use("b", 1, on)]], on)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3])
+@pytest.mark.parametrize("slow", ["kernels", "copies"])
+def test_streamed_is_resident(contract: Contract, slow: str, ring: int) -> None:
+    modules, of = two(RATES[slow])
+    expected = contract.resident(modules, CALLS)
+    device = contract.device(of, slow)
+    if slow == "kernels":
+        contract.slow_kernels(modules)
+    host = Host(modules, of, device)
+    for _ in range(2):
+        assert torch.equal(contract.run(of, PREFETCH.format(ring=ring * WIDE), device, host, CALLS).outputs["x"], expected)
+
+
+@pytest.mark.parametrize("slow", ["kernels", "copies"])
+def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
+    """The copies of the blocks that it skips are under way, and others are laid over them."""
+    modules, of = two(RATES[slow])
+    modules["a"].skip = frozenset({"wide.1", "wide.2", "thin.0", "thin.4"})
+    expected = contract.resident(modules, CALLS)
+    device = contract.device(of, slow)
+    if slow == "kernels":
+        contract.slow_kernels(modules)
+    host = Host(modules, of, device)
+    assert torch.equal(contract.run(of, PREFETCH.format(ring=2 * WIDE), device, host, CALLS).outputs["x"], expected)
+
+
+@pytest.mark.parametrize("slow", ["kernels", "copies"])
+@pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk"])
+def test_homes_that_are_read_in_the_run(contract: Contract, backing_store: str, slow: str, tmp_path: Path) -> None:
+    on = replace(RATES[slow], disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
+    of = problem({}, [[use("a", 4, on)], [use("b", 1, on)]], on)
+    of = replace(of, components=tuple(in_backing_store(backing_store, name, on) for name in ("a", "b")))
+    expected = contract.resident({"a": Small(), "b": Small(1)}, CALLS)
+    device = contract.device(of, slow)
+    host = host_of(of, {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}, device)
+    if slow == "kernels":
+        contract.slow_kernels(host.modules)
+    reads = {"read_a": "", "read_b": ""} if backing_store == "disk" else {"read_a": "read a", "read_b": "read b"}
+    text = STORED.format(backing_store=backing_store, ring=2 * WIDE, **reads)
+    for _ in range(2):
+        assert torch.equal(contract.run(of, text, device, host, CALLS).outputs["x"], expected)
+    assert device.arenas.nbytes("arenas") == 0
+
+
+class Holder:
+    """Of one value."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.named: dict[str, Any] = {"value": value}
+
+
+def test_spill_and_restore(contract: Contract) -> None:
+    modules, of = two(RATES["copies"])
+    device = contract.device(of, "copies")
+    with device.session(256 * MIB):
+        holder = Holder(torch.arange(MIB, dtype=torch.float32, device="cpu").to(device.torch_device))
+        values = Values(device, holder)
+        device.barrier()
+        values.spill("value")
+        device.barrier()
+        values.release_originals()
+        assert holder.named["value"].device.type == "cpu"
+        over = torch.full((MIB,), -1.0, device=device.torch_device)  # where the value was
+        values.restore("value")
+        found = (holder.named["value"] + 1).cpu()  # computed with at once
+        device.barrier()
+        values.release_originals()
+        del over
+    assert torch.equal(found, torch.arange(MIB, dtype=torch.float32) + 1)
+
+
+def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
+    """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are small."""
+    on = replace(hardware(), caching_allocator=True, page_scale=1.0 if contract.kind == "cuda" else 2**-10)
+    modules, of = two(on)
+    computing = (1, ACTIVATION_BYTES), (1, 0)
+    of = replace(of, phases=tuple(replace(p, trace=PhaseTrace((), computing, computing)) for p in of.phases))
+    device = contract.device(of)
+    host = Host(modules, of, device)
+    text = PREFETCH.format(ring=2 * WIDE)
+    planned = solution_of(of, plan_of(of, text)).simulation.slots
+    for _ in range(2):
+        trace = contract.run(of, text, device, host, CALLS)
+        for slot, expected in zip(trace.slots, planned, strict=True):
+            assert slot.peak_bytes <= expected.peak_bytes, f"slot {slot.phase} {slot.part}"
+        assert trace.peak_bytes > max(slot.peak_bytes for slot in planned) - ACTIVATION_BYTES - 2 * MIB * on.page_scale
+
+
+def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract: Contract) -> None:
+    """Expandable segments: otherwise what is cached in pieces cannot become one."""
+    on = replace(hardware(), caching_allocator=True, page_scale=1.0)
+    _, of = two(on)
+    device = contract.device(of)
+    with device.session(200 * MIB):
+        for _ in range(3):
+            pieces = [device.allocate(30 * MIB) for _ in range(6)]
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                device.allocate(60 * MIB)
+            assert isinstance(device.explain(caught.value), OutOfMemory)
+            kept = pieces[::2]  # 90 MiB with holes between
+            del pieces
+            del kept[0]
+            assert device.allocate(120 * MIB).numel() == 120 * MIB
+            del kept, caught
+        assert device.peak_bytes <= 200 * MIB
+        device.barrier()
+    if contract.kind == "cuda":
+        assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def other_stream(device: Any) -> Iterator[None]:
+    module = torch.get_device_module(device.torch_device.type)
+    with device.machine if hasattr(device, "machine") else contextlib.nullcontext():
+        stream = module.stream(module.Stream())
+        stream.__enter__()
+    try:
+        yield
+    finally:
+        stream.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def other_default_device(device: Any) -> Iterator[None]:
+    torch.set_default_device(device.torch_device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("around", [other_stream, other_default_device])
+def test_whatever_the_caller_has_set(contract: Contract, around: Callable[[Any], Any], tmp_path: Path) -> None:
+    """A current stream that is not the default one; a default device that is not the CPU."""
+    on = replace(RATES["kernels"], disk_bytes_per_second=4e8)
+    of = problem({}, [[use("a", 4, on)], [use("b", 1, on)]], on)
+    of = replace(of, components=tuple(in_backing_store("pinned", name, on) for name in ("a", "b")))
+    expected = contract.resident({"a": Small(), "b": Small(1)}, CALLS)
+    folders = {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}
+    device = contract.device(of, "copies")
+    host = host_of(of, folders, device)
+    text = STORED.format(backing_store="pinned", ring=2 * WIDE, read_a="read a", read_b="read b")
+    with around(device):
+        trace = contract.run(of, text, device, host, CALLS)
+    assert torch.equal(trace.outputs["x"], expected)
+    if contract.kind != "cuda":
+        assert trace.seconds == pytest.approx(simulate(of, plan_of(of, text)).seconds, rel=0.03), "copies overlap compute"
+
+
+def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
+    """The other tests of this file again, with ``torch.cuda._sanitizer`` on."""
+    if contract.kind != "cuda":
+        pytest.skip("the simulator has the ordering checker")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cuda and not sanitizer and not cap"]
+    done = subprocess.run(command, env={**os.environ, "TORCH_CUDA_SANITIZER": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
