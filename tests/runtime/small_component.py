@@ -127,7 +127,7 @@ def device_of(of: Problem) -> SimulatedDevice:
 
 def calls_to(modules: Mapping[str, Any], calls: Sequence[str], device: torch.device | None) -> dict[str, torch.Tensor]:
     """Calls ``a``, ``a.encode`` and the like one after another, each on what the last returned."""
-    x = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    x = torch.linspace(-1, 1, ROWS * WIDTH, device="cpu").reshape(ROWS, WIDTH)
     if device is not None:
         x = x.to(device)
     for call in calls:

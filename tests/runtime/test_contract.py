@@ -1,6 +1,7 @@
-"""What the executor needs of a device, tested alike on the simulated accelerator, on the same under the ordering checker, and on CUDA.
+"""What the executor needs of a device: tested alike on the simulated accelerator, on the same under the ordering checker, and on
+CUDA.
 
-On the simulator bytes move at once: there a missing wait is noticed by the checker, and on CUDA, with slow kernels or slow copies, by
+On the simulator bytes move at once: there a missing wait is noticed by the checker, and on CUDA, where kernels or copies are slow, by
 the results. Run on a card by `benchmarks/card.sh check`.
 """
 
@@ -24,8 +25,10 @@ from torch import nn
 
 from graphrun import sim
 from graphrun.errors import OutOfMemory
+from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import Hardware, Problem
+from graphrun.profile.hardware import found
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
@@ -77,7 +80,7 @@ class Contract:
             return open_device(of)
         from graphrun.runtime.devices.cuda import CudaDevice
 
-        device: Any = CudaDevice(workspace_bytes=64 * MIB)
+        device: Any = CudaDevice(workspace_bytes=of.hardware.workspace_bytes)
         if slow == "copies":
             queue = device.copy
 
@@ -189,16 +192,20 @@ def test_spill_and_restore(contract: Contract) -> None:
         assert holder.named["value"].device.type == "cpu"
         over = torch.full((MIB,), -1.0, device=device.torch_device)  # where the value was
         values.restore("value")
-        found = (holder.named["value"] + 1).cpu()  # computed with at once
+        result = (holder.named["value"] + 1).cpu()  # computed with at once
         device.barrier()
         values.release_originals()
         del over
-    assert torch.equal(found, torch.arange(MIB, dtype=torch.float32) + 1)
+    assert torch.equal(result, torch.arange(MIB, dtype=torch.float32) + 1)
 
 
 def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
     """In pages: of PyTorch's sizes on CUDA, of a thousandth on the simulator, as the weights are small."""
-    on = replace(hardware(), caching_allocator=True, page_scale=1.0 if contract.kind == "cuda" else 2**-10)
+    on = replace(hardware(), caching_allocator=True, page_scale=2**-10)
+    if contract.kind == "cuda":
+        card = found()
+        assert card is not None
+        on = replace(on, workspace_bytes=card.workspace_bytes, page_scale=1.0)
     modules, of = two(on)
     computing = (1, ACTIVATION_BYTES), (1, 0)
     of = replace(of, phases=tuple(replace(p, trace=PhaseTrace((), computing, computing)) for p in of.phases))
@@ -210,7 +217,7 @@ def test_a_slot_reserves_what_is_planned(contract: Contract) -> None:
         trace = contract.run(of, text, device, host, CALLS)
         for slot, expected in zip(trace.slots, planned, strict=True):
             assert slot.peak_bytes <= expected.peak_bytes, f"slot {slot.phase} {slot.part}"
-        assert trace.peak_bytes > max(slot.peak_bytes for slot in planned) - ACTIVATION_BYTES - 2 * MIB * on.page_scale
+        assert trace.peak_bytes > max(slot.peak_bytes for slot in planned) - ACTIVATION_BYTES - LARGE_PAGE_BYTES * on.page_scale
 
 
 def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract: Contract) -> None:
@@ -219,6 +226,7 @@ def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract
     _, of = two(on)
     device = contract.device(of)
     with device.session(200 * MIB):
+        device.reset_peak()
         for _ in range(3):
             pieces = [device.allocate(30 * MIB) for _ in range(6)]
             with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -227,12 +235,14 @@ def test_the_cap_holds_and_freed_memory_can_be_had_again_in_other_sizes(contract
             kept = pieces[::2]  # 90 MiB with holes between
             del pieces
             del kept[0]
-            assert device.allocate(120 * MIB).numel() == 120 * MIB
-            del kept, caught
+            whole = device.allocate(120 * MIB)
+            assert whole.numel() == 120 * MIB
+            if contract.kind == "cuda":
+                segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+                assert max(segments, key=lambda segment: segment["total_size"])["is_expandable"]
+            del kept, caught, whole
         assert device.peak_bytes <= 200 * MIB
         device.barrier()
-    if contract.kind == "cuda":
-        assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
