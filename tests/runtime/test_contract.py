@@ -1,8 +1,8 @@
 """What the executor needs of a device: tested alike on the simulated accelerator, on the same under the ordering checker, and on
 CUDA.
 
-On the simulator bytes move at once: there a missing wait is noticed by the checker, and on CUDA, where kernels or copies are slow, by
-the results. Run on a card by `benchmarks/card.sh check`.
+On the simulator bytes move at once: there the checker notices a missing wait, and on CUDA the results do, as kernels or copies
+are slow. Run on a card by `benchmarks/card.sh check`.
 """
 
 from __future__ import annotations
@@ -267,21 +267,17 @@ def other_default_device(device: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("around", [other_stream, other_default_device])
-def test_whatever_the_caller_has_set(contract: Contract, around: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_whatever_the_caller_has_set(contract: Contract, around: Callable[[Any], Any]) -> None:
     """A current stream that is not the default one; a default device that is not the CPU."""
-    on = replace(RATES["kernels"], disk_bytes_per_second=4e8)
-    of = problem({}, [[use("a", 4, on)], [use("b", 1, on)]], on)
-    of = replace(of, components=tuple(in_backing_store("pinned", name, on) for name in ("a", "b")))
-    expected = contract.resident({"a": Small(), "b": Small(1)}, CALLS)
-    folders = {"a": saved(tmp_path / "a"), "b": saved(tmp_path / "b", 1)}
-    device = contract.device(of, "copies")
-    host = host_of(of, folders, device)
-    text = STORED.format(backing_store="pinned", ring=2 * WIDE, read_a="read a", read_b="read b")
+    modules, of = two(RATES["kernels"])
+    expected = contract.resident(modules, CALLS)
+    device, text = contract.device(of, "copies"), PREFETCH.format(ring=2 * WIDE)
     with around(device):
-        trace = contract.run(of, text, device, host, CALLS)
+        trace = contract.run(of, text, device, Host(modules, of, device), CALLS)
     assert torch.equal(trace.outputs["x"], expected)
     if contract.kind != "cuda":
-        assert trace.seconds == pytest.approx(simulate(of, plan_of(of, text)).seconds, rel=0.03), "copies overlap compute"
+        planned_seconds = simulate(of, plan_of(of, text)).seconds
+        assert trace.seconds == pytest.approx(planned_seconds, rel=0.03), "copies overlap compute"
 
 
 def test_the_sanitizer_of_torch_finds_nothing(contract: Contract) -> None:
