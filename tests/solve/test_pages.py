@@ -63,7 +63,7 @@ def test_what_is_set_aside_is_at_most_the_first_overshoot_in_whole_pages(flux: P
 
     by_tensors = _solved(flux)
     assert by_tensors is not None
-    over = in_pages(by_tensors).overshoot()
+    over = in_pages(by_tensors).short_of_pages()
     assert over
     enough = with_reserve(flux, {key: round_up(nbytes, LARGE_PAGE_BYTES) for key, nbytes in over.items()})
     stricter = _solved(enough)
