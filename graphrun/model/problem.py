@@ -300,6 +300,11 @@ class Problem:
         """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and reserve."""
         return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
 
+    @property
+    def counts_pages(self) -> bool:
+        """Whether peaks are in pages: the device's allocator reserves these, and every phase has a trace."""
+        return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
+
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""
         for numbers in self.components:

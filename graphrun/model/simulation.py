@@ -55,6 +55,11 @@ class SlotReport:
     pages_bytes: int = 0
 
     @property
+    def working_bytes(self) -> int:
+        """Activation, with what the allocator reserves beyond tensors."""
+        return self.activation_bytes + self.pages_bytes
+
+    @property
     def stall_seconds(self) -> float:
         """Time in which nothing computes: waiting for copies and reads."""
         return max(0.0, self.seconds - self.compute_seconds)

@@ -9,6 +9,7 @@ that slot, so what is set aside only grows. The bound on seconds stays that of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from graphrun.solve.fastest import PROVEN_GAP, fastest
 from graphrun.solve.granularity import split_into_layers
 from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.units import round_up
-from graphrun.verify.solution import checked_solution, counts_pages, in_pages
+from graphrun.verify.solution import checked_solution, in_pages
 
 ROUNDS = 6  # in the last two, whole pages are set aside
 
@@ -29,9 +30,9 @@ Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 def solved(problem: Problem) -> Solution | None:
     """The fastest plan within the budgets that was found, None where nothing fits. As `fastest`, with peaks in pages on a device
     that reserves these."""
-    if (found := _within_pages(problem)) is not None or not counts_pages(problem) or fastest(problem) is None:
+    if (found := _within_pages(problem)) is not None or not problem.counts_pages or fastest(problem) is None:
         return found
-    least = _least(problem)
+    least = _least(_unlimited(problem))
     return _of(problem, least, least.bound_seconds) if least is not None and _peak_bytes(least) <= problem.effective_bytes else None
 
 
@@ -41,23 +42,26 @@ def smallest_budget(problem: Problem) -> int:
 
     Where the host budgets allow no plan at all: the least with unlimited host budgets. 0 where a component has no usable variant.
     """
-    least = _least(problem) if counts_pages(problem) else None
+    least = _least(_unlimited(problem)) if problem.counts_pages else None
     return smallest_tensor_budget(problem) if least is None else problem.overhead_bytes + least.simulation.peak_bytes
 
 
+@functools.lru_cache(maxsize=8)
 def _least(problem: Problem) -> Solution | None:
     """The plan of least memory that was found. Solves at the least budget of the program, with what the replay reserves beyond it
     set aside, until a plan keeps to its budget; then one byte below the least that was found, until nothing is found."""
     if not has_usable_variants(problem):
         return None
-    floor = smallest_tensor_budget(problem)
-    if fastest(_with_budget(problem, floor)) is None:
-        problem = with_ample_host(problem)
     solutions = list[Solution]()
+    floors = list[int]()
     reserve = dict[tuple[str, str], int]()
-    for _ in range(ROUNDS):
-        of = _with_budget(problem, smallest_tensor_budget(with_reserve(problem, reserve)))
+    while len(floors) < ROUNDS:
+        floors.append(smallest_tensor_budget(with_reserve(problem, reserve)))
+        of = _with_budget(problem, floors[-1])
         found = fastest(with_reserve(of, reserve))
+        if found is None and (ample := with_ample_host(problem)) != problem:
+            problem = ample
+            continue
         if found is None or (solution := _of(of, found, found.bound_seconds)) is None:
             break
         solutions.append(solution)
@@ -65,7 +69,7 @@ def _least(problem: Problem) -> Solution | None:
             break
         reserve |= short
     least = min(solutions, key=_peak_bytes, default=None)
-    while least is not None and (budget := problem.overhead_bytes + _peak_bytes(least)) > floor:
+    while least is not None and (budget := problem.overhead_bytes + _peak_bytes(least)) > floors[0]:
         if (solution := _within_pages(_with_budget(problem, budget - 1))) is None:
             break
         least = solution
@@ -74,6 +78,11 @@ def _least(problem: Problem) -> Solution | None:
 
 def _peak_bytes(solution: Solution) -> int:
     return solution.simulation.peak_bytes
+
+
+def _unlimited(problem: Problem) -> Problem:
+    """The same for every budget and capacity."""
+    return replace(problem, budget_bytes=0, hardware=replace(problem.hardware, capacity_bytes=0))
 
 
 def _with_budget(problem: Problem, nbytes: int) -> Problem:

@@ -25,15 +25,10 @@ def solution_of(
 
 
 def in_pages(solution: Solution) -> Solution:
-    """``solution`` with peaks as the device's allocator reserves memory, where the device `counts_pages`."""
-    if not counts_pages(solution.problem):
+    """``solution`` with peaks as the device's allocator reserves memory, where `Problem.counts_pages`."""
+    if not solution.problem.counts_pages:
         return solution
     return replace(solution, simulation=solution.simulation.in_pages(reserved_bytes(solution.chosen, solution.plan)))
-
-
-def counts_pages(problem: Problem) -> bool:
-    """Whether peaks are those of the device's allocator: it reserves pages, and every phase has a trace."""
-    return problem.hardware.caching_allocator and all(phase.trace.first for phase in problem.phases)
 
 
 def checked_solution(

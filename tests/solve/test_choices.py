@@ -22,7 +22,8 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
-from graphrun.solve.solve import solve, solved
+from graphrun.solve.pages import solved
+from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
 
 SEEDS = st.integers(0, 10**6)
