@@ -154,9 +154,8 @@ class Use:
     ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run (0: not needed in this phase).
     ``seconds[k]``: compute of ONE block of group k in ONE call, all its passes together. ``order``: compute of one call in order,
     as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
-    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``beside_bytes[k]``: most
-    bytes live beyond weights, values and live-in bytes while a block of group k runs; empty: assume the phase's peak. ``layers``:
-    the same use with the component split into layers.
+    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
+    with the component split into layers.
     """
 
     component: str
@@ -165,7 +164,6 @@ class Use:
     seconds: tuple[float, ...]
     order: tuple[tuple[int, int, float], ...] = ()
     passes: tuple[int, ...] = ()
-    beside_bytes: tuple[int, ...] = ()
     layers: Use | None = None
 
     def passes_of(self, number: int) -> int:

@@ -98,7 +98,7 @@ def simulated(page_scale: float | None = None) -> Hardware:
 
 
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
-    """The device called ``name``, of ``profiles`` or a prior; ``sim:pages=FACTOR`` is the simulated accelerator that counts in pages.
+    """The device called ``name``, of ``profiles`` or a prior; ``sim:pages=FACTOR``: the simulated accelerator, counting in pages.
     Raises InputError, with the most similar name, if there is none."""
     if name.startswith(PAGES):
         return simulated(_page_scale(name))

@@ -149,7 +149,7 @@ def _phases(
         phase = PhaseNumbers(
             stage=stage,
             index=stages[:number].count(stage),
-            uses=tuple(use_of(components[name], made, hardware, memory) for name, made in calls.items()),
+            uses=tuple(use_of(components[name], made, hardware) for name, made in calls.items()),
             live_in_bytes=max(0, memory.entry_bytes - value_bytes),
             first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
             steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),

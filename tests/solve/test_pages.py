@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphrun.model.allocator import LARGE_PAGE_BYTES, Caching
+from graphrun.model.allocator import Caching
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
 from graphrun.model.problem import Problem
 from graphrun.profile.dry_run import probe
