@@ -33,7 +33,7 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error", H
 from fixed_modes import compared  # noqa: E402
 
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, ValueNumbers, Variant  # noqa: E402
-from graphrun.solve.solve import solved  # noqa: E402
+from graphrun.solve.pages import solved  # noqa: E402
 from graphrun.verify.simulate import simulate  # noqa: E402
 
 GRAPHS = ("flux-dev", "sdxl", "hidream", "cogview4", "wan-14b", "auraflow")

@@ -121,7 +121,7 @@ def fitting_for(problem: Problem, store: Store | None) -> Solution | None:
     """As `solution_for`, but None where nothing fits."""
     if (stored := _stored_plan(problem, store)) is not None:
         return stored
-    from graphrun.solve.solve import solved
+    from graphrun.solve.pages import solved
 
     if (solution := solved(problem)) is not None:
         _store_plan(problem, solution, store)

@@ -110,7 +110,6 @@ def use_with(use: Use, component: ComponentNumbers, variant: Variant) -> Use:
     `read_from_disk` says.
     """
     use = read_from_disk(use, variant, [len(of.blocks) for of in component.groups])
-    use = replace(use, beside_bytes=()) if variant.scratch_bytes and use.beside_bytes else use  # scratch is not known per block
     extra = variant.block_seconds or (0.0,) * len(use.seconds)
     if variant.slowdown == 1.0 and not any(extra):
         return use

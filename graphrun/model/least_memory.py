@@ -1,8 +1,7 @@
 """Least device memory of each phase, in exact integer bytes, for one variant per component. Needs no solver.
 
 Blocks that a slot uses and that cannot be streamed must be resident. All others pass through a ring with room for the largest of
-them; to keep that block resident would take as much. A layer needs ring bytes only as far as it does not fit into activation memory
-that is unused while it runs. A load slot never needs more than the first slot.
+them; to keep that block resident would take as much. A load slot never needs more than the first slot.
 
     first    | resident: not streamable | ring | first activation  | values + live-in |
     steady   | resident: not streamable | ring | steady activation | values + live-in |  <= effective budget
@@ -71,14 +70,6 @@ def streamable_groups(component: ComponentNumbers, number: int = 0) -> tuple[boo
     return tuple(of.streamable and variant.streamable and variant.movable for of in component.groups)
 
 
-def room_bytes(phase_bytes: int, use: Use, number: int) -> int:
-    """Bytes of the phase's activation, ``phase_bytes`` at its peak, that are unused while a block of group ``number`` runs.
-
-    So much of the block needs no ring. 0 if the use has no `beside_bytes`.
-    """
-    return max(0, phase_bytes - use.beside_bytes[number]) if use.beside_bytes else 0
-
-
 def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
     """Least device memory of each phase, with every component's first variant and no value spilled."""
     found, held = [], dict[str, set[int]]()
@@ -124,9 +115,8 @@ def _resident_and_ring(
     sizes, unstreamed = component.variants[number].block_bytes, problem.demanded(component.name) & {"keep", "whole"}
     streamed = {k for k, yes in enumerate(streamable_groups(component, number)) if yes and not unstreamed}
     used = {k for k, calls in enumerate(use.group_calls_in(part)) if calls}
-    activation = phase.first_bytes if part == "first" else phase.steady_bytes
-    ring = max((sizes[k] - room_bytes(activation, use, k) for k in used & streamed), default=0)
-    return _group_bytes(component, used - streamed, number), round_up(max(0, ring), ALLOCATION_BYTES)
+    ring = max((sizes[k] for k in used & streamed), default=0)
+    return _group_bytes(component, used - streamed, number), round_up(ring, ALLOCATION_BYTES)
 
 
 def _minimum(problem: Problem, phase: PhaseNumbers, part: Part, weights: int, ring: int, values: int) -> PhaseMinimum:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 # (key, bytes): bytes > 0 allocates, 0 releases. In a `PhaseTrace` also (number of the call's kind, -1): a call.
 Item = tuple[int, int]
 CALL = -1
-SCRATCH = -(2**40)  # key of a variant's scratch; no recording has it
+SCRATCH = -(2**40)  # keys of scratch are below; no recording has these
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PhaseTrace:
         if not extra:
             return self
         calls = (
-            replace(call, events=((SCRATCH, extra[call.component]), *call.events, (SCRATCH, 0)))
+            replace(call, events=((key := SCRATCH - len(call.events), extra[call.component]), *call.events, (key, 0)))
             if call.component in extra
             else call
             for call in self.calls

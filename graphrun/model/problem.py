@@ -156,9 +156,8 @@ class Use:
     ``calls``: calls of the component. ``group_calls[k]``: calls in which the blocks of group k run (0: not needed in this phase).
     ``seconds[k]``: compute of ONE block of group k in ONE call, all its passes together. ``order``: compute of one call in order,
     as (group, block within it, seconds), with the remainder's compute before, between and after the blocks; empty: group by
-    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``beside_bytes[k]``: most
-    bytes live beyond weights, values and live-in bytes while a block of group k runs; empty: assume the phase's peak. ``layers``:
-    the same use with the component split into layers.
+    group, block by block. ``passes[k]``: how often a block of group k runs in one call; empty: once. ``layers``: the same use
+    with the component split into layers.
     """
 
     component: str
@@ -167,7 +166,6 @@ class Use:
     seconds: tuple[float, ...]
     order: tuple[tuple[int, int, float], ...] = ()
     passes: tuple[int, ...] = ()
-    beside_bytes: tuple[int, ...] = ()
     layers: Use | None = None
 
     def passes_of(self, number: int) -> int:
@@ -306,6 +304,11 @@ class Problem:
     def effective_bytes(self) -> int:
         """Bytes for tensors: the smaller of budget and capacity, minus context, workspace and reserve."""
         return min(self.budget_bytes, self.hardware.capacity_bytes) - self.overhead_bytes
+
+    @property
+    def counts_pages(self) -> bool:
+        """Whether peaks are in pages: the device's allocator reserves these, and every phase has a trace."""
+        return self.hardware.caching_allocator and all(phase.trace.first for phase in self.phases)
 
     def component(self, name: str) -> ComponentNumbers:
         """The component called ``name``; KeyError if there is none."""

@@ -4,9 +4,6 @@ Pure arithmetic, without time or device. Simulator and executor place the same b
 
     capacity  |  block 3  |    block 1    |  block 2 |free|           |  block 3  |free|    block 1    | block 2 |
               ^ placed after block 2, over block 0                    block 3 is longer: block 2 goes to the ring's end
-
-A block larger than the ring passes alone: it replaces the whole ring, is copied once compute has reached it, and takes the missing
-bytes from activation memory that is unused while the block runs.
 """
 
 from __future__ import annotations
@@ -20,17 +17,11 @@ class RingSlot(NamedTuple):
 
     ``released``: numbers (from 0, ascending) of the earlier placements whose bytes are reused, and of all placements before them.
     Their compute must be done before the new block is written; where compute runs in placement order, waiting for the last one is
-    enough. Each number is released once. ``offset`` -1: the block passes alone, in a buffer that replaces the ring from the time
-    compute reaches the block until it is done with it.
+    enough. Each number is released once.
     """
 
     offset: int
     released: tuple[int, ...]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the block replaces the ring instead of lying in it."""
-        return self.offset < 0
 
 
 class Ring:
@@ -45,22 +36,15 @@ class Ring:
         self._count = 0
         self._live: deque[tuple[int, int, int]] = deque()  # number, start, end; oldest first
 
-    def place(self, nbytes: int, following_bytes: int = 0, room_bytes: int = 0) -> RingSlot:
+    def place(self, nbytes: int, following_bytes: int = 0) -> RingSlot:
         """Place the next block of ``nbytes``: directly after the previous one, or at offset 0 if it does not fit there.
 
         ``following_bytes``: size of the block after it, 0 if unknown. If that block will have to go to offset 0 and would overlap
         this one there, this one goes to the end of the ring; so two consecutive blocks never overlap in a ring with room for
-        both. ``room_bytes``: activation memory that is unused while the block runs. Raises ValueError if the block is larger than
-        the ring plus ``room_bytes``.
+        both. Raises ValueError if the block is larger than the ring.
         """
         if nbytes > self.capacity_bytes:
-            if nbytes > self.capacity_bytes + room_bytes:
-                raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
-            before = tuple(number for number, _, _ in self._live)
-            self._live = deque([(self._count, 0, nbytes)])
-            self._head = self.capacity_bytes
-            self._count += 1
-            return RingSlot(-1, before)
+            raise ValueError(f"a block of {nbytes} bytes does not fit a ring of {self.capacity_bytes} bytes")
         start = self._head if self._head + nbytes <= self.capacity_bytes else 0
         if start < following_bytes and start + nbytes + following_bytes > self.capacity_bytes:
             start = self.capacity_bytes - nbytes

@@ -31,10 +31,9 @@ class SlotReport:
 
     ``peak_bytes``: sum of ``resident_bytes`` (blocks resident at its start or loaded in it, each rounded up to an allocation),
     ``ring_bytes``, ``activation_bytes``, ``values_bytes`` (values between stages, and live-in bytes) and ``pages_bytes`` (what the
-    allocator reserves beyond that; negative where activations alone were counted in more pages). ``streamed_bytes``: copied through
-    rings. ``loaded_bytes``: copied by load actions. ``restored_bytes``: of restored values. ``compute_seconds``: on the device or
-    the CPU. ``host_bytes``: peak in RAM, ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores,
-    and fetched for copies.
+    allocator reserves beyond that). ``streamed_bytes``: copied through rings. ``loaded_bytes``: copied by load actions.
+    ``restored_bytes``: of restored values. ``compute_seconds``: on the device or the CPU. ``host_bytes``: peak in RAM,
+    ``pinned_bytes`` of it page-locked. ``disk_bytes_read``: weights read into backing stores, and fetched for copies.
     """
 
     phase: str
@@ -53,6 +52,11 @@ class SlotReport:
     pinned_bytes: int = 0
     disk_bytes_read: int = 0
     pages_bytes: int = 0
+
+    @property
+    def working_bytes(self) -> int:
+        """Activation, with what the allocator reserves beyond tensors."""
+        return self.activation_bytes + self.pages_bytes
 
     @property
     def stall_seconds(self) -> float:
@@ -140,7 +144,7 @@ class Simulation:
     def in_pages(self, reserved_bytes: Sequence[int]) -> Simulation:
         """The same with every slot's peak as an allocator reserves it (`verify.pages`), in the order of slots."""
         slots = [
-            replace(slot, peak_bytes=nbytes, pages_bytes=slot.pages_bytes + nbytes - slot.peak_bytes)
+            replace(slot, peak_bytes=max(nbytes, slot.peak_bytes), pages_bytes=max(0, nbytes - slot.peak_bytes))
             for slot, nbytes in zip((*self.slots, *self.again), reserved_bytes, strict=True)
         ]
         return replace(self, slots=tuple(slots[: len(self.slots)]), again=tuple(slots[len(self.slots) :]))

@@ -35,10 +35,10 @@ class Solution:
         """``problem`` with the plan's choices applied: order, options, and one variant per component."""
         return self.simulation.problem
 
-    def overshoot(self) -> dict[tuple[str, str], int]:
-        """Bytes by which the plan's peak exceeds the budget, by phase and part of the slots where it does."""
+    def short_of_pages(self) -> dict[tuple[str, str], int]:
+        """Of the slots that exceed the budget, by phase and part: bytes that the allocator reserves beyond those of tensors."""
         found: dict[tuple[str, str], int] = {}
         for slot in (*self.simulation.slots, *self.simulation.again):
-            if (over := slot.peak_bytes - self.problem.effective_bytes) > 0:
-                found[slot.phase, slot.part] = max(over, found.get((slot.phase, slot.part), 0))
+            if slot.peak_bytes > self.problem.effective_bytes:
+                found[slot.phase, slot.part] = max(slot.pages_bytes, found.get((slot.phase, slot.part), 0))
         return found

@@ -144,10 +144,9 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     """The layer groups of ``module`` in the order of their first calls, the remainder first; () if no layer can be a block.
 
     A layer can be a block if its tensors are read only during its own calls, in all of ``calls``. Layers are in one group if
-    they are under the same child of the component, have equal bytes, are called equally often in each of ``calls``, and agree
-    in whether they fit into the room beside the activation that is live during their call. Layers of a child of which no call
-    reads anything form groups that no call uses. Layers in ``routed`` lists, and other layers that were not called, join the
-    remainder.
+    they are under the same child of the component, have equal bytes, and are called equally often in each of ``calls``. Layers of
+    a child of which no call reads anything form groups that no call uses. Layers in ``routed`` lists, and other layers that were
+    not called, join the remainder.
     """
     call_counts = [Counter(span.path for span in call.spans) for call in calls]
     outside = set[str]().union(*(call.outside for call in calls))
@@ -158,11 +157,10 @@ def group_layers(module: nn.Module, calls: Sequence[Call], routed: Collection[st
     shared = _paths_with_tied_tensors(module)
     idle = [path for path in layer_paths(module) if path.split(".")[0] not in read and path not in shared]
     layouts = lay_out(module, [*called, *idle], split_layers=True)
-    room = _room_by_layer(calls)
     groups: dict[object, list[str]] = defaultdict(list)
     for path in (*called, *idle):
         if nbytes := layouts[path].nbytes:
-            groups[path.split(".")[0], nbytes, tuple(of[path] for of in call_counts), nbytes <= room.get(path, 0)].append(path)
+            groups[path.split(".")[0], nbytes, tuple(of[path] for of in call_counts)].append(path)
     return (REMAINDER, *_streamed(groups.values(), {"remainder"})) if groups else ()
 
 
@@ -176,18 +174,6 @@ def _paths_with_tied_tensors(module: nn.Module) -> frozenset[str]:
         for end, letter in enumerate(f"{path}.")
         if letter == "."
     )
-
-
-def _room_by_layer(calls: Sequence[Call]) -> dict[str, int]:
-    """For each layer, the smallest difference in bytes between its call's peak and what is live while the layer runs."""
-    found: dict[str, int] = {}
-    for call in calls:
-        levels = call.levels()
-        peak = max(levels)
-        for span in call.spans:
-            room = peak - max(levels[span.begin : span.end + 1])
-            found[span.path] = min(found.get(span.path, room), room)
-    return found
 
 
 def _split_where_interrupted(units: Sequence[str], groups: Sequence[Sequence[str]]) -> list[list[str]]:

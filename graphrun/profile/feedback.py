@@ -197,11 +197,16 @@ def _as_traced(solution: Solution) -> set[str]:
 
 
 def _measured_phase(problem: Problem, phase: PhaseNumbers, earlier: Measured) -> PhaseNumbers:
+    """What was measured beyond the traced bytes counts in every call of the phase's trace."""
+    first_bytes = max(phase.first_bytes, earlier.sizes.get("first_bytes", 0))
+    steady_bytes = max(phase.steady_bytes, earlier.sizes.get("steady_bytes", 0))
+    more = max(first_bytes - phase.first_bytes, steady_bytes - phase.steady_bytes)
     return replace(
         phase,
         uses=tuple(_measured_use(problem, use, earlier.seconds) for use in phase.uses),
-        first_bytes=max(phase.first_bytes, earlier.sizes.get("first_bytes", 0)),
-        steady_bytes=max(phase.steady_bytes, earlier.sizes.get("steady_bytes", 0)),
+        first_bytes=first_bytes,
+        steady_bytes=steady_bytes,
+        trace=phase.trace.with_scratch({use.component: more for use in phase.uses}),
         basis="measured",
     )
 

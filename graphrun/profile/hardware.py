@@ -76,6 +76,9 @@ def priors() -> dict[str, Hardware]:
     return {card.name: card for card in cards} | {"sim": simulated()}
 
 
+PAGES = "sim:pages="  # begins the name of a simulated accelerator that counts in pages; the factor on their size follows
+
+
 def simulated(page_scale: float | None = None) -> Hardware:
     """The simulated accelerator: unlimited capacity, 1 GB/s in each direction, 100 GFLOP/s on its virtual clock.
 
@@ -87,7 +90,7 @@ def simulated(page_scale: float | None = None) -> Hardware:
     h2d_bytes_per_second = 1e9
     scale = (page_scale or SMALL) * RTX4090_H2D / h2d_bytes_per_second
     return Hardware(
-        name="sim",
+        name="sim" if page_scale is None else f"{PAGES}{page_scale:g}",
         device="sim",
         capacity_bytes=1 << 50,
         context_bytes=0,
@@ -111,13 +114,26 @@ def simulated(page_scale: float | None = None) -> Hardware:
 
 
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
-    """The device called ``name``, of ``profiles`` or a prior. Raises InputError, with the most similar name, if there is none."""
+    """The device called ``name``, of ``profiles`` or a prior; ``sim:pages=FACTOR``: the simulated accelerator, counting in pages.
+    Raises InputError, with the most similar name, if there is none."""
+    if name.startswith(PAGES):
+        return simulated(_page_scale(name))
     devices = {**(profiles or {}), **priors()}
     if name not in devices:
         near = difflib.get_close_matches(name, devices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"hardware {name!r} is not known; {hint}known: {', '.join(devices)}")
     return devices[name]
+
+
+def _page_scale(name: str) -> float:
+    try:
+        scale = float(name.removeprefix(PAGES))
+    except ValueError:
+        scale = 0.0
+    if not 1e-6 <= scale <= 1:  # smaller pages than of 512 bytes are rounded up to these
+        raise InputError(f"hardware {name!r}: write a factor from 0.000001 to 1 behind {PAGES}, such as {PAGES}0.0005")
+    return scale
 
 
 def found() -> Hardware | None:

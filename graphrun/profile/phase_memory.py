@@ -12,25 +12,20 @@ phase's weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from graphrun.model.allocator import Allocator, Caching, Counting
+from graphrun.model.allocator import Allocator, Counting
 from graphrun.model.problem import Hardware
 from graphrun.profile.recording import Call, Event, Recording
 
 
 @dataclass(slots=True)
 class PhaseMemory:
-    """Bytes of one phase: at its entry, and the peaks of its first and steady parts.
-
-    ``beside_bytes``: (component, path of a layer) -> peak while the layer runs. Only for allocators that return released
-    memory at once; a caching allocator keeps its pages.
-    """
+    """Bytes of one phase: at its entry, and the peaks of its first and steady parts."""
 
     entry_bytes: int = 0
     first_bytes: int = 0
     steady_bytes: int = 0
-    beside_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -39,14 +34,13 @@ class PhaseMemory:
 
 
 def phase_memories_of(
-    recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware, allocator: Callable[[], Allocator] | None = None
+    recording: Recording, spans: Sequence[tuple[int, int]], hardware: Hardware, allocator: Callable[[], Allocator] = Counting
 ) -> list[PhaseMemory]:
-    """The memory of each phase, replayed through ``allocator``, by default the device's own (with expandable segments).
+    """The memory of each phase, replayed through ``allocator``; by default in bytes of tensors.
 
     ``spans``: half-open ranges of ``recording.entries()``, one for each phase (`problems.phase_spans`).
     """
-    own = Caching(hardware.page_scale) if hardware.caching_allocator else Counting()
-    replay = _Replay(hardware, allocator() if allocator else own, recording.keeps)
+    replay = _Replay(hardware, allocator(), recording.keeps)
     entries = recording.entries()
     starts = {begin: {call.component for _, call in entries[begin:end]} for begin, end in spans}
     position, not_entered = 0, set[str]()
@@ -60,11 +54,7 @@ def phase_memories_of(
             elif not not_entered and not replay.steady:
                 replay.begin_steady()
             not_entered.discard(item.component)
-            levels = replay.enter(item)
-            beside = replay.phases[-1].beside_bytes
-            for span in item.spans if not hardware.caching_allocator else ():
-                key = item.component, span.path
-                beside[key] = max(beside.get(key, 0), *levels[span.begin : span.end + 1])
+            replay.enter(item)
             position += 1
     return replay.phases[1:]
 
@@ -122,18 +112,13 @@ class _Replay:
         else:
             phase.first_bytes = max(phase.first_bytes, used)
 
-    def enter(self, call: Call) -> list[int]:
-        """Replays ``call``. Tensors that a component keeps are allocated once in a phase.
-
-        Returns the bytes in use before the first event and after each, including an event's own scratch.
-        """
-        base, levels, already_kept = self._offset, [self.allocator.used_bytes], {key for of, key in self._kept if of == id(call)}
+    def enter(self, call: Call) -> None:
+        """Replays ``call``. Tensors that a component keeps are allocated once in a phase."""
+        base, already_kept = self._offset, {key for of, key in self._kept if of == id(call)}
         for key, nbytes, scratch, spared_bytes in call.events:
             if scratch:
                 if self.scratch:
                     self._allocate(0, nbytes - spared_bytes * self.spares)
-                levels.append(self.allocator.used_bytes)
-                if self.scratch:
                     self.allocator.release(0)
                 continue
             if key not in already_kept and nbytes:
@@ -143,5 +128,3 @@ class _Replay:
                     self._kept[id(call), key] = base - key
             elif key not in call.kept:
                 self.allocator.release(base - key)
-            levels.append(self.allocator.used_bytes)
-        return levels

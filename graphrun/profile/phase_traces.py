@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.model.problem import Hardware
@@ -60,3 +60,23 @@ def _call(call: Call, hardware: Hardware) -> CallTrace:
         elif hardware.convolution_scratch:
             events += [(-number, nbytes - spared_bytes * hardware.spares_large_copies), (-number, 0)]
     return CallTrace(call.component, tuple(events), tuple(call.kept))
+
+
+def traces_of_option(traces: Sequence[PhaseTrace], names: Mapping[int, int]) -> list[PhaseTrace]:
+    """The traces of a stage's phases from the dry run with a stage option, to stand among those of the dry run without it.
+
+    ``names``: key of a storage of the stage's values -> its key in the dry run without the option. Up to the stage, both have equal
+    keys. Everything else that the stage allocates gets keys of its own, and is released at its end.
+    """
+    own: dict[int, int] = {}
+    renamed = []
+    for trace in traces:
+        parts = []
+        for items in (trace.prelude, trace.first, trace.steady):
+            own |= {key: names.get(key, -1 - key) for key, nbytes in items if nbytes > 0}
+            parts.append(tuple((own.get(key, key) if nbytes != CALL else key, nbytes) for key, nbytes in items))
+        renamed.append(replace(trace, prelude=parts[0], first=parts[1], steady=parts[2]))
+    last = renamed[-1]
+    left = tuple((key, 0) for key in sorted(own.values()) if key < 0)
+    renamed[-1] = replace(last, steady=last.steady + left) if last.steady else replace(last, first=last.first + left)
+    return renamed

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from graphrun.graph.graph import Graph, Reference
@@ -15,6 +15,7 @@ from graphrun.graph.order import read_by
 from graphrun.graph.settings import settings_of
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.directives import directed
+from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import (
     ComponentNumbers,
     Directive,
@@ -28,7 +29,7 @@ from graphrun.model.problem import (
 )
 from graphrun.modules.source_files import commits_of
 from graphrun.profile.phase_memory import glue_of, phase_memories_of
-from graphrun.profile.phase_traces import phase_traces_of
+from graphrun.profile.phase_traces import phase_traces_of, traces_of_option
 from graphrun.profile.recording import Call, ComponentProfile, DryRun, Event, Recording
 from graphrun.profile.uses import splittable_components, use_of
 from graphrun.profile.variants import variants_of
@@ -73,8 +74,10 @@ def problem_of(
     phases, values = _phases(graph, probed, components, hardware)
     options = []
     for stage, name, option_run in stage_options:
-        own = tuple(phase for phase in _phases(graph, option_run, components, hardware)[0] if phase.stage == stage)
-        if own != tuple(phase for phase in phases if phase.stage == stage):
+        own = _option_phases(graph, stage, option_run, components, hardware, values)
+        if [replace(of, trace=PhaseTrace()) for of in own] != [
+            replace(of, trace=PhaseTrace()) for of in phases if of.stage == stage
+        ]:
             options.append(StageOption(stage, name, own, OPERATIONS[graph.stage(stage).op].options[name]))
     used = {use.component for phase in phases for use in phase.uses}
     splittable = splittable_components((*phases, *(phase for option in options for phase in option.phases)))
@@ -146,7 +149,7 @@ def _phases(
         phase = PhaseNumbers(
             stage=stage,
             index=stages[:number].count(stage),
-            uses=tuple(use_of(components[name], made, hardware, memory) for name, made in calls.items()),
+            uses=tuple(use_of(components[name], made, hardware) for name, made in calls.items()),
             live_in_bytes=max(0, memory.entry_bytes - value_bytes),
             first_bytes=max(0, memory.first_bytes - memory.entry_bytes),
             steady_bytes=max(0, memory.steady_bytes - memory.entry_bytes),
@@ -155,6 +158,23 @@ def _phases(
         )
         phases.append(phase)
     return tuple(phases), values
+
+
+def _option_phases(
+    graph: Graph,
+    stage: str,
+    option_run: DryRun,
+    components: Mapping[str, ComponentNumbers],
+    hardware: Hardware,
+    values: Sequence[ValueNumbers],
+) -> tuple[PhaseNumbers, ...]:
+    """The phases of ``stage`` in a dry run with one of its options. ``values``: those of the dry run without it."""
+    phases, made = _phases(graph, option_run, components, hardware)
+    own = [phase for phase in phases if phase.stage == stage]
+    storages = {value.name: value.storages for value in values}
+    keys = [zip(value.storages, storages.get(value.name, ()), strict=False) for value in made if value.producer == stage]
+    traces = traces_of_option([phase.trace for phase in own], dict(chain.from_iterable(keys)))
+    return tuple(replace(phase, trace=trace) for phase, trace in zip(own, traces, strict=True))
 
 
 def precedence_of(graph: Graph) -> tuple[tuple[str, str], ...] | None:

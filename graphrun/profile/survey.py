@@ -7,14 +7,14 @@ formats it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
 from graphrun.files import Store
 from graphrun.graph.graph import Graph
-from graphrun.model.allocator import Counting, Native
+from graphrun.model.allocator import Caching, Native
 from graphrun.model.problem import Hardware, PhaseNumbers, Problem
 from graphrun.modules.build import meta_modules
 from graphrun.modules.precisions import QUANTIZED
@@ -92,8 +92,8 @@ def _component(graph: Graph, name: str, module: nn.Module, probed: DryRun, probl
 def _phases(problem: Problem, probed: DryRun, hardware: Hardware) -> list[dict[str, Any]]:
     entries = probed.recording.entries()
     spans = phase_spans(entries)
-    counting = phase_memories_of(probed.recording, spans, replace(hardware, caching_allocator=False), Counting)
-    expandable = phase_memories_of(probed.recording, spans, hardware)
+    counting = phase_memories_of(probed.recording, spans, hardware)
+    expandable = phase_memories_of(probed.recording, spans, hardware, Caching) if hardware.caching_allocator else counting
     native = phase_memories_of(probed.recording, spans, hardware, Native) if hardware.caching_allocator else counting
     return [
         {

@@ -1,8 +1,7 @@
 """How a phase uses a component, from the traced calls: calls and seconds per block group, and the execution order within a
 call.
 
-Independent of where weights are placed. For a component split into layers also how often a layer runs in a call, and how many
-bytes are live beside it.
+Independent of where weights are placed. For a component split into layers also how often a layer runs in a call.
 
     call     | remainder |  block  |  block  | remainder |  block  | remainder |
 
@@ -17,19 +16,18 @@ from dataclasses import replace
 
 from graphrun.model.choices import overlap_seconds
 from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
-from graphrun.profile.phase_memory import PhaseMemory
 from graphrun.profile.recording import Call
 
 Order = tuple[tuple[int, int, float], ...]
 """The compute of a call in order: (group, block in the group, seconds). Group 0 is the remainder."""
 
 
-def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, phase_memory: PhaseMemory) -> Use:
-    """How ``calls``, those of one phase with ``phase_memory``, use ``component``; also split into layers, where it can be."""
+def use_of(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use:
+    """How ``calls``, those of one phase, use ``component``; also split into layers, where it can be."""
     use = _block_use(component, calls, hardware)
     if component.layers is None:
         return use
-    return replace(use, layers=_layer_use(component.layers, calls, hardware, phase_memory))
+    return replace(use, layers=_layer_use(component.layers, calls, hardware))
 
 
 def splittable_components(phases: Iterable[PhaseNumbers]) -> set[str]:
@@ -100,7 +98,7 @@ def _block_at(positions: Mapping[str, tuple[int, int]], path: str) -> tuple[int,
     return positions.get(path, (0, 0))
 
 
-def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware, phase_memory: PhaseMemory) -> Use | None:
+def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Hardware) -> Use | None:
     """How ``calls`` use the layers of ``component``.
 
     None if the calls of the phase differ in which layers they call or in which order, since layers could then not be streamed
@@ -118,9 +116,6 @@ def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
     order = orders[id(calls[0])]
     times = Counter(number for number, _, _ in order if number)
     group_calls = [remainder_calls, *(len(calls) if times[number] else 0 for number in range(1, len(component.groups)))]
-    entry_bytes = phase_memory.entry_bytes
-    found = {path: nbytes - entry_bytes for (name, path), nbytes in phase_memory.beside_bytes.items() if name == component.name}
-    whole = max(phase_memory.first_bytes, phase_memory.steady_bytes) - entry_bytes
     return Use(
         component.name,
         len(calls),
@@ -128,7 +123,6 @@ def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
         _block_seconds(component, calls, orders, group_calls),
         tuple(of for of in order if of[0] or of[2]),
         tuple(max(1, times[number] // len(group.blocks)) for number, group in enumerate(component.groups)),
-        tuple(max(found.get(path, whole) for path in group.blocks) for group in component.groups) if found else (),
     )
 
 

@@ -104,7 +104,7 @@ def _phases(problem: Problem, reports: Sequence[SlotReport]) -> str:
     )
 
 
-TERMS = ("resident_bytes", "ring_bytes", "activation_bytes", "values_bytes")  # of a SlotReport: they sum to its peak
+TERMS = ("resident_bytes", "ring_bytes", "working_bytes", "values_bytes")  # of a SlotReport: they sum to its peak
 PHASE_HEAD = ("phase", "calls", "resident", "ring", "activation", "values", "peak", "headroom", "streamed")
 
 

@@ -34,7 +34,7 @@ TITLES = {
 
 
 def infeasible_screen(error: Infeasible) -> str:
-    """What ``graphrun plan`` and ``run`` show with exit code 3. The smallest budgets are exact: a byte less does not fit."""
+    """What ``graphrun plan`` and ``run`` show with exit code 3. With a byte less than the smallest budgets, no plan is found."""
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
     lines = [
         f"infeasible: no plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds",
@@ -52,7 +52,7 @@ def infeasible_screen(error: Infeasible) -> str:
         units = Units(error.smallest_ram_bytes)
         rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
-    lines += [f"smallest budget that works: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
+    lines += [f"{_smallest_title(error.problem)}: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
     for repair in error.repairs:
         lines.append(f"  - {repair.text}: {show_seconds(repair.seconds)}{', changes the output' if repair.changes_output else ''}")
     return "\n".join(lines)
@@ -66,6 +66,11 @@ def _directives(problem: Problem) -> list[str]:
     """A line with the problem's directives and reserve; nothing where there are none."""
     reserve = [f"reserve {show_size(problem.reserve_bytes)}"] if problem.reserve_bytes else []
     return listed("directives", [*directives(problem), *reserve])
+
+
+def _smallest_title(problem: Problem) -> str:
+    """That no plan exists for less is proven in bytes of tensors; in pages, no plan was found."""
+    return "smallest budget found" if problem.counts_pages else "smallest budget that works"
 
 
 def _smallest(error: Infeasible) -> str:
@@ -209,7 +214,7 @@ def _cells(point: Point) -> list[str | float]:
 
 
 def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
-    notes = [f"smallest budget that works: {_option('--vram', points[0].smallest_budget_bytes)}"]
+    notes = [f"{_smallest_title(problem)}: {_option('--vram', points[0].smallest_budget_bytes)}"]
     if fitting := [point for point in points if point.fits]:
         best = min(fitting, key=lambda point: (round(point.seconds, 3), point.budget_bytes))
         notes.append(f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from graphrun.model.least_memory import room_bytes
 from graphrun.model.plan import Drop, Evict, Load, Read, Restore, Slot, Spill, Stream
 from graphrun.model.problem import Problem, Use
 from graphrun.runtime.backing import Arena, Disk, PacedReads
@@ -180,15 +179,11 @@ class OpenSlot:
             order = [(k, path) for k, of in enumerate(numbers.groups) for path in of.blocks]
         action = next((a for a in self.slot.actions if isinstance(a, Stream) and a.component == component), None)
         calls, kept = use.group_calls_in(self.slot.part), set(blocks_of(numbers, action.keep if action else None))
-        assert self._phase is not None
-        peak_bytes = self._phase.first_bytes if self.slot.part == "first" else self._phase.steady_bytes
-        groups = enumerate(numbers.groups if use.beside_bytes else ())
         return Streaming(
             order=[path for _, path in order],
             loads=[path for residency, path in loads if residency.name == component],
             streamed=[(path, calls[k]) for k, path in order if calls[k] and path not in kept],
             ring_bytes=action.ring_bytes if action else 0,
-            rooms={path: room_bytes(peak_bytes, use, k) for k, of in groups for path in of.blocks},
         )
 
     def _pace(self) -> None:

@@ -18,7 +18,7 @@ component runs more often, the copies of a further call are issued when that cal
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,6 @@ class Streaming:
     loads: Sequence[str]  # blocks that the slot loads and keeps, already allocated
     streamed: Sequence[tuple[str, int]]  # (block, calls of the slot in which it runs); a layer that runs twice in a call, twice
     ring_bytes: int
-    rooms: Mapping[str, int]  # block -> bytes of the activation that are free while it runs
 
 
 class Streamer:
@@ -59,7 +58,7 @@ class Streamer:
 
     def __init__(self, residency: Residency, streaming: Streaming, recorder: EventRecorder, idle: Callable[[], None]) -> None:
         self._device, self._residency, self._recorder, self._idle = residency.device, residency, recorder, idle
-        self._paths, self._rooms = [path for path, _ in streaming.streamed], streaming.rooms
+        self._paths = [path for path, _ in streaming.streamed]
         self._limit = sum(calls for _, calls in streaming.streamed)  # passes that the slot expects
         self._loads = _loads_before(streaming)
         self._ring = Ring(streaming.ring_bytes)
@@ -141,8 +140,8 @@ class Streamer:
         """Reserves the ring slot of the next pass. False if its copy would overwrite a block that compute has not run yet."""
         path, following = (self._paths[number % len(self._paths)] for number in (self._next, self._next + 1))
         after = self._residency.nbytes(following) if self._next + 1 < self._limit else 0
-        slot = self._reserved = self._reserved or self._ring.place(self._residency.nbytes(path), after, self._rooms.get(path, 0))
-        return all(number in self._done for number in slot.released) and (not slot.alone or self._due_reached)
+        slot = self._reserved = self._reserved or self._ring.place(self._residency.nbytes(path), after)
+        return all(number in self._done for number in slot.released)
 
     def _issue(self) -> None:
         """Issues the copy of the next pass into its reserved ring slot."""
@@ -150,8 +149,9 @@ class Streamer:
         assert slot is not None
         nbytes = self._residency.nbytes(path)
         self._wait_for(slot)
-        buffer = self._buffer_of(slot, nbytes)
-        if slot.released or slot.alone:
+        assert self._buffer is not None
+        buffer = self._buffer[slot.offset : slot.offset + nbytes]
+        if slot.released:
             self.waiting = False
             self._idle()
         marks = self._residency.copy(path, buffer)
@@ -160,17 +160,6 @@ class Streamer:
         self._issued.append(_Pass(self._placements, path, buffer, marks[1]))
         self._placements += 1
         self._next += 1
-
-    def _buffer_of(self, slot: RingSlot, nbytes: int) -> torch.Tensor:
-        """The bytes of ``slot`` in the ring; for a block larger than the ring, a new buffer in place of the ring."""
-        if slot.alone or self._buffer is None:
-            self._buffer = None  # freed before the new one is allocated
-            self._buffer = self._device.allocate(nbytes if slot.alone else self._ring.capacity_bytes)
-            self._device.wait("copy", self._device.mark("compute"))
-        buffer = self._buffer[max(0, slot.offset) : max(0, slot.offset) + nbytes]
-        if slot.alone:
-            self._buffer = None
-        return buffer
 
     def _wait_for(self, slot: RingSlot) -> None:
         """Makes the copy stream wait until compute has finished the blocks that ``slot`` overwrites."""

@@ -15,7 +15,7 @@ from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, Directive, Placement, Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import refusal
-from graphrun.solve.solve import solved
+from graphrun.solve.pages import solved
 
 PLACEMENTS: tuple[Placement, ...] = ("whole", "exclude", "drop", "keep")
 

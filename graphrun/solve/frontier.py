@@ -16,7 +16,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import smallest_budget, smallest_ram
-from graphrun.solve.solve import solved
+from graphrun.solve.pages import solved
 from graphrun.units import MIB, parse_size
 
 # Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
@@ -52,7 +52,8 @@ def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem]
 
     ``solve``: returns a solution, or None where nothing fits.
     """
-    return tuple(_point(replace(problem, budget_bytes=budget), solve) for budget in budgets)
+    least_bytes = smallest_budget(problem)
+    return tuple(_point(replace(problem, budget_bytes=budget), least_bytes, solve) for budget in budgets)
 
 
 def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
@@ -66,8 +67,8 @@ def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:
     return tuple(sorted({*spread, problem.budget_bytes}))
 
 
-def _point(problem: Problem, solve: Callable[[Problem], Solution | None]) -> Point:
-    least = (problem.budget_bytes, smallest_budget(problem), smallest_ram(problem))
+def _point(problem: Problem, least_bytes: int, solve: Callable[[Problem], Solution | None]) -> Point:
+    least = (problem.budget_bytes, least_bytes, smallest_ram(problem))
     if (solution := solve(problem)) is None:
         return Point(*least, None)
     found = solution.simulation

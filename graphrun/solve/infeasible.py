@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphrun.errors import GraphrunError
-from graphrun.model.least_memory import PhaseMinimum, least_memory, used_components
+from graphrun.model.least_memory import PhaseMinimum, used_components
 from graphrun.model.problem import Problem
-from graphrun.solve.dominance import only_blocks_to_choose
 from graphrun.solve.granularity import finer
 from graphrun.solve.least import (
-    backing_store_bytes,
     has_usable_variants,
     least_memory_of,
-    smallest_budget,
     smallest_disk,
     smallest_pinned,
     smallest_ram,
-    with_only_variants,
 )
+from graphrun.solve.pages import smallest_budget
 from graphrun.solve.repairs import Repair, repairs_of
 from graphrun.units import show_size
 
@@ -120,13 +117,3 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
     """The phases that do not fit in VRAM."""
     return tuple(need for need in least_memory_of(problem) if need.short_bytes > 0)
-
-
-def surely_infeasible(problem: Problem) -> bool:
-    """Whether closed forms already show that no plan exists. False says nothing."""
-    if not has_usable_variants(problem):
-        return True
-    if not only_blocks_to_choose(problem):
-        return False
-    short = any(need.short_bytes > 0 for need in least_memory(with_only_variants(problem)))
-    return short or (problem.runs == 1 and backing_store_bytes(problem) > problem.ram_bytes)

@@ -1,6 +1,7 @@
 """The smallest budgets for which a plan exists, one at a time while the others are unchanged. Exact to the byte.
 
-    smallest_budget   VRAM, as the user states it        smallest_ram, smallest_pinned, smallest_disk
+    smallest_tensor_budget   VRAM, as the user states it, where memory is counted in bytes of tensors
+    smallest_ram, smallest_pinned, smallest_disk
 
 Closed form where the only choice is which blocks are resident; otherwise a MILP whose goal is that budget, with sums checked in
 integers.
@@ -24,7 +25,7 @@ AMPLE = 1 << 50  # bytes: never binds
 ROUNDS = 4  # solves for the least device memory, each one byte below the last result
 
 
-def smallest_budget(problem: Problem) -> int:
+def smallest_tensor_budget(problem: Problem) -> int:
     """The least VRAM budget in bytes (context, workspace and reserve included) for which a plan exists, regardless of the card's
     capacity, with components split into layers where these need less.
 
@@ -153,6 +154,16 @@ def _least_usage(problem: Problem, tier: Tier | None, of: Callable[[Program, Cho
     good, _, _ = minimise_over(formulations, range(len(formulations)), goal)
     found = [formulations[number].choice(answer.values) for number, answer in good.items()]
     return min(((of(*each), *each) for each in found), key=lambda each: each[0], default=None)
+
+
+def surely_infeasible(problem: Problem) -> bool:
+    """Whether closed forms already show that no plan exists. False says nothing."""
+    if not has_usable_variants(problem):
+        return True
+    if not only_blocks_to_choose(problem):
+        return False
+    short = any(need.short_bytes > 0 for need in least_memory(with_only_variants(problem)))
+    return short or (problem.runs == 1 and backing_store_bytes(problem) > problem.ram_bytes)
 
 
 def least_memory_of(problem: Problem) -> tuple[PhaseMinimum, ...]:

@@ -275,10 +275,7 @@ class Formulation:
             used += [largest, beside]
             for streamed, j in members:
                 size, single = program.groups[j].held_bytes / self.bytes_unit, self.single_buffered[t][j]
-                least = (program.groups[j].held_bytes - interval.rooms[j]) / self.bytes_unit
-                model.add(largest >= streamed * least, beside >= (streamed - single) * ((self.depth - 1) * size))
-                if least < size:
-                    model.add(largest >= (streamed - single) * size)
+                model.add(largest >= streamed * size, beside >= (streamed - single) * ((self.depth - 1) * size))
         on_device, on_host = self._activation(t)
         self._host_activations.append(on_host)
         gaps = zip(program.spill_gaps, self._spills, strict=True)

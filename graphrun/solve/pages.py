@@ -1,58 +1,126 @@
-"""Plans within a budget counted in pages: what the allocator reserves, not the bytes of tensors.
+"""Plans within a budget counted as the device's allocator reserves memory: in pages, not in bytes of tensors.
 
-    solve -> replay -> over the budget? -> solve again with the overshoot set aside in the slots concerned -> ...
+    fastest -> replay -> over the budget? -> fastest, with what pages took beyond tensors set aside in the slots concerned -> ...
 
-The program counts bytes of tensors. Where the replay of its plan reserves more than the budget in a slot, so many bytes are set
-aside in that slot, and the problem is solved again. What is set aside only grows. The bound on seconds stays that of the program
-without it.
+The program counts bytes of tensors. Where the replay of its plan reserves more than the budget in a slot, what it reserves beyond
+the bytes of tensors is set aside in that slot, and the problem is solved again. A plan found so keeps to the budget with less in
+that slot, so what is set aside only grows. The bound on seconds stays that of the program without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
+from graphrun.solve.fastest import PROVEN_GAP, fastest
 from graphrun.solve.granularity import split_into_layers
+from graphrun.solve.least import has_usable_variants, smallest_tensor_budget, with_ample_host
 from graphrun.units import round_up
-from graphrun.verify.solution import checked_solution
+from graphrun.verify.solution import checked_solution, in_pages
 
-ROUNDS = 6  # in the last one, whole pages are set aside
-PROVEN_GAP = 1e-5
+ROUNDS = 6  # in the last two, whole pages are set aside
 
 Reserve = Mapping[tuple[str, str], int]  # (phase, part) -> bytes
 
 
-def within_pages(problem: Problem, found: Solution, solved: Callable[[Problem], Solution | None]) -> Solution | None:
-    """``found``, or the best plan that keeps to the budget in pages; None where none was found. ``solved``: solves a problem whose
-    phases have bytes set aside."""
-    first, reserve = found, dict[tuple[str, str], int]()
+def solved(problem: Problem) -> Solution | None:
+    """The fastest plan within the budgets that was found, None where nothing fits. As `fastest`, with peaks in pages on a device
+    that reserves these."""
+    if (found := _within_pages(problem)) is not None or not problem.counts_pages or fastest(problem) is None:
+        return found
+    least = _least(_unlimited(problem))
+    return _of(problem, least, least.bound_seconds) if least is not None and _peak_bytes(least) <= problem.effective_bytes else None
+
+
+def smallest_budget(problem: Problem) -> int:
+    """The least VRAM budget in bytes (context, workspace and reserve included) for which `solved` finds a plan, regardless of the
+    card's capacity; with one byte less it finds none. Where memory is counted in bytes of tensors, no plan exists below it.
+
+    Where the host budgets allow no plan at all: the least with unlimited host budgets. 0 where a component has no usable variant.
+    """
+    least = _least(_unlimited(problem)) if problem.counts_pages else None
+    return smallest_tensor_budget(problem) if least is None else problem.overhead_bytes + least.simulation.peak_bytes
+
+
+@functools.lru_cache(maxsize=8)
+def _least(problem: Problem) -> Solution | None:
+    """The plan of least memory that was found. Solves at the least budget of the program, with what the replay reserves beyond it
+    set aside, until a plan keeps to its budget; then one byte below the least that was found, until nothing is found."""
+    if not has_usable_variants(problem):
+        return None
+    solutions = list[Solution]()
+    floors = list[int]()
+    reserve = dict[tuple[str, str], int]()
+    while len(floors) < ROUNDS:
+        floors.append(smallest_tensor_budget(with_reserve(problem, reserve)))
+        of = _with_budget(problem, floors[-1])
+        found = fastest(with_reserve(of, reserve))
+        if found is None and (ample := with_ample_host(problem)) != problem:
+            problem = ample
+            continue
+        if found is None or (solution := _of(of, found, found.bound_seconds)) is None:
+            break
+        solutions.append(solution)
+        if not (short := solution.short_of_pages()):
+            break
+        reserve |= short
+    least = min(solutions, key=_peak_bytes, default=None)
+    while least is not None and (budget := problem.overhead_bytes + _peak_bytes(least)) > floors[0]:
+        if (solution := _within_pages(_with_budget(problem, budget - 1))) is None:
+            break
+        least = solution
+    return least
+
+
+def _peak_bytes(solution: Solution) -> int:
+    return solution.simulation.peak_bytes
+
+
+def _unlimited(problem: Problem) -> Problem:
+    """The same for every budget and capacity."""
+    return replace(problem, budget_bytes=0, hardware=replace(problem.hardware, capacity_bytes=0))
+
+
+def _with_budget(problem: Problem, nbytes: int) -> Problem:
+    capacity = max(problem.hardware.capacity_bytes, nbytes)
+    return replace(problem, budget_bytes=nbytes, hardware=replace(problem.hardware, capacity_bytes=capacity))
+
+
+def _within_pages(problem: Problem) -> Solution | None:
+    """The best plan found that keeps to the budget in pages."""
+    reserve = dict[tuple[str, str], int]()
+    bound: float | None = None
+    page_bytes = max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale))
     for trial in range(ROUNDS):
-        over = found.overshoot()
-        if not over:
-            return found
-        for key, nbytes in over.items():
-            reserve[key] = reserve.get(key, 0) + nbytes
-            if trial >= ROUNDS - 2:
-                reserve[key] = round_up(reserve[key], max(1, int(LARGE_PAGE_BYTES * problem.hardware.page_scale)))
-        other = solved(with_reserve(problem, reserve))
-        if other is None:
+        found = fastest(with_reserve(problem, reserve))
+        if found is None:
             return None
-        layers = {component.name for component in other.problem.components if component.granularity == "layers"}
-        of = split_into_layers(problem, layers)
-        objective, bound = other.objective_seconds, min(first.bound_seconds, other.objective_seconds)
-        gap = 1 - bound / objective if objective else 0.0
-        again = checked_solution(of, replace(other.plan, problem=of.digest), gap <= PROVEN_GAP, bound, objective, gap)
-        if again is None:
-            return None
-        found = again
-    return found if not found.overshoot() else None
+        bound = found.bound_seconds if bound is None else bound
+        solution = _of(problem, found, bound) if reserve else in_pages(found)
+        if solution is None or not (short := solution.short_of_pages()):
+            return solution
+        reserve |= {key: nbytes if trial < ROUNDS - 3 else round_up(nbytes, page_bytes) for key, nbytes in short.items()}
+    return None
+
+
+def _of(problem: Problem, found: Solution, bound_seconds: float) -> Solution | None:
+    """The plan of ``found`` as a solution of ``problem``, whose numbers differ in budgets and in what is set aside."""
+    layers = {component.name for component in found.problem.components if component.granularity == "layers"}
+    of = split_into_layers(problem, layers)
+    objective = found.objective_seconds
+    bound = min(bound_seconds, objective)
+    gap = 1 - bound / objective if objective else 0.0
+    return checked_solution(of, replace(found.plan, problem=of.digest), gap <= PROVEN_GAP, bound, objective, gap)
 
 
 def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
     """``problem`` with ``reserve`` set aside: as activation of the slots that compute, as live-in bytes of load slots."""
+    if not reserve:
+        return problem
 
     def more(phase: PhaseNumbers) -> PhaseNumbers:
         load, first, steady = (reserve.get((phase.name, part), 0) for part in ("load", "first", "steady"))

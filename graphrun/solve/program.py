@@ -17,7 +17,7 @@ Constants:
 
     n     calls in the slot that run the group's blocks       p     times that a layer runs in one call
     nb    blocks in the group                                 R     runs of the session
-    b     device bytes of one block                           room  bytes of activation that are unused while a layer runs
+    b     device bytes of one block
 
 x stands for the blocks copied to the device during the slot. It follows from K and d, so it is not a variable.
 
@@ -28,8 +28,7 @@ x stands for the blocks copied to the device during the slot. It follows from K 
                                             steady slot: x = n*(nb - K), and d = 0 for all groups of the component
 
     ring            bytes >= L + M     L >= b*s     M >= b*s - b*r: room for a second block of each group, except where r = 1
-    layers          s = 1 takes L >= (b - room)*s where every streamed group has r = 1. x = n*p*(nb - K) - (p - 1)*d. K and d are
-                    rounded to integers at the end
+    layers          x = n*p*(nb - K) - (p - 1)*d. K and d are rounded to integers at the end
     next slot       K' <= K + d: eviction costs nothing. K' = K + d if the variant is not movable. K = 0 in the first slot
     session         the slots of the first run, then those of one further run, whose seconds count R - 1 times. The further run
                     starts with K <= K + d of the first run's last slot, and with K <= K + d of its own last slot
@@ -63,7 +62,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphrun.model.choices import activation_bytes, use_with
-from graphrun.model.least_memory import room_bytes, streamable_groups, used_components
+from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.plan import Part
 from graphrun.model.problem import ALLOCATION_BYTES, Placement, Problem, Variant
 from graphrun.units import round_up
@@ -151,11 +150,10 @@ class Interval:
 
     ``rounds``: calls in the slot of the component that is called most. ``weight``: number of runs that execute the slot. For
     each group j: ``calls[j]`` (n), calls that run its blocks; ``seconds[j]``, compute of one block in one call; ``passes[j]``
-    (p), how often a block runs in one call; ``rooms[j]``, bytes of the phase's activation that are not allocated while a block
-    runs, in whole allocations. ``cpu_seconds``: compute on the CPU, for each variant choice. ``used``: components (indices) that
-    compute on the device in the slot. ``entered``: all components of the phase; none in a load slot. ``fixed_bytes``: values and
-    live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of them remain on the device if
-    every component of the phase computes on the CPU."""
+    (p), how often a block runs in one call. ``cpu_seconds``: compute on the CPU, for each variant choice. ``used``: components
+    (indices) that compute on the device in the slot. ``entered``: all components of the phase; none in a load slot.
+    ``fixed_bytes``: values and live-in bytes. ``activation_bytes``: as traced, without the scratch of variants; ``glue_bytes`` of
+    them remain on the device if every component of the phase computes on the CPU."""
 
     phase: int
     part: Part
@@ -167,7 +165,6 @@ class Interval:
     calls: tuple[int, ...]
     seconds: tuple[float, ...]
     passes: tuple[int, ...]
-    rooms: tuple[int, ...]
     used: frozenset[int]
     entered: frozenset[int]
     cpu_seconds: tuple[float, ...]
@@ -232,11 +229,6 @@ class Program:
     def passes(self) -> NDArray[np.int64]:
         """p: how often a block of a group runs in one call."""
         return self._table([interval.passes for interval in self.intervals])
-
-    @cached_property
-    def rooms(self) -> NDArray[np.int64]:
-        """`Interval.rooms` of each group."""
-        return self._table([interval.rooms for interval in self.intervals])
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -332,8 +324,7 @@ class Program:
         found = np.zeros((len(self.intervals), len(self.groups_of)), dtype=np.int64)
         for c, of in enumerate(self.groups_of):
             beside = np.max(more[:, of], axis=1, initial=0)
-            share = (self.held_bytes[of] - np.where(beside[:, None] > 0, 0, self.rooms[:, of])) * streamed[:, of]
-            found[:, c] = beside + np.max(share, axis=1, initial=0)
+            found[:, c] = beside + np.max(self.held_bytes[of] * streamed[:, of], axis=1, initial=0)
         return found
 
     def device_bytes(self, choice: Choice) -> NDArray[np.int64]:
@@ -526,7 +517,6 @@ def _intervals(
             if use and not variant_choices[n].computes:
                 triples = zip(component.groups, use.group_calls_in(part), use.seconds, strict=True)
                 cpu_seconds[n] = sum(len(group.blocks) * times * seconds for group, times, seconds in triples)
-        rooms = (room_bytes(activation, use, k) if use else 0 for use, k in pairs)
         yield Interval(
             phase=number,
             part=part,
@@ -538,9 +528,6 @@ def _intervals(
             calls=calls,
             seconds=tuple(use.seconds[k] if use else 0.0 for use, k in pairs),
             passes=tuple(use.passes_of(k) if use else 1 for use, k in pairs),
-            rooms=tuple(
-                min(nbytes // ALLOCATION_BYTES * ALLOCATION_BYTES, of.held_bytes) for nbytes, of in zip(rooms, groups, strict=True)
-            ),
             used=frozenset(group.component for group, n in zip(groups, calls, strict=True) if n),
             entered=frozenset(c for c, of in enumerate(problem.components) if of.name in own and part != "load"),
             cpu_seconds=tuple(cpu_seconds),

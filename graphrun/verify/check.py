@@ -23,7 +23,7 @@ missing          every block that the slot's calls need is resident, loaded by t
 not-streamable   blocks that cannot be streamed are resident when the slot starts
 steady-load      a steady slot loads no block of a component that it uses
 stream           only components that the slot uses are streamed, each once; ``keep`` is exactly what is resident or loaded
-ring             a ring has room for the largest block that passes, minus activation memory that is unused while that block runs
+ring             a ring has room for the largest block that passes
 vram             the device memory of every slot is within the budget
 baseline         nothing is on the device at the end; in a session, every further run leaves what the first run leaves
 
@@ -464,7 +464,7 @@ class _SlotRules:
             return
         number, stream = self.streams[name]
         self.copies.setdefault(name, number)
-        least = max(variant.block_bytes[k] - self.room(name, k) for k, _ in streamed)
+        least = max(variant.block_bytes[k] for k, _ in streamed)
         if stream.ring_bytes < least:
             yield self.broken(
                 "ring", number, f"{len(streamed)} blocks are streamed through a ring of {stream.ring_bytes} bytes; it needs {least}"
@@ -473,12 +473,6 @@ class _SlotRules:
     def groups(self, use: Use) -> set[int]:
         """The groups of which the slot runs blocks."""
         return {k for k, calls in enumerate(use.group_calls_in(self.slot.part)) if calls}
-
-    def room(self, name: str, number: int) -> int:
-        """Bytes of the slot's activation that are unused while a block of group ``number`` runs."""
-        phase = next(phase for phase in self.problem.phases if phase.name == self.slot.phase)
-        beside = next(use for use in phase.uses if use.component == name).beside_bytes
-        return max(0, _activation(phase, self.slot) - beside[number]) if beside else 0
 
     def directives(self, phase: PhaseNumbers, groups: dict[str, set[int]]) -> Iterator[Violation]:
         """Whether the slot follows the directives. Adds the groups it uses to ``groups``, those used so far per component."""

@@ -45,7 +45,6 @@ from typing import Literal, NamedTuple
 
 from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices, reorder
-from graphrun.model.least_memory import room_bytes
 from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.model.ring import Ring
@@ -198,7 +197,7 @@ class Timeline:
 
     ``works``: all compute in order. ``prefetch``: blocks loaded for later slots, in order. ``ring_bytes``: per streamed
     component. ``copies_from_seconds``: when copies may begin, after spills and restores. ``pageable``: components whose backing
-    stores are pageable. ``rooms``: activation bytes unused while a block runs.
+    stores are pageable.
     """
 
     def __init__(
@@ -211,11 +210,10 @@ class Timeline:
         disk: DiskChannel,
         copies_from_seconds: float,
         pageable: Collection[str] = (),
-        rooms: Mapping[Key, int] | None = None,
     ) -> None:
         self.copies: list[Span] = []
         self.calls: dict[tuple[str, int], Span] = {}
-        self._sizes, self._disk, self._rooms = sizes, disk, rooms or {}
+        self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
         self._copy_free = copies_from_seconds  # when the copy channel is free
         self._prefetch = sorted(prefetch, key=lambda key: (key[0] in pageable, disk.reads(key[0])))[::-1]
@@ -260,13 +258,11 @@ class Timeline:
 
     def _stream(self, key: Key) -> float:
         try:
-            nbytes, following, room = self._sizes[key].nbytes, next(self._following[key[0]], 0), self._rooms.get(key, 0)
-            ring_slot = self._rings[key[0]].place(nbytes, following, room)
+            ring_slot = self._rings[key[0]].place(self._sizes[key].nbytes, next(self._following[key[0]], 0))
         except ValueError as error:
             raise PlanError(f"stream {key[0]}: {error}") from error
         ready = self._compute_ends[key[0]][ring_slot.released[-1]] if ring_slot.released else self._start
-        ready = self._compute_free if ring_slot.alone else ready
-        if ring_slot.released or ring_slot.alone:
+        if ring_slot.released:
             self._issue_due_prefetch(self._copy_free)
             self._issue_due_prefetch(max(self._copy_free, ready))
         self._streamed_bytes += self._sizes[key].nbytes
@@ -387,7 +383,7 @@ class _State:
         used = {work.key for work in works}
         disk = self._disk(slot, [*loads, *(work.key for work in works if work.source == "stream")])
         later = (key for key in loads if key not in used)
-        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable, self._rooms(slot, used))
+        line = Timeline(start, works, later, self.sizes, rings, disk, copies_from, self.pageable)
         self.now = line.end_seconds
         held = self._device_bytes(self.resident | set(loads))
         ring = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in rings.values())
@@ -463,13 +459,6 @@ class _State:
         activation = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0)
         values = self.problem.value_bytes(number) - self.host.spilled_bytes(slot)
         return works, activation, values + phase.live_in_bytes
-
-    def _rooms(self, slot: Slot, keys: Iterable[Key]) -> dict[Key, int]:
-        """Bytes of the slot's activation that are unused while each block runs."""
-        _, phase = self.phases.get(slot.phase, (0, None))
-        uses = {use.component: use for use in phase.uses} if phase else {}
-        nbytes = {"first": phase.first_bytes, "steady": phase.steady_bytes}.get(slot.part, 0) if phase else 0
-        return {key: room_bytes(nbytes, uses[key[0]], key[1]) for key in keys if uses[key[0]].beside_bytes}
 
     def _blocks_in_order(self, phase: PhaseNumbers, slot: Slot) -> Iterator[tuple[Key, float, int]]:
         """(block, seconds, call) in order: in each call all components in turn. A group runs in its first calls only."""

@@ -25,12 +25,10 @@ def solution_of(
 
 
 def in_pages(solution: Solution) -> Solution:
-    """``solution`` with peaks as the device's allocator reserves memory. Unchanged on a device that counts bytes of tensors, and
-    where a phase has no trace."""
-    chosen = solution.chosen
-    if not chosen.hardware.caching_allocator or not all(phase.trace.first for phase in chosen.phases):
+    """``solution`` with peaks as the device's allocator reserves memory, where `Problem.counts_pages`."""
+    if not solution.problem.counts_pages:
         return solution
-    return replace(solution, simulation=solution.simulation.in_pages(reserved_bytes(chosen, solution.plan)))
+    return replace(solution, simulation=solution.simulation.in_pages(reserved_bytes(solution.chosen, solution.plan)))
 
 
 def checked_solution(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, Event, Recording, Span, StageEnd
+from graphrun.profile.recording import Call, Event, Recording, StageEnd
 from graphrun.units import MIB
 
 SIM = hardware("sim")
@@ -22,8 +20,7 @@ def call(component: str, mib: int, scratch: tuple[int, int] | None = None) -> Ca
 
 
 def phase_memories(recording: Recording, card: str = "sim") -> list[PhaseMemory]:
-    device = hardware(card)
-    return phase_memories_of(recording, phase_spans(recording.entries()), replace(device, caching_allocator=False))
+    return phase_memories_of(recording, phase_spans(recording.entries()), hardware(card))
 
 
 def test_a_growing_history_makes_the_last_iteration_the_peak() -> None:
@@ -52,14 +49,12 @@ def test_alternating_components_share_a_phase_and_its_first_part_ends_when_each_
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_tables_that_a_component_keeps_are_allocated_once_and_live_in_later_calls(keeps: bool) -> None:
-    """Its first layer runs beside 3 MiB in the first call, and also beside the 8 MiB of the table in the next. A component of a
-    live pipeline (``keeps``) has its table in later phases too."""
+    """A component of a live pipeline (``keeps``) has its table in later phases too."""
     steps = ((1, 3 * MIB), (1, 0), (2, 8 * MIB), (3, 20 * MIB), (3, 0), (2, 0))
-    dit = Call("dit", events=[Event(*step) for step in steps], spans=[Span("first", 0, 2)], kept=[2])
+    dit = Call("dit", events=[Event(*step) for step in steps], kept=[2])
     items = [dit, dit, Event(9, 30 * MIB), call("vae", 10)]
     denoise, decode = phase_memories(Recording([*items, StageEnd("make")], keeps=keeps))
     assert (denoise.first_bytes, denoise.steady_bytes) == (28 * MIB, (8 + 30) * MIB)
-    assert denoise.beside_bytes == {("dit", "first"): (8 + 3) * MIB}
     table_bytes = 8 * MIB if keeps else 0
     assert (decode.entry_bytes, decode.first_bytes) == (table_bytes + 30 * MIB, table_bytes + (30 + 10) * MIB)
 

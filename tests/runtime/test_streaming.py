@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from small_component import (
-    ACTIVATION_BYTES,
     ON,
     PREFETCH,
     THIN,
@@ -323,14 +322,3 @@ def test_nothing_is_prefetched_that_no_planned_call_needs() -> None:
     passes: list[Event] = [e for e in trace.events if e.kind == "stream"]
     assert len(passes) == 20
     assert [e.slot for e in passes] == [1] * 10 + [2] * 10
-
-
-def test_a_block_larger_than_the_ring_takes_a_buffer_of_its_own_and_the_ring_comes_back() -> None:
-    module = Small()
-    roomy = replace(use("a", 3, ON), beside_bytes=(ACTIVATION_BYTES, ACTIVATION_BYTES - WIDE, ACTIVATION_BYTES))
-    of = problem({"a": module}, [[roomy]])
-    plan, device = streamed(of, 0, 0, 2 * THIN, 2), device_of(of)
-    trace = run(of, plan, Host({"a": module}, of, device), device, ["a"] * 3)
-    assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * 3))
-    for expected, measured in zip(simulate(of, plan).slots, trace.slots, strict=True):
-        assert measured.peak_bytes <= expected.peak_bytes

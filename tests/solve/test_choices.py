@@ -20,9 +20,10 @@ from graphrun.solve.baselines import BASELINES, fitting
 from graphrun.solve.least import has_usable_variants
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import MOST_STAGE_CHOICES, stage_choices, topological_orders
+from graphrun.solve.pages import solved
 from graphrun.solve.program import program_of
 from graphrun.solve.search import Answer, choose
-from graphrun.solve.solve import solve, solved
+from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
 
 SEEDS = st.integers(0, 10**6)

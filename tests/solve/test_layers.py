@@ -12,7 +12,6 @@ from graphrun.errors import PlanError
 from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use
-from graphrun.model.ring import Ring
 from graphrun.solve.alternatives import alternatives
 from graphrun.solve.granularity import split_into_layers, splittable
 from graphrun.solve.infeasible import Infeasible, smallest_budget
@@ -252,14 +251,3 @@ def test_splitting_twice_changes_nothing_and_a_split_problem_has_another_digest(
     assert split_into_layers(once, ["m"]) == once
     assert once.digest != of.digest
     assert not splittable(once)
-
-
-def test_a_block_larger_than_the_ring_replaces_it_and_uses_room_bytes() -> None:
-    ring = Ring(100)
-    assert ring.place(60) == (0, ())
-    alone = ring.place(150, room_bytes=50)
-    assert alone.alone
-    assert alone.released == (0,)
-    assert ring.place(60) == (0, (1,))
-    with pytest.raises(ValueError, match="does not fit"):
-        ring.place(151, room_bytes=50)

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 
-from graphrun.model.allocator import LARGE_PAGE_BYTES, Caching
+from graphrun.model.allocator import Caching
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
 from graphrun.model.problem import Problem
+from graphrun.profile.dry_run import probe
+from graphrun.profile.hardware import hardware
+from graphrun.profile.problems import Limits, problem_of
+from graphrun.report.whatif_screens import infeasible_screen
+from graphrun.solve.fastest import fastest
+from graphrun.solve.infeasible import Infeasible
+from graphrun.solve.least import smallest_tensor_budget
+from graphrun.solve.pages import smallest_budget, solved, with_reserve
 from graphrun.solve.solve import solve
-from graphrun.units import GIB, MIB, round_up
+from graphrun.units import GIB, MIB
 from graphrun.verify.pages import reserved_bytes
+from graphrun.verify.solution import in_pages
 
 ACTIVATION = 7 * MIB
 
@@ -37,18 +46,14 @@ def flux(make_problem: Any) -> Problem:
 
 def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(flux: Problem) -> None:
     """What made pages count: the plan by bytes of tensors reserves tens of MiB above its budget on a card."""
-    from graphrun.solve.solve import _solved
-
-    by_tensors = _solved(flux)
+    by_tensors = fastest(flux)
     assert by_tensors is not None
     assert by_tensors.simulation.peak_bytes <= flux.effective_bytes
     assert max(reserved_bytes(by_tensors.chosen, by_tensors.plan)) > flux.effective_bytes
 
 
 def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Problem) -> None:
-    from graphrun.solve.solve import _solved
-
-    solution, by_tensors = solve(flux), _solved(flux)
+    solution, by_tensors = solve(flux), fastest(flux)
     assert by_tensors is not None
     assert solution.simulation.peak_bytes == max(reserved_bytes(solution.chosen, solution.plan)) <= flux.effective_bytes
     assert solution.simulation.seconds <= 1.005 * by_tensors.simulation.seconds
@@ -56,19 +61,15 @@ def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(flux: Proble
     assert solution.plan.problem == solution.problem.digest
 
 
-def test_what_is_set_aside_is_at_most_the_first_overshoot_in_whole_pages(flux: Problem) -> None:
-    from graphrun.solve.pages import with_reserve
-    from graphrun.solve.solve import _solved
-    from graphrun.verify.solution import in_pages
-
-    by_tensors = _solved(flux)
+def test_what_pages_take_is_set_aside_and_no_more(flux: Problem) -> None:
+    """The plan is as fast as the best with what the first replay reserved beyond its tensors set aside."""
+    by_tensors = fastest(flux)
     assert by_tensors is not None
-    over = in_pages(by_tensors).overshoot()
-    assert over
-    enough = with_reserve(flux, {key: round_up(nbytes, LARGE_PAGE_BYTES) for key, nbytes in over.items()})
-    stricter = _solved(enough)
+    short = in_pages(by_tensors).short_of_pages()
+    assert short
+    stricter = fastest(with_reserve(flux, short))
     assert stricter is not None
-    assert solve(flux).simulation.seconds <= stricter.simulation.seconds * 1.001
+    assert solve(flux).simulation.seconds <= stricter.simulation.seconds
 
 
 def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) -> None:
@@ -127,3 +128,41 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
         assert reserved_bytes(solution.chosen, solution.plan) == known
     finally:
         pages.Caching = before  # type: ignore[misc]
+
+
+def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux: Problem) -> None:
+    least = smallest_budget(flux)
+    assert smallest_tensor_budget(flux) < least < smallest_tensor_budget(flux) + 100 * MIB
+    with pytest.raises(Infeasible) as refused:
+        solve(replace(flux, budget_bytes=least - 1))
+    error = refused.value
+    assert (error.binding, error.smallest_budget_bytes) == ("VRAM", least)
+    assert any(("--vram", str(least)) in repair.change for repair in error.repairs)
+    assert f"smallest budget found: --vram {least}" in infeasible_screen(error)
+    solution = solve(replace(flux, budget_bytes=least))
+    assert solution.simulation.peak_bytes == solution.problem.effective_bytes
+
+
+def test_every_repair_has_a_plan_in_pages(flux: Problem) -> None:
+    with pytest.raises(Infeasible) as refused:
+        solve(replace(flux, budget_bytes=3 * GIB))
+    sizes = [int(value) for repair in refused.value.repairs for flag, value in repair.change if flag == "--vram"]
+    assert sizes
+    assert all(solved(replace(flux, budget_bytes=size)) is not None for size in sizes)
+
+
+def test_what_a_stage_option_allocates_is_found_among_the_other_phases(dry: Any) -> None:
+    """SDXL decodes in tiles: its phase takes the latents of the dry run without tiles, and leaves nothing for later phases."""
+    graph, probed, inputs = dry("sdxl")
+    tiled = probe(graph, inputs, {"decode": "tiling"})
+    limits = Limits(8 * GIB, 64 * GIB, allow=("tiling",))
+    problem = problem_of(graph, probed, hardware("rtx4090"), limits, inputs, [("decode", "tiling", tiled)])
+    (option,) = problem.options
+    assert reserved_with(problem, {"decode": "tiling"})[-2] < reserved_with(problem, {})[-2]
+    keys = [key for trace in (phase.trace for phase in option.phases) for items in (trace.first, trace.steady) for key, n in items]
+    assert min(keys) < 0, "keys of its own"
+
+
+def reserved_with(problem: Problem, options: dict[str, str]) -> tuple[int, ...]:
+    solution = solve(replace(problem, options=tuple(of for of in problem.options if options.get(of.stage) == of.name)))
+    return reserved_bytes(solution.chosen, solution.plan)

@@ -1,0 +1,181 @@
+"""Finds the plan of least predicted time within all budgets, with a proof of how close to optimal it is. Uses only the problem's
+numbers.
+
+orders, options -> programs -> HiGHS: seconds, bytes moved, memory -> plan -> simulation -> slower than predicted?
+                     ^                                                                        |
+                     '---- copy times of the slower slots raised; at most three rounds; the fastest plan is kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graphrun.errors import BrokenPlan
+from graphrun.model.choices import reorder
+from graphrun.model.plan import Drop, Plan, Read
+from graphrun.model.problem import ComponentNumbers, Problem
+from graphrun.model.simulation import Simulation
+from graphrun.model.solution import Solution
+from graphrun.solve.actions import plan_of
+from graphrun.solve.baselines import BASELINES, fitting
+from graphrun.solve.dominance import simplest_variants, undominated_variants
+from graphrun.solve.granularity import smaller_as_layers, split_into_layers
+from graphrun.solve.least import ever_finer, surely_infeasible
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import StageChoice, stage_choices
+from graphrun.solve.program import Choice, Program, program_of
+from graphrun.solve.search import REFINE_GOALS, Answer, can_reach, choose
+from graphrun.verify.check import check
+from graphrun.verify.simulate import simulate
+from graphrun.verify.solution import checked_solution
+
+ROUNDS = 3  # large programs: one
+DEEPER = (3, 4)  # ring depths to try where compute waits for a ring of two blocks
+TOLERANCE = 1.001  # simulated over predicted seconds above which a better plan is sought; least gain of splitting into layers
+MOST_SINGLE_K = 6  # values of K that are tried for the baseline single K, the largest that fit: smaller ones are hardly ever faster
+PROVEN_GAP = 1e-5
+
+
+def fastest(problem: Problem) -> Solution | None:
+    """The fastest plan within the budgets, where memory is counted in bytes of tensors; None where nothing fits.
+
+    Among equally fast plans the one that moves fewest bytes, then the one with the lowest peak. The solution's problem is
+    ``problem`` with components split into layers as needed. Deterministic: equal problems give plans that are equal byte for byte.
+    """
+    tried = (_solve_as_split(each) for each in ever_finer(problem))
+    found = next((solution for solution in tried if solution is not None), None)
+    if found is None:
+        return None
+    if (worth := _worth_splitting(found)) is not None:
+        finer = split_into_layers(found.problem, {worth[0]})
+        other = _solve_as_split(finer, worth[1], baselines=False) if problem.runs == 1 else _repeated_run(finer, worth[1])
+        if other is not None and other.simulation.total_seconds * TOLERANCE <= found.simulation.total_seconds:
+            return other
+    return found
+
+
+def _worth_splitting(found: Solution) -> tuple[str, Formulation] | None:
+    """The largest component that can be split into layers, if a faster plan with the choices of ``found`` is then possible: smaller
+    rings leave more memory for resident blocks, and weights outside of blocks need no longer be loaded all at once before a slot.
+    Also the formulation that tells."""
+    problem = found.problem
+    if not (names := smaller_as_layers(problem)):
+        return None
+    name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
+    # Of a session, one run is compared with the average run.
+    once = split_into_layers(replace(_with_choices_of(problem, found.plan), runs=1), {name})
+    formulation = Formulation(program_of(once, undominated_variants(once)))
+    return (name, formulation) if can_reach(formulation, found.objective_seconds / problem.runs / TOLERANCE) else None
+
+
+def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
+    """``problem`` with the order, options and variants of ``plan`` alone. Components can still be split into layers."""
+    names = dict(plan.variants)
+
+    def only(component: ComponentNumbers) -> ComponentNumbers:
+        variants = tuple(v for v in component.variants if names.get(component.name, v.name) == v.name)
+        return replace(component, variants=variants, layers=None if component.layers is None else only(component.layers))
+
+    applied = reorder(problem, plan.order, dict(plan.options))
+    return replace(applied, components=tuple(only(component) for component in applied.components))
+
+
+def _repeated_run(problem: Problem, known: Formulation) -> Solution | None:
+    """A session's plan that repeats the plan of one run; None where backing stores do not fit for all runs. Used with layers: to
+    solve a session with layers takes minutes, and where memory is that scarce little can stay for the next run."""
+    once = _solve_as_split(replace(problem, runs=1), known)
+    if once is None:
+        return None
+    first = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Drop))) for s in once.plan.slots)
+    again = tuple(replace(s, actions=tuple(a for a in s.actions if not isinstance(a, Read))) for s in first)
+    plan = replace(once.plan, problem=problem.digest, slots=first, again=again)
+    objective = problem.runs * once.objective_seconds
+    least_further = (problem.runs - 1) * once.simulation.compute_seconds  # as if every copy of the further runs overlapped compute
+    bound = min(once.bound_seconds + least_further, objective)
+    return checked_solution(problem, plan, False, bound, objective, 1 - bound / objective)
+
+
+def _solve_as_split(problem: Problem, known: Formulation | None = None, *, baselines: bool = True) -> Solution | None:
+    """The best plan at the granularity of ``problem``; None: nothing fits. ``known``: a formulation, used for the program that it
+    states. ``baselines``: `BASELINES` are tried too."""
+    if surely_infeasible(problem):
+        return None
+    found, every = stage_choices(problem)
+    first = choose([known if known and known.program == each.program else Formulation(each.program) for each in found])
+    if first is None:
+        return None
+    program, best = _refined(problem, found[first.number], first, baselines)
+    objective, least = program.seconds(best.choice), first.program.seconds(first.choice)
+    gap = max(0.0, least - first.bound) / least if least > 0 else 0.0
+    proven = every and first.proven and gap <= PROVEN_GAP
+    return Solution(problem, best.plan, best.simulation, proven, min(first.bound, objective), objective, gap)
+
+
+def _refined(problem: Problem, chosen: StageChoice, first: Answer, baselines: bool) -> tuple[Program, _Candidate]:
+    """The best plan for the chosen stage order, options and variants. Solves again, with higher copy times for the slots in
+    question, while the simulator needs longer than predicted; then tries deeper rings and baselines."""
+    variants, choice = simplest_variants(
+        first.program.problem, tuple(variant_choice.index for variant_choice in first.program.variant_choices), first.choice
+    )
+    program = first.program.with_variants(variants)
+
+    def candidate_of(choice: Choice) -> _Candidate:
+        plan = plan_of(program, choice, problem, chosen.options, chosen.order)
+        return _Candidate(choice, plan, simulate(problem, plan))
+
+    factors = (1.0,) * len(program.intervals)
+    best = last = candidate_of(choice)
+    for _ in range(1 if first.large else ROUNDS):
+        if last.simulation.total_seconds <= TOLERANCE * program.seconds(last.choice, factors):
+            break
+        predicted = program.slot_seconds(last.choice, factors)
+        slots = (*last.simulation.slots[: program.run_length], *last.simulation.again)
+        delays = (slot.seconds / seconds if seconds > 0 else 1.0 for slot, seconds in zip(slots, predicted, strict=False))
+        factors = tuple(factor * max(1.0, by) for factor, by in zip(factors, delays, strict=True))
+        answer = choose([Formulation(program, factors)], REFINE_GOALS)
+        if answer is None:
+            break
+        last = candidate_of(answer.choice)
+        best = min(best, last, key=_Candidate.rank)
+    if broken := check(problem, best.plan):
+        raise BrokenPlan(f"the planner made a plan that breaks its rules, which is a bug: {broken[0]}")
+    for others in (_deeper_rings(program, best.choice), _baseline_choices(program) if baselines else ()):
+        for choice in others:
+            if best.simulation.total_seconds <= TOLERANCE * program.seconds(best.choice):
+                break
+            if program.seconds(choice, full_overlap=True) >= best.simulation.total_seconds:
+                continue
+            other = candidate_of(choice)
+            if other.rank() < best.rank() and not check(problem, other.plan):
+                best = other
+    return program, best
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Integers of the program, their plan, and what it takes."""
+
+    choice: Choice
+    plan: Plan
+    simulation: Simulation
+
+    def rank(self) -> tuple[float, int, int]:
+        return self.simulation.total_seconds, self.simulation.total_moved_bytes, self.simulation.peak_bytes
+
+
+def _deeper_rings(program: Program, choice: Choice) -> Iterator[Choice]:
+    """Choices with deeper rings: ``choice`` itself where its headroom allows, and the best choice with such rings."""
+    for depth in DEEPER:
+        if not program.excess_bytes(wider := replace(choice, depths=np.maximum(depth, choice.depths))):
+            yield wider
+        if (answer := choose([Formulation(program, depth=depth)], REFINE_GOALS)) is not None:
+            yield answer.choice
+
+
+def _baseline_choices(program: Program) -> Iterator[Choice]:
+    """Baselines that fit. The program does not model the order of events within a slot, so one of them may simulate faster."""
+    for baseline in BASELINES:
+        yield from fitting(program, baseline, most=MOST_SINGLE_K)
