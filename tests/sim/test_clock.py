@@ -215,7 +215,7 @@ def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked(locked):
     with Machine(h2d_bytes_per_second=1000, flops_per_second=100, pageable_bytes_per_second=500, page_lock_seconds=1e-3) as sim:
         if locked:
             sim.page_lock(host)
-            assert sim.seconds("disk") == pytest.approx(1.0)
+            assert sim.seconds("lock") == pytest.approx(1.0)
         x = torch.ones(3, 3, device="sim")
         buffer = torch.zeros(1000, dtype=torch.uint8, device="sim")
         with sim.on_copy_stream():
