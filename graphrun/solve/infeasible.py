@@ -15,7 +15,7 @@ from graphrun.solve.least import (
     smallest_pinned,
     smallest_ram,
 )
-from graphrun.solve.pages import smallest_budget
+from graphrun.solve.pages import smallest_budget, with_pages_of_least
 from graphrun.solve.repairs import Repair, repairs_of
 from graphrun.units import show_size
 
@@ -111,7 +111,7 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
     if problem.disk_bytes is not None:
         tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
     least = {tier.name: tier.least_bytes for tier in tiers}
-    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs, least) if repairs else ())
+    return Infeasible(problem, needs, tuple(tiers), repairs_of(with_pages_of_least(problem), needs, least) if repairs else ())
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
