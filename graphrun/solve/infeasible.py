@@ -96,6 +96,8 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
 
     Its figures are for components split into layers where the phases that do not fit then need less.
     """
+    smallest_bytes = smallest_budget(problem)
+    problem = with_pages_of_least(problem)
     needs = _short(problem)
     while (more := finer(problem, needs)) is not None:
         if (left := _short(more)) and not needs:
@@ -103,7 +105,7 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
         problem, needs = more, left
     capacity = problem.hardware.capacity_bytes
     tiers = [
-        Tier("VRAM", min(problem.budget_bytes, capacity), smallest_budget(problem)),
+        Tier("VRAM", min(problem.budget_bytes, capacity), smallest_bytes),
         Tier("RAM", problem.ram_bytes, smallest_ram(problem)),
     ]
     if problem.pinned_bytes is not None:
@@ -111,7 +113,7 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
     if problem.disk_bytes is not None:
         tiers.append(Tier("disk", problem.disk_bytes, smallest_disk(problem)))
     least = {tier.name: tier.least_bytes for tier in tiers}
-    return Infeasible(problem, needs, tuple(tiers), repairs_of(with_pages_of_least(problem), needs, least) if repairs else ())
+    return Infeasible(problem, needs, tuple(tiers), repairs_of(problem, needs, least) if repairs else ())
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:
