@@ -323,7 +323,8 @@ class FusedAttention(TorchFunctionMode):
     """Replaces `scaled_dot_product_attention` by what it allocates on a GPU, and gives ``torch.tensor([...])`` a constant value.
 
     Recorded for b batches, h heads, s_q queries, s_k keys, and features d_k of keys and d_v of values: the output ``[b h s_q
-    d_v]``; as scratch the fp32 logsumexp ``[b h s_q]``; FLOPs of two matrix products, 2 b h s_q s_k (d_k + d_v).
+    d_v]``, in memory as ``[b s_q h d_v]`` as fused kernels write it, so that heads are joined without a copy; as scratch the fp32
+    logsumexp ``[b h s_q]``; FLOPs of two matrix products, 2 b h s_q s_k (d_k + d_v).
     ``fused=False``: the scratch of the math backend, with its scores ``[b h s_q s_k]``."""
 
     def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
@@ -338,7 +339,9 @@ class FusedAttention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        shape = (*query.shape[:-1], value.shape[-1])
+        by_head = query.new_empty(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2) if len(shape) > 3 else None
+        out = query.new_empty(shape) if by_head is None else by_head
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
         self.recorder.scratch(attention_scratch(rows, keys, width, query.element_size(), fused=self.fused))

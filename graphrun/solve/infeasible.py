@@ -15,7 +15,7 @@ from graphrun.solve.least import (
     smallest_pinned,
     smallest_ram,
 )
-from graphrun.solve.pages import smallest_budget
+from graphrun.solve.pages import smallest_budget, with_pages_of_least
 from graphrun.solve.repairs import Repair, repairs_of
 from graphrun.units import show_size
 
@@ -96,6 +96,8 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
 
     Its figures are for components split into layers where the phases that do not fit then need less.
     """
+    smallest_bytes = smallest_budget(problem)
+    problem = with_pages_of_least(problem)
     needs = _short(problem)
     while (more := finer(problem, needs)) is not None:
         if (left := _short(more)) and not needs:
@@ -103,7 +105,7 @@ def refusal(problem: Problem, *, repairs: bool = True) -> Infeasible:
         problem, needs = more, left
     capacity = problem.hardware.capacity_bytes
     tiers = [
-        Tier("VRAM", min(problem.budget_bytes, capacity), smallest_budget(problem)),
+        Tier("VRAM", min(problem.budget_bytes, capacity), smallest_bytes),
         Tier("RAM", problem.ram_bytes, smallest_ram(problem)),
     ]
     if problem.pinned_bytes is not None:

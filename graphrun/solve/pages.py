@@ -117,6 +117,16 @@ def _of(problem: Problem, found: Solution, bound_seconds: float) -> Solution | N
     return checked_solution(of, replace(found.plan, problem=of.digest), gap <= PROVEN_GAP, bound, objective, gap)
 
 
+def with_pages_of_least(problem: Problem) -> Problem:
+    """``problem`` with what pages take beyond tensors in the plan of least memory set aside."""
+    least = _least(_unlimited(problem)) if problem.counts_pages else None
+    slots = (*least.simulation.slots, *least.simulation.again) if least is not None else ()
+    reserve: dict[tuple[str, str], int] = {}
+    for slot in slots:
+        reserve[slot.phase, slot.part] = max(slot.pages_bytes, reserve.get((slot.phase, slot.part), 0))
+    return with_reserve(problem, reserve)
+
+
 def with_reserve(problem: Problem, reserve: Reserve) -> Problem:
     """``problem`` with ``reserve`` set aside: as activation of the slots that compute, as live-in bytes of load slots."""
     if not reserve:

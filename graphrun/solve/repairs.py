@@ -11,15 +11,20 @@ from dataclasses import dataclass, replace
 from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
-from graphrun.solve.least import has_usable_variants
-from graphrun.solve.pages import solved
+from graphrun.solve.least import ever_finer, has_usable_variants
+from graphrun.solve.milp import Formulation
+from graphrun.solve.orders import stage_choices
+from graphrun.solve.search import SECONDS, choose
 from graphrun.units import show_size
 
 
 def predicted_seconds(problem: Problem) -> float | None:
-    """Seconds of all runs of the fastest plan for ``problem``; None where nothing fits."""
-    solution = solved(problem) if has_usable_variants(problem) else None
-    return None if solution is None else solution.simulation.total_seconds
+    """Seconds of the fastest plan for ``problem`` by the program alone, without simulation; None where nothing fits."""
+    for each in ever_finer(problem) if has_usable_variants(problem) else ():
+        answer = choose([Formulation(of.program) for of in stage_choices(each)[0]], SECONDS)
+        if answer is not None:
+            return answer.program.seconds(answer.choice)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def traced_mib(call: Call) -> float:
     return (call.peak_bytes + call.input_bytes) / MIB
 
 
-@pytest.mark.parametrize(("component", "expected"), [("text_encoder_2", 96.0), ("transformer", 468.0), ("vae", 1536.5)])
+@pytest.mark.parametrize(("component", "expected"), [("text_encoder_2", 92.0), ("transformer", 468.0), ("vae", 1536.5)])
 def test_traced_activation_at_1024(flux: list[tuple[str, Call]], component: str, expected: float) -> None:
     """With inputs, without convolution scratch. T5 takes 98 MiB in training mode (see below), but pipelines run it in eval mode."""
     call = next(call for _, call in flux if call.component == component)
@@ -44,7 +44,7 @@ def test_t5_takes_98_mib_in_training_mode_where_dropout_makes_a_copy(dry: Any) -
         recorder.close()
         peaks[training] = recorder.record.peak_bytes / MIB
     t5.eval()
-    assert peaks == {False: 96.0, True: 98.0}
+    assert peaks == {False: 92.0, True: 98.0}
 
 
 def test_flops_of_the_transformer_are_59_5_linear_and_14_9_attention(flux: list[tuple[str, Call]]) -> None:

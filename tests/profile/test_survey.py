@@ -40,7 +40,7 @@ def test_a_phase_reserves_more_than_it_allocates_and_native_segments_most(flux: 
         assert phase["allocated_bytes"] <= phase["reserved_bytes"]
     denoise = next(phase for phase in flux["phases"] if phase["stage"] == "denoise")
     assert denoise["reserved_native_bytes"] > 1.5 * denoise["reserved_bytes"]
-    assert denoise["reserved_bytes"] < 1.2 * denoise["allocated_bytes"]
+    assert denoise["reserved_bytes"] < 1.3 * denoise["allocated_bytes"]
     assert (denoise["basis"], denoise["seconds_basis"]) == ("traced", "prior")
     assert denoise["flops"] / 28 == pytest.approx(59.5e12 + 14.9e12, rel=0.01)
 
@@ -50,7 +50,7 @@ def test_the_estimate_shows_the_numbers_of_the_problem(dry: Any, flux: dict[str,
     problem = problem_of(graph, probed, hardware("rtx4090"), Limits(8 * 2**30, 2**36), inputs)
     for number, (phase, row) in enumerate(zip(problem.phases, flux["phases"], strict=True)):
         beside = problem.value_bytes(number) + phase.live_in_bytes + max(phase.first_bytes, phase.steady_bytes)
-        assert row["reserved_bytes"] == beside
+        assert row["allocated_bytes"] == beside
         assert row["phase"] == phase.name
 
 

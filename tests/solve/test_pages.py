@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphrun.model.allocator import Caching
+from graphrun.model.choices import apply_choices
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
 from graphrun.model.problem import Problem
 from graphrun.profile.dry_run import probe
@@ -24,6 +26,7 @@ from graphrun.verify.pages import reserved_bytes
 from graphrun.verify.solution import in_pages
 
 ACTIVATION = 7 * MIB
+GRAPHS = Path(__file__).parents[2] / "graphs"
 
 
 def traced(problem: Problem, allocate: int = ACTIVATION) -> Problem:
@@ -132,7 +135,7 @@ def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> 
 
 def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux: Problem) -> None:
     least = smallest_budget(flux)
-    assert smallest_tensor_budget(flux) < least < smallest_tensor_budget(flux) + 100 * MIB
+    assert smallest_tensor_budget(flux) < least < smallest_tensor_budget(flux) + 500 * MIB
     with pytest.raises(Infeasible) as refused:
         solve(replace(flux, budget_bytes=least - 1))
     error = refused.value
@@ -143,6 +146,7 @@ def test_a_byte_below_the_smallest_budget_nothing_is_found_and_at_it_a_plan(flux
     assert solution.simulation.peak_bytes == solution.problem.effective_bytes
 
 
+@pytest.mark.sweep("pages")
 def test_every_repair_has_a_plan_in_pages(flux: Problem) -> None:
     with pytest.raises(Infeasible) as refused:
         solve(replace(flux, budget_bytes=3 * GIB))
@@ -158,11 +162,32 @@ def test_what_a_stage_option_allocates_is_found_among_the_other_phases(dry: Any)
     limits = Limits(8 * GIB, 64 * GIB, allow=("tiling",))
     problem = problem_of(graph, probed, hardware("rtx4090"), limits, inputs, [("decode", "tiling", tiled)])
     (option,) = problem.options
-    assert reserved_with(problem, {"decode": "tiling"})[-2] < reserved_with(problem, {})[-2]
+    plan = solve(replace(problem, options=())).plan
+    tiled_plan = replace(plan, options=(("decode", "tiling"),))
+    whole, in_tiles = (reserved_bytes(apply_choices(problem, of), of) for of in (plan, tiled_plan))
+    assert in_tiles[:-2] == whole[:-2]
+    assert in_tiles[-2] < 0.5 * whole[-2]
     keys = [key for trace in (phase.trace for phase in option.phases) for items in (trace.first, trace.steady) for key, n in items]
     assert min(keys) < 0, "keys of its own"
 
 
-def reserved_with(problem: Problem, options: dict[str, str]) -> tuple[int, ...]:
-    solution = solve(replace(problem, options=tuple(of for of in problem.options if options.get(of.stage) == of.name)))
-    return reserved_bytes(solution.chosen, solution.plan)
+CARDS = ("rtx4090", "h200")
+REFERENCE = sorted(path.stem for path in GRAPHS.glob("*.yaml") if "-tiny" not in path.stem and path.stem != "pyramid-flow")
+
+
+@pytest.mark.sweep("pages")
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_graphs_keep_to_usual_budgets_in_pages(name: str, make_problem: Any) -> None:
+    """Within half a percent of the plan that counts tensors; the smallest budget has a plan, a byte less none."""
+    for card in CARDS:
+        problem: Problem = make_problem(name, 24 * GIB, hardware=card)
+        least = smallest_budget(problem)
+        assert solved(replace(problem, budget_bytes=least - 1)) is None
+        for budget in (least, *(gib * GIB for gib in (6, 8, 12, 16, 24))):
+            of = replace(problem, budget_bytes=budget)
+            by_tensors, in_pages_of = fastest(of), solved(of)
+            assert (in_pages_of is not None) == (budget >= least)
+            if in_pages_of is not None and by_tensors is not None:
+                assert in_pages_of.simulation.peak_bytes <= of.effective_bytes
+                if budget > 1.02 * least:
+                    assert in_pages_of.simulation.seconds <= 1.005 * by_tensors.simulation.seconds, (card, budget)
