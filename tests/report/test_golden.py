@@ -34,7 +34,7 @@ def compare(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("gib", [8, 12, 24])
 def test_plan_screen(make_problem: Any, compare: Any, gib: int) -> None:
     solution = solve(make_problem("flux-dev", gib * GIB, hardware="rtx4090"))
-    assert solution.gap <= 5e-3, "the bound counts tensors, the plan pages"
+    assert solution.gap <= 1e-2, "the bound counts tensors, the plan pages"
     compare(f"flux-dev-{gib}g", plan_screen(solution))
 
 
