@@ -21,6 +21,7 @@ from graphrun.files import write_whole
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.reading import read_json
 from graphrun.verify.check import check
 from graphrun.verify.solution import solution_of
 
@@ -40,17 +41,7 @@ def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, A
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
     """The problem, the plan and all entries of the plan file at ``path``. Raises PlanError saying what is wrong with it."""
-    return plan_in(read_json(path), path)
-
-
-def read_json(path: Path) -> Any:
-    """The content of the JSON file at ``path``. Raises InputError where it cannot be read, PlanError where it is not JSON."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"is not JSON: {error}", str(path)) from error
+    return plan_in(read_json(path, PlanError), path)
 
 
 def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
@@ -102,7 +93,7 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
     """The solution in the plan file at ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
-    return solution_in(read_json(path), path)
+    return solution_in(read_json(path, PlanError), path)
 
 
 def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
