@@ -279,7 +279,12 @@ def test_nothing_is_imported_to_refuse(tmp_path: Path) -> None:
     import subprocess
 
     path = flux(tmp_path, (VAE, "/dev/zero"))
-    code = "import sys; from graphrun.cli.main import main as run\ntry: run()\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    code = """import sys
+from graphrun.cli.main import main
+try:
+    main()
+except SystemExit as done:
+    print(done.code, "torch" in sys.modules)"""
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", str(path), "--vram", "6M"], capture_output=True, text=True, check=False
     )
