@@ -162,7 +162,7 @@ def report(
     planfile.require_writable(out)
     try:
         measured = measured_in(data) if traced else None
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with native_stdout_to_stderr():
         points = solve_all(solution.problem, budgets_around(solution.problem), _planner(cache_folder(False)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from graphlib import CycleError
@@ -40,6 +41,7 @@ from graphrun.graph.schema import (
 )
 from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, to_trust
 from graphrun.limits import require
+from graphrun.reading import inside
 from graphrun.units import parse_size
 
 _SECTIONS: dict[str, type[Spec]] = {
@@ -408,13 +410,19 @@ class _Reader:
             problem = f"{path} is on this machine, and only a repository has revisions: leave revision: out"
         elif not local and revision is not None and "@" in text:
             problem = "has a revision of its own: leave revision: out"
+        elif not local:
+            try:
+                for name in re.split("[@/]", f"{text}/{revision or 'main'}".replace("%2F", "/")):
+                    inside(Path(), name, "is not a repository: it has")
+            except InputError as error:
+                problem = str(error)
         if problem and at:
             self.add(at, problem)
         if local:
             return str(path.resolve())
-        owner, repository, *inside = parts
+        owner, repository, *below = parts
         pinned = f"{repository}@{revision.replace('/', '%2F')}" if revision is not None else repository
-        return "/".join((owner, pinned, *inside))
+        return "/".join((owner, pinned, *below))
 
     def _stage(self, name: str, spec: StageSpec, inputs: Mapping[str, Input]) -> Stage:
         at = ("stages", name)

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.model.problem import Hardware
@@ -76,9 +78,9 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = read_json(path)
-            profile = {**data, "hardware": Hardware(**data["hardware"]), "device": str(data["device"])}
+            profile = {**data, "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]), "device": str(data["device"])}
             loaded.append((path.stat().st_mtime_ns, profile))
-        except (InputError, OSError, TypeError, KeyError):
+        except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
     return [profile for _, profile in reversed(sorted(loaded, key=lambda item: item[0]))]
 

@@ -100,8 +100,11 @@ def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
     """As `read_solution` for ``data``, the content of ``path``. The proof is taken from it unchecked."""
     problem, plan, saved = plan_in(data, path)
     refuse_violations(path, problem, plan)
-    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(saved.get("bound_seconds") or 0.0))
-    objective = float(saved.get("objective_seconds") or solution.simulation.total_seconds)
+    bound, objective = (saved.get(name) or 0.0 for name in ("bound_seconds", "objective_seconds"))
+    if not (isinstance(bound, int | float) and isinstance(objective, int | float)):
+        raise PlanError("is damaged: bound_seconds and objective_seconds are numbers; plan again", str(path))
+    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(bound))
+    objective = float(objective) or solution.simulation.total_seconds
     gap = max(0.0, objective - solution.bound_seconds) / max(objective, 1e-12)
     return replace(solution, objective_seconds=objective, gap=gap), saved
 

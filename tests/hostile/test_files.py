@@ -79,6 +79,8 @@ BAD_GRAPHS = {
     "long config": ((VAE, "a" * 5_000), "File name too long"),
     "long source": (("dtype: bfloat16}", f"dtype: bfloat16, source: ./{'a' * 5_000}}}"), ""),
     "no such user": (("dtype: bfloat16}", "dtype: bfloat16, source: ~nobody-here/x}"), ""),
+    "a revision that is a path": (("dtype: bfloat16}", "dtype: bfloat16, source: owner/name@../../x}"), "is not a repository"),
+    "a repository that is a path": (("dtype: bfloat16}", "dtype: bfloat16, source: owner/name/../../x}"), "is not a repository"),
     "large reserve": ((NAME, f"{NAME}\ndirectives: {{reserve: {'9' * 400}G}}"), ""),
     "endless fps": ((NAME, f"{NAME}\nfps: .inf"), "too large"),
     "tiny fps": ((NAME, f"{NAME}\nfps: 1.0e-320"), "too small"),
