@@ -76,8 +76,8 @@ def _component(component: ComponentNumbers) -> Iterator[str]:
     yield from _twice(name, [group.name for group in groups])
     yield from _twice(name, [path for group in groups for path in group.blocks])
     for group in groups:
-        if not group.blocks or (not group.streamable and len(group.blocks) > 1):
-            yield f"{name}: the block group {group.name} has {len(group.blocks)} blocks"
+        if not group.blocks:
+            yield f"{name}: the block group {group.name} has no blocks"
     for variant in component.variants:
         yield from _variant(name, variant, len(groups))
     if component.layers is not None:
