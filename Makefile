@@ -28,9 +28,9 @@ sweep: $(STAMP)
 	$(BIN)/python -m pytest -m sweep -n auto --dist worksteal \
 		$(if $(PART),--part=$(PART)) $(if $(MINUTES),--minutes=$(MINUTES)) $(if $(PART)$(MINUTES),,--record=benchmarks/results/sweep.json)
 
-# Mutants of files: SEED=7, MINUTES=30. Counts are added to those of other seeds in benchmarks/results/fuzz.json.
+# Mutants of files: SEED=7, SEEDS=10, MINUTES=30. Counts are added to those of other seeds in benchmarks/results/fuzz.json.
 fuzz: $(STAMP)
-	$(BIN)/python tests/hostile/fuzzing.py $(if $(SEED),--seed=$(SEED)) $(if $(MINUTES),--minutes=$(MINUTES))
+	$(BIN)/python tests/hostile/fuzzing.py $(if $(SEED),--seed=$(SEED)) $(if $(SEEDS),--seeds=$(SEEDS)) $(if $(MINUTES),--minutes=$(MINUTES))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

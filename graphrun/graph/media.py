@@ -79,8 +79,11 @@ def blank(kind: str, sizes: Mapping[str, float]) -> Any:
     if kind == "audio":
         import numpy as np
 
-        return np.zeros((1, max(1, round(sizes["rate"] * sizes["seconds"]))), dtype=np.float32)
+        length = sizes["rate"] * sizes["seconds"]
+        require("samples", math.ceil(length) if math.isfinite(length) else 2**62, f"audio of {length:g} samples")
+        return np.zeros((1, max(1, round(length))), dtype=np.float32)
     size = int(sizes["width"]), int(sizes["height"])
+    require("pixels", math.prod(size), f"{AN[kind]} of {size[0]} x {size[1]} pixels")
     if kind == "mask":
         return Image.new("L", size, FULL)
     picture = Image.new("RGB", size, GREY)

@@ -1,4 +1,4 @@
-"""Many mutants of each kind of file (`fuzz`): ``make fuzz``, with SEED=7 and MINUTES=30.
+"""Many mutants of each kind of file (`fuzz`): ``make fuzz``, with SEED=7, SEEDS=10 (from there on) and MINUTES=30.
 
 Each run adds its counts to those of runs with other seeds in the result file; a seed that is there already is not run again.
 """
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +79,21 @@ def added(before: dict[str, Any], seed: int, found: dict[str, Any]) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--reader", action="append", choices=list(READERS))
     parser.add_argument("--record", type=Path, default=RESULT)
     asked = parser.parse_args()
     until = time.time() + 60 * asked.minutes
-    for reader in asked.reader or READERS:
+    for seed, reader in product(range(asked.seed, asked.seed + asked.seeds), asked.reader or READERS):
         sums = json.loads(asked.record.read_text()) if asked.record.exists() else {"readers": {}}
         before = sums["readers"].get(reader, {})
-        if asked.seed in before.get("seeds", ()) or time.time() > until:
+        if seed in before.get("seeds", ()) or time.time() > until:
             continue
-        found = run(reader, asked.seed, EXAMPLES[reader], until)
-        sums["readers"][reader] = added(before, asked.seed, found)
+        found = run(reader, seed, EXAMPLES[reader], until)
+        sums["readers"][reader] = added(before, seed, found)
         asked.record.write_text(json.dumps({"about": about(), "readers": sums["readers"]}, indent=1, sort_keys=True) + "\n")
-        print(f"{reader}, seed {asked.seed}: {found['examples']} mutants, {len(found['failures'])} failures", flush=True)
+        print(f"{reader}, seed {seed}: {found['examples']} mutants, {len(found['failures'])} failures", flush=True)
 
 
 if __name__ == "__main__":
