@@ -1,6 +1,6 @@
 """Reads a YAML file as plain data with the line number of every entry, for error messages.
 
-Accepted: a single document no tags, unique keys, bounded nesting, digits and alias expansion. Knows nothing of graphs.
+Accepted: one document without tags, with unique keys, bounded nesting, digits and alias expansion. Knows nothing of graphs.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 import fuzzing
 
-EXAMPLES = {"graphs": 60, "plans": 12, "weights": 150, "loras": 150, "gguf": 150, "prompts": 100}
+EXAMPLES = {"graphs": 60, "plans": 12, "weights": 100, "loras": 100, "gguf": 60, "prompts": 100}
 
 
 @pytest.mark.long
