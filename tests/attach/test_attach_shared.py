@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from diffusers import AutoPipelineForImage2Image
 from test_attach_pipelines import SHARE, equal, weight_bytes
-from tiny_pipelines import cases, checked_peak_bytes, tiny
+from tiny_pipelines import cases, checked_peak_bytes, picture, tiny
 
 import graphrun
+from graphrun.errors import InputError
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
 
@@ -37,3 +40,17 @@ def test_components_that_share_weights_are_one_component_with_each_weight_counte
         assert checked_peak_bytes(attached, device) == peaks[0]
     assert pipe.controlnet.noise_refiner is pipe.transformer.noise_refiner
     assert pipe.controlnet.x_pad_token is pipe.transformer.x_pad_token
+
+
+def test_a_pipeline_made_from_an_attached_one_says_that_it_must_be_attached_too() -> None:
+    pipe, device = cases()["StableDiffusionPipeline"].build(), SimulatedDevice(Machine())
+    given = {"image": picture(), "strength": 0.9, "num_inference_steps": 2, "output_type": "np"}
+    with graphrun.attach(pipe, vram="1G", device=device):
+        made = AutoPipelineForImage2Image.from_pipe(pipe)
+        made.set_progress_bar_config(disable=True)
+        assert made.device.type == "sim"
+        with pytest.raises(InputError, match=r"graphrun\.attach\(StableDiffusionImg2ImgPipeline, \.\.\.\)"):
+            made("a cat", **given)
+        with graphrun.attach(made, vram="1G", device=device):
+            assert made("a cat", **given).images.shape == (1, 16, 16, 3)
+    assert made("a cat", **given).images.shape == (1, 16, 16, 3)
