@@ -19,9 +19,11 @@ _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size") -> int:
     """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, or is a
-    percentage while ``whole_bytes`` is None.
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, is a percentage
+    while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
     """
+    if isinstance(text, float) or (str(text).strip().isdecimal() and 0 < int(text) < KIB):
+        raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
     if isinstance(text, int):
         nbytes = text
     elif percent := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text):

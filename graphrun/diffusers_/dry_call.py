@@ -116,7 +116,7 @@ class MetaPipeline:
         if self._profiles[0] != self.prober.traces:
             self._profiles = self.prober.traces, self.prober.profiles()
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
-        graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes)
+        graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
         return problem_of(graph, DryRun(recording, self._profiles[1]), hardware, limits, {})
 
 

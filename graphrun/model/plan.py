@@ -2,6 +2,8 @@
 
 A plan stores no peak and no time; `simulate` computes them. Whether a plan is valid for a problem is for `check` to say.
 
+finds vae all                                on the device when the first slot begins, where that is anything
+leaves vae all                               likewise, when a run of a session ends
 variant transformer nf4 pinned device        chosen variant of a component that has several
 option decode tiling                         chosen option of a stage, if any
 order encode denoise decode                  order of the stages, if not the problem's
@@ -118,6 +120,8 @@ class Plan:
 
     ``variants``: (component, `Variant.name`) for each component that has several. ``options``: (stage, `StageOption.name`).
     ``order``: stages; empty if it is the problem's order. ``again``: slots of every run of a session after the first.
+    ``finds``: (component, blocks) on the device when ``slots`` begin; ``leaves``: those when any run of a session ends, so that
+    ``again`` begins with them.
     """
 
     problem: str
@@ -126,6 +130,8 @@ class Plan:
     options: tuple[tuple[str, str], ...] = ()
     order: tuple[str, ...] = ()
     again: tuple[Slot, ...] = ()
+    finds: tuple[tuple[str, Blocks], ...] = ()
+    leaves: tuple[tuple[str, Blocks], ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -197,6 +203,8 @@ def slot_text(slot: Slot) -> str:
 def plan_text(plan: Plan) -> str:
     """The text form, without a final newline: the problem's digest, the choices, then each slot with its actions indented."""
     lines = [f"plan {plan.problem}"]
+    lines += [f"finds {component} {blocks_text(blocks)}" for component, blocks in plan.finds]
+    lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
@@ -212,7 +220,7 @@ def parse(text: str, name: str = "plan") -> Plan:
     Raises PlanError with ``name:line`` and what was expected there. Checks syntax only; `check` validates the plan.
     """
     digest: str | None = None
-    choices: dict[str, list[str]] = {"variant": [], "option": [], "order": []}
+    choices: dict[str, list[str]] = {"finds": [], "leaves": [], "variant": [], "option": [], "order": []}
     runs: list[list[tuple[str, Part, int, list[Action]]]] = [[]]
     for number, raw in enumerate(text.splitlines(), start=1):
         line, where = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
@@ -239,7 +247,11 @@ def parse(text: str, name: str = "plan") -> Plan:
         for run in (runs[0], runs[1] if len(runs) > 1 else [])
     )
     variants, options = (tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option"))
-    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again)
+    finds, leaves = (
+        tuple((component, _parse_blocks(blocks, name)) for component, blocks in map(_pair, choices[verb]))
+        for verb in ("finds", "leaves")
+    )
+    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves)
 
 
 def _choice(verb: str, line: str, where: str) -> str:
@@ -256,6 +268,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 # First word of a line before the slots -> its pattern, and the form shown in errors.
 _CHOICES: Mapping[str, tuple[str, str]] = {
+    "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
+    "leaves": (r"leaves (\S+ .+)", "leaves COMPONENT BLOCKS"),
     "variant": (
         r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device|cpu))",
         "variant COMPONENT PRECISION pinned|pageable|disk device|cpu",
