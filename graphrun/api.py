@@ -262,6 +262,7 @@ def attach(
     pin: Iterable[str] = (),
     reserve: str | int | None = None,
     between_calls: Literal["warm", "empty"] = "warm",
+    tell: Callable[[str], None] | None = None,
 ) -> Attachment:
     """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``pipe.to("cuda")`` and
     ``enable_model_cpu_offload()``.
@@ -277,6 +278,7 @@ def attach(
     ``vram``           None: what the device has free now, less a twentieth
     ``allow``          ``cpu``: components may compute there, which changes outputs
     ``device``         ``cuda``, ``sim`` or a `graphrun.runtime.devices.device.Device`
+    ``tell``           called with one line where a call is planned, which takes seconds; the line is logged too (``logging``, INFO)
 
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and where something else moves the
     weights already; a call raises ProbeError or Infeasible where it cannot be planned.
@@ -303,7 +305,7 @@ def attach(
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
     limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow))
-    return Attachment(pipe, opened, chosen, limits, demands, budget)
+    return Attachment(pipe, opened, chosen, limits, demands, budget, tell)
 
 
 def run_many(

@@ -20,6 +20,8 @@ Terms: a *dry run* executes a whole call of the pipeline without weights, and gi
 from __future__ import annotations
 
 import functools
+import html
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ import torch
 
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
-from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipelines_in, state_of
+from graphrun.diffusers_.live import components_of, graph_of, merge_shared, own_class, pipelines_in, state_of
 from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
@@ -51,7 +53,10 @@ from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
 from graphrun.solve.transitions import continued
 from graphrun.trace import Trace
+from graphrun.units import show_size
 from graphrun.verify.solution import solution_of
+
+_LOG = logging.getLogger(__name__)
 
 
 class CallKey(NamedTuple):
@@ -94,7 +99,8 @@ class Attachment:
     """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
 
     ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1: weights stay on the device between
-    calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``.
+    calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``. ``tell``
+    is called with one line where a call is planned; the line is logged too.
 
     Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
     caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
@@ -102,13 +108,20 @@ class Attachment:
     """
 
     def __init__(
-        self, pipe: Any, device: Device, hardware: Hardware, limits: Limits, demands: Directives, budget: object = None
+        self,
+        pipe: Any,
+        device: Device,
+        hardware: Hardware,
+        limits: Limits,
+        demands: Directives,
+        budget: object = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.pipe = pipe
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
-        self._device, self._hardware, self._demands = device, hardware, demands
+        self._device, self._hardware, self._demands, self._tell = device, hardware, demands, tell
         self._lock, self._thread = device_lock(device.name), 0  # _thread: the thread that is inside a call; 0: none
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = self._release_pending = False
@@ -178,6 +191,20 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+    def __repr__(self) -> str:
+        last = f"last {self.trace!r}" if self.trace is not None else "not called yet"
+        held, budget = show_size(self.held_bytes), show_size(self._limits.budget_bytes)
+        return f"<Attachment of {own_class(self.pipe).__name__} within {budget} on {self._device.name}: holds {held}, {last}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.report() if self.trace is not None else repr(self))}</pre>"
+
+    def say(self, line: str) -> None:
+        """Logs ``line`` and calls ``tell`` with it."""
+        _LOG.info(line)
+        if self._tell is not None:
+            self._tell(line)
 
     def report(self, *, full: bool = False) -> str:
         """A text table of the last call, planned beside measured, with one row per phase. ``full``: the plan and one row per slot.
@@ -397,6 +424,9 @@ class Attachment:
         holds."""
         meta_pipeline = self._meta_pipeline
         if key.without_reserve not in self._recordings:
+            self.say(
+                f"{own_class(self.pipe).__name__} {call.name}: planning, once for calls of this kind (a dry run, then the plan)"
+            )
             recording = meta_pipeline.probe(call)
             self._recordings[key.without_reserve] = recording, frozenset(meta_pipeline.prober.entry_signatures)
             self._plans.pop(key, None)
@@ -457,6 +487,7 @@ class _Replan:
         """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
+        attachment.say(f"{own_class(attachment.pipe).__name__}: {component}.{entry} is not in the plan of the call: planning it")
         call, returned = attachment._meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
         live_in_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
         # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later

@@ -16,6 +16,7 @@ slot denoise/0:transformer steady x27
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class Slot:
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Slots in order, for the problem whose digest is ``problem``.
 
@@ -135,6 +136,13 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def __repr__(self) -> str:
+        further = f", {len(self.again)} in every further run" if self.again else ""
+        return f"<Plan {self.digest}: {len(self.slots)} slots{further}; str() is its text>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def digest(self) -> str:

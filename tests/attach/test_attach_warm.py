@@ -266,3 +266,16 @@ def test_table_of_pipelines_at_three_budgets(name: str, share: float) -> None:
     assert warm.device.allocated_bytes == 0
     assert type(warm.pipe) is case.kind
     assert equal(case.call(warm.pipe), case.call(warm.plain))
+
+
+def test_planning_says_one_line_and_notebooks_show_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[str] = []
+    made = Warm(SD, 10.0, tell=lines.append)
+    with made.attached, caplog.at_level("INFO", "graphrun"):
+        assert "StableDiffusionPipeline within" in repr(made.attached)
+        assert "not called yet" in made.attached._repr_html_()
+        made.call()
+        made.call(prompt="another text")
+        assert lines == [record.message for record in caplog.records] == [lines[0]]
+        assert lines[0].startswith("StableDiffusionPipeline call: planning, once for calls of this kind")
+        assert "whole call" in made.attached._repr_html_()
