@@ -258,7 +258,8 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
                 (key, t.shape, t.dtype) for own in (child._parameters, child._buffers) for key, t in own.items() if t is not None
             ]
             processor = type(getattr(child, "processor", None)).__name__
-            others = [key for key in ("_hf_hook", "_diffusers_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
+            others = [key for key in ("_hf_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
+            others += getattr(vars(child).get("_diffusers_hook"), "hooks", ())  # names; the first call makes an empty registry
             adapted = [(key, vars(child)[key]) for key in ADAPTER_ATTRIBUTES if key in vars(child)]
             content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
     for path, owner in pipelines_in(pipe).items():

@@ -268,6 +268,16 @@ def test_table_of_pipelines_at_three_budgets(name: str, share: float) -> None:
     assert equal(case.call(warm.pipe), case.call(warm.plain))
 
 
+def test_the_registry_of_hooks_that_the_first_call_makes_is_no_change_of_the_pipeline() -> None:
+    made = Warm(CASES["FluxPipeline"], 10.0)
+    with made.attached:
+        made.call()
+        assert made.pipe.transformer._diffusers_hook.hooks == {}
+        first = made.attached._meta_pipeline
+        assert made.call() == 0
+        assert made.attached._meta_pipeline is first, "no second dry run"
+
+
 def test_planning_says_one_line_and_notebooks_show_the_report(caplog: pytest.LogCaptureFixture) -> None:
     lines: list[str] = []
     made = Warm(SD, 10.0, tell=lines.append)
