@@ -262,6 +262,7 @@ def attach(
     pin: Iterable[str] = (),
     reserve: str | int | None = None,
     between_calls: Literal["warm", "empty"] = "warm",
+    cache: Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Attachment:
     """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``pipe.to("cuda")`` and
@@ -278,6 +279,7 @@ def attach(
     ``vram``           None: what the device has free now, less a twentieth
     ``allow``          ``cpu``: components may compute there, which changes outputs
     ``device``         ``cuda``, ``sim`` or a `graphrun.runtime.devices.device.Device`
+    ``cache``          a folder of dry runs and plans: a call of a kind that was planned there before is not planned again
     ``tell``           called with one line where a call is planned, which takes seconds; the line is logged too (``logging``, INFO)
 
     Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and where something else moves the
@@ -290,6 +292,7 @@ def attach(
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
     from graphrun.runtime.devices.open import open_hardware
+    from graphrun.store import CallStore
 
     refuse_placed(pipe)
     own = Budget(vram, ram, pinned, disk)
@@ -305,7 +308,7 @@ def attach(
     host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
     demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
     limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow))
-    return Attachment(pipe, opened, chosen, limits, demands, budget, tell)
+    return Attachment(pipe, opened, chosen, limits, demands, budget, tell, CallStore(Store(cache)) if cache is not None else None)
 
 
 def run_many(

@@ -23,16 +23,16 @@ import functools
 import html
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
-from graphrun.diffusers_.live import components_of, graph_of, merge_shared, own_class, pipelines_in, state_of
+from graphrun.diffusers_.live import components_of, graph_of, merge_shared, own_class, packages_of, pipelines_in, state_of
 from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
@@ -44,7 +44,7 @@ from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits
-from graphrun.profile.recording import Event, Recording, StageEnd
+from graphrun.profile.recording import ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
@@ -57,6 +57,19 @@ from graphrun.units import show_size
 from graphrun.verify.solution import solution_of
 
 _LOG = logging.getLogger(__name__)
+
+
+class CallStore(Protocol):
+    """Dry runs and plans on disk (`graphrun.store.CallStore`)."""
+
+    def solve(self, problem: Problem) -> Solution:
+        """The plan for ``problem``, stored or solved."""
+
+    def find(self, packages: Iterable[str], content: Any) -> Any:
+        """What was kept for equal ``content``; None where nothing was."""
+
+    def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
+        """Stores ``data`` for a call described by ``content`` of a pipeline whose classes are from ``packages``."""
 
 
 class CallKey(NamedTuple):
@@ -90,7 +103,7 @@ class PlannedCall:
     traced, for this call and others, when the plan was made. A further trace may change the numbers of a component, so the
     plan is then made again."""
 
-    entry_signatures: frozenset[Any]
+    entry_signatures: frozenset[str]
     solution: Solution
     traced_entries: int
 
@@ -100,7 +113,7 @@ class Attachment:
 
     ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1: weights stay on the device between
     calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``. ``tell``
-    is called with one line where a call is planned; the line is logged too.
+    is called with one line where a call is planned; the line is logged too. ``store``: dry runs and plans on disk.
 
     Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
     caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
@@ -116,17 +129,19 @@ class Attachment:
         demands: Directives,
         budget: object = None,
         tell: Callable[[str], None] | None = None,
+        store: CallStore | None = None,
     ) -> None:
         self.pipe = pipe
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
         self._device, self._hardware, self._demands, self._tell = device, hardware, demands, tell
+        self._store = store
         self._lock, self._thread = device_lock(device.name), 0  # _thread: the thread that is inside a call; 0: none
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
         self._detached = self._detach_pending = self._release_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
-        self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
+        self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
         self._continued: dict[Any, Solution] = {}  # by digest of the problem, and what a run found on the device
@@ -354,7 +369,7 @@ class Attachment:
         self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
-            del self._recordings[key.without_reserve]
+            del self._dry_runs[key.without_reserve]
         return trace.outputs["result"]
 
     def _continued_from_here(self, solution: Solution) -> Solution:
@@ -404,7 +419,7 @@ class Attachment:
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
-        self._recordings.clear()
+        self._dry_runs.clear()
         self._plans.clear()
         self._solutions.clear()
         self._continued.clear()
@@ -423,25 +438,51 @@ class Attachment:
         """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
         holds."""
         meta_pipeline = self._meta_pipeline
-        if key.without_reserve not in self._recordings:
-            self.say(
-                f"{own_class(self.pipe).__name__} {call.name}: planning, once for calls of this kind (a dry run, then the plan)"
-            )
-            recording = meta_pipeline.probe(call)
-            self._recordings[key.without_reserve] = recording, frozenset(meta_pipeline.prober.entry_signatures)
+        if key.without_reserve not in self._dry_runs:
+            self._dry_runs[key.without_reserve] = self._stored_dry_run(key) or self._dry_run(call, key)
             self._plans.pop(key, None)
         found = self._plans.get(key)
         if found is None or found.traced_entries != meta_pipeline.prober.traces:
-            recording, entry_signatures = self._recordings[key.without_reserve]
-            problem = self.problem(recording, reserve_bytes)
+            dry_run, entry_signatures = self._dry_runs[key.without_reserve]
+            problem = self.problem(dry_run.recording, reserve_bytes, stored=dry_run.profiles)
             solution = self._solutions.get(problem.digest) or self.solve(problem)
             self._solutions[problem.digest] = solution
             found = self._plans[key] = PlannedCall(entry_signatures, solution, meta_pipeline.prober.traces)
         return found
 
-    def problem(self, recording: Recording, reserve_bytes: int, *, once: bool = False) -> Problem:
+    def _dry_run(self, call: Call, key: CallKey) -> tuple[DryRun, frozenset[str]]:
+        """The dry run of ``call``, and the signatures of its entries. Without profiles, which are taken from all dry runs."""
+        kind = own_class(self.pipe).__name__
+        self.say(f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)")
+        meta_pipeline = self._meta_pipeline
+        recording, entries = meta_pipeline.probe(call), frozenset(meta_pipeline.prober.entry_signatures)
+        if self._store is not None:
+            data = {
+                "run": DryRun(recording, meta_pipeline.profiles).to_json(),
+                "entries": sorted(entries),
+                "variants": [variant.to_json() for variant in self._dtype_variants().values()],
+            }
+            self._store.keep(packages_of(self.pipe, self._modules), self._stored_under(key), data)
+        return DryRun(recording, {}), entries
+
+    def _stored_dry_run(self, key: CallKey) -> tuple[DryRun, frozenset[str]] | None:
+        """The dry run of an equal call of an equal pipeline from the store, with the profiles that it had there."""
+        if self._store is None or not (data := self._store.find(packages_of(self.pipe, self._modules), self._stored_under(key))):
+            return None
+        dry_run = DryRun.from_json(data["run"])
+        dry_run.recording.keeps = True
+        for variant in data["variants"]:
+            self._meta_pipeline.prober.register(DtypeVariant.from_json(variant))
+        return dry_run, frozenset(data["entries"])
+
+    def _stored_under(self, key: CallKey) -> list[str]:
+        return [self._state, repr(key.without_reserve)]
+
+    def problem(
+        self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None
+    ) -> Problem:
         """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors. ``once``:
-        for one run, which leaves nothing on the device.
+        for one run, which leaves nothing on the device. ``stored``: profiles of the components, where it was not traced here.
 
         A directive for a component holds for each of its dtype variants that the call enters.
         """
@@ -453,12 +494,12 @@ class Attachment:
         )
         demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes, pin)
         limits = replace(self._limits, runs=1) if once or not entered else self._limits
-        return self._meta_pipeline.problem(recording, demands, self._hardware, limits)
+        return self._meta_pipeline.problem(recording, demands, self._hardware, limits, stored or None)
 
     def solve(self, problem: Problem) -> Solution:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
-            return solve(problem)
+            return self._store.solve(problem) if self._store is not None else solve(problem)
         return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
 
 
@@ -475,7 +516,7 @@ class _Replan:
     ``component.entry``.
     """
 
-    def __init__(self, attachment: Attachment, entry_signatures: frozenset[Any], reserve_bytes: int) -> None:
+    def __init__(self, attachment: Attachment, entry_signatures: frozenset[str], reserve_bytes: int) -> None:
         self.entries: list[str] = []
         self._attachment, self._entry_signatures, self._reserve_bytes = attachment, entry_signatures, reserve_bytes
 
@@ -502,8 +543,8 @@ class _Replan:
         self.entries.append(f"{component}.{entry}")
         return solution
 
-    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs)
+    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return repr(self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs))
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:

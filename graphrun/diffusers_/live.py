@@ -242,6 +242,14 @@ def _plain(config: Any) -> dict[str, Any]:
     return dict(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
+def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
+    """The packages whose code a call of ``pipe`` runs: those of the classes of its modules, of itself and of what it holds."""
+    kinds = {type(child) for module in modules.values() for child in module.modules()}
+    for owner in pipelines_in(pipe).values():
+        kinds |= {own_class(owner), *(type(value) for value in vars(owner).values())}
+    return {kind.__module__.partition(".")[0] for kind in kinds} - {"builtins", "collections"}
+
+
 def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
     """A digest (16 hexadecimal digits) of the pipeline state that a dry run depends on beside the call's arguments.
 

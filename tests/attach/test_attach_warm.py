@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from graphrun.sim import Machine
 
 CASES = cases()
 SD: Case = CASES["StableDiffusionPipeline"]
-# One of each architecture of the issue's table that has a tiny pipeline.
+# Architectures to measure at three budgets.
 TABLE = (
     "FluxPipeline",
     "StableDiffusionXLPipeline",
@@ -289,3 +290,31 @@ def test_planning_says_one_line_and_notebooks_show_the_report(caplog: pytest.Log
         assert lines == [record.message for record in caplog.records] == [lines[0]]
         assert lines[0].startswith("StableDiffusionPipeline call: planning, once for calls of this kind")
         assert "whole call" in made.attached._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "name", sampled(["StableDiffusionPipeline", "StableDiffusionXLPipeline-float16"], ["StableDiffusionPipeline"], "warm")
+)
+def test_a_call_of_a_kind_that_is_known_on_disk_is_not_planned_again(name: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    made = Warm(CASES[name], 0.9, ram="8G", cache=tmp_path, tell=lines.append)
+    with made.attached:
+        moved = made.call()
+        plan = made.attached.solution.plan  # type: ignore[union-attr]
+    again = Warm(CASES[name], 0.9, ram="8G", cache=tmp_path, tell=lines.append)
+    with again.attached:
+        assert again.call() == moved
+        assert again.attached.solution.plan == plan  # type: ignore[union-attr]
+        assert again.attached._meta_pipeline.prober.traces == 0
+        assert len(lines) == 1
+        again.call(num_inference_steps=4)
+        assert len(lines) == 2, "another kind"
+        assert again.call() >= 0
+
+    class Mine(type(again.pipe.unet)):  # type: ignore[misc]
+        """Of a package whose version nobody knows."""
+
+    again.pipe.unet.__class__ = Mine
+    with graphrun.attach(again.pipe, vram="1G", device="sim", cache=tmp_path, tell=lines.append):
+        CASES[name].call(again.pipe)
+    assert len(lines) == 3
