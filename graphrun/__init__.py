@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from graphrun.api import attach, estimate, from_pipeline, load, plan, precomputed, run, run_many, survey
+from graphrun.api import Budget, attach, estimate, from_pipeline, load, plan, precomputed, run, run_many, survey
 from graphrun.errors import BrokenPlan, GraphError, GraphrunError, InputError, OutOfMemory, PlanError, TransferFailed
 from graphrun.limits import raise_limits
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BrokenPlan",
+    "Budget",
     "GraphError",
     "GraphrunError",
     "Infeasible",

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.errors import InputError, PlanError
 from graphrun.files import Store
 from graphrun.units import parse_size
+
+RUNS = 100  # of a session by default: enough that the first run, which loads, weighs little
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """Memory that attached pipelines may take, each by itself or together: ``budget = graphrun.Budget("12G")``, then
+    ``graphrun.attach(pipe, budget=budget)`` for each pipeline. Sizes are as for `estimate`; ``vram`` None: what the device has free
+    when a pipeline is attached, less a twentieth.
+    """
+
+    vram: str | int | None = None
+    ram: str | int = "auto"
+    pinned: str | int | None = None
+    disk: str | int | None = None
+
 
 if TYPE_CHECKING:
     from graphrun.batch.cache.reuse import Reuse, What
@@ -233,21 +249,41 @@ def from_pipeline(pipe: Any) -> LivePipeline:
 def attach(
     pipe: Any,
     *,
-    vram: str | int,
+    vram: str | int | None = None,
     ram: str | int = "auto",
+    pinned: str | int | None = None,
+    disk: str | int | None = None,
+    budget: Budget | None = None,
+    allow: Iterable[str] = (),
     hardware: str | Hardware | None = None,
     device: str | Device | None = None,
     keep: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    pin: Iterable[str] = (),
     reserve: str | int | None = None,
+    between_calls: Literal["warm", "empty"] = "warm",
+    cache: Path | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Attachment:
-    """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``enable_model_cpu_offload()``.
+    """Manages the placement of the weights of ``pipe``, a diffusers pipeline on the CPU; replaces ``pipe.to("cuda")`` and
+    ``enable_model_cpu_offload()``.
 
     Each call of the pipeline (and of its methods and components) is planned within the budgets from a dry run of that call, then
     executed by the plan. Results are those of a pipeline that is entirely on the device. ``attached.report()`` shows planned and
-    measured numbers of the last call. ``attached.detach()``, or leaving it as a context manager, undoes it. ``device``: ``cuda``,
-    ``sim`` or a `graphrun.runtime.devices.device.Device`; budgets, ``hardware`` and directives are as for `estimate`. Raises
-    InputError where something else moves the weights already; a call raises ProbeError or Infeasible where it cannot be planned.
+    measured numbers of the last call. ``attached.detach()``, or leaving it as a context manager, undoes it.
+
+    ``between_calls``  ``warm``: a call is planned as one of many like it, and weights stay on the device as its plan says;
+                       ``empty``: nothing stays. `Attachment.release` empties the device on demand, and so does an error
+    ``budget``         in place of ``vram``, ``ram``, ``pinned`` and ``disk``: pipelines attached with one `Budget` share it. The
+                       one that is called has all of it; of the others, those called longest ago give way first
+    ``vram``           None: what the device has free now, less a twentieth
+    ``allow``          ``cpu``: components may compute there, which changes outputs
+    ``device``         ``cuda``, ``sim`` or a `graphrun.runtime.devices.device.Device`
+    ``cache``          a folder of dry runs and plans: a call of a kind that was planned there before is not planned again
+    ``tell``           called with one line where a call is planned, which takes seconds; the line is logged too (``logging``, INFO)
+
+    Other arguments are as for `estimate`. Raises InputError for arguments that mean nothing, and where something else moves the
+    weights already; a call raises ProbeError or Infeasible where it cannot be planned.
     """
     from graphrun.diffusers_.attach import Attachment, hardware_of
     from graphrun.diffusers_.live import components_of
@@ -256,13 +292,23 @@ def attach(
     from graphrun.profile.host_ram import ram_budget
     from graphrun.profile.problems import Limits
     from graphrun.runtime.devices.open import open_hardware
+    from graphrun.store import CallStore
 
     refuse_placed(pipe)
+    own = Budget(vram, ram, pinned, disk)
+    if budget is not None and (own.vram, own.ram, own.pinned, own.disk) != (None, "auto", None, None):
+        raise InputError("budget says what vram, ram, pinned and disk would: leave those out")
+    if between_calls not in ("warm", "empty"):
+        raise InputError(f"between_calls {between_calls!r}: it is warm or empty")
+    budget = budget or own
     chosen = hardware_of(device, hardware)
     opened = open_hardware(chosen) if device is None or isinstance(device, str) else device
-    demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0)
-    limits = Limits(_vram_bytes(vram, chosen), ram_budget(ram, components_of(pipe).values()))
-    return Attachment(pipe, opened, chosen, limits, demands)
+    vram_bytes = _free_bytes(opened, chosen) if budget.vram is None else _vram_bytes(budget.vram, chosen)
+    ram_bytes = ram_budget(budget.ram, components_of(pipe).values())
+    host = _size(budget.pinned, "pinned", ram_bytes), _size(budget.disk, "disk")
+    demands = Directives(tuple(keep), tuple(exclude), _size(reserve, "reserve") or 0, tuple(pin))
+    limits = Limits(vram_bytes, ram_bytes, *host, RUNS if between_calls == "warm" else 1, tuple(allow))
+    return Attachment(pipe, opened, chosen, limits, demands, budget, tell, CallStore(Store(cache)) if cache is not None else None)
 
 
 def run_many(
@@ -359,6 +405,15 @@ def _hardware(asked: str | Hardware | None, cache: Path | None) -> Hardware:
 def _vram_bytes(vram: str | int, hardware: Hardware) -> int:
     """Bytes of a VRAM budget; a share of the simulated device means nothing, since it has no memory of its own."""
     return parse_size(vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None, name="vram")
+
+
+def _free_bytes(device: Device, hardware: Hardware) -> int:
+    """The default budget: the smaller of the device's memory and what it has free, context and workspace included, less a twentieth
+    for what other programs take later. Raises InputError for a simulated device without a limit."""
+    available_bytes = device.available_bytes + hardware.context_bytes + hardware.workspace_bytes
+    if hardware.device == "sim" and available_bytes >= hardware.capacity_bytes:
+        raise InputError("the simulated device has no memory of its own: give vram, such as vram='8G'")
+    return int(0.95 * min(available_bytes, hardware.capacity_bytes))
 
 
 def _size(text: str | int | None, name: str, whole_bytes: int | None = None) -> int | None:

@@ -10,7 +10,6 @@ setting without the stages whose outputs are cached. What stays loaded between t
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -31,14 +30,13 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.runtime.devices.device import Device
+from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import Session as Runs
 from graphrun.runtime.executor import refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.trace import Tier, Trace
 
-RUNS = 100  # expected by default: enough that the first run, which loads, weighs little
 LOOKAHEAD = 32  # the most waiting runs that are examined before a change of plan
 
 
@@ -70,7 +68,7 @@ class Session:
         self,
         graph: Graph,
         *,
-        runs: int = RUNS,
+        runs: int = api.RUNS,
         inputs: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         random_weights: bool = False,
@@ -151,14 +149,14 @@ class Session:
         with self._state:
             self._closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
-        with _device_lock(self.device.name):
+        with device_lock(self.device.name):
             self._release()
         return tuple(Tier(name, self._before[name], after_bytes) for name, after_bytes in self.device.tiers().items())
 
     def _run(self, progress: Callable[[int, int, int], None] | None) -> Trace:
         with self._state:
             values = self._waiting.popleft()
-        with _device_lock(self.device.name):
+        with device_lock(self.device.name):
             reuse = self._reuse(values)
             found = reuse.find() if reuse is not None else {}
             chosen = self._choose(values, found)
@@ -243,13 +241,3 @@ class Session:
             self._host.close()
         self._runs = self._host = self._current = None
         gc.collect()  # modules and the objects that place their weights form reference cycles
-
-
-@functools.cache
-def _device_lock(device: str) -> threading.Lock:
-    """The lock of ``device``, shared by all sessions of the process: one run at a time."""
-    return threading.Lock()
-
-
-# A thread of the parent may hold a lock at the moment of the fork; the child has none of the parent's runs.
-os.register_at_fork(after_in_child=_device_lock.cache_clear)

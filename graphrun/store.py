@@ -2,6 +2,7 @@
 
     dry run    graph, inputs, versions of the libraries, graphrun's own source        any hardware, any budget
     problem    dry run + hardware + budgets                                           read without importing torch
+    call       state of an attached pipeline, signature of the call, versions         its dry run
     plan       the problem's digest + graphrun's own source                           read without importing highspy
     measured   device, versions, component, shapes (`graphrun.profile.feedback`)      applied to a problem when it is read
 
@@ -15,7 +16,7 @@ import gc
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -141,6 +142,33 @@ def _store_plan(problem: Problem, solution: Solution, store: Store | None) -> No
         proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
         layers = [component.name for component in solution.problem.components if component.granularity == "layers"]
         store.put("plan", _plan_key(problem), {"plan": str(solution.plan), "layers": layers, "proof": proof})
+
+
+class CallStore:
+    """Dry runs of the calls of attached pipelines, and their plans, in ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def solve(self, problem: Problem) -> Solution:
+        """As `solution_for`."""
+        return solution_for(problem, self._store)
+
+    def find(self, packages: Iterable[str], content: Any) -> Any:
+        """What `keep` stored for equal ``content``; None where nothing was, or by other code."""
+        return _stored(self._store, "call", self._key(packages, content), lambda data: data)
+
+    def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
+        """Stores ``data`` for a call that ``content`` describes, of a pipeline whose classes are from ``packages``. Not where one
+        of these is not among the libraries, whose versions are in the key."""
+        if key := self._key(packages, content):
+            self._store.put("call", key, data)
+
+    def _key(self, packages: Iterable[str], content: Any) -> str:
+        if not set(packages) <= {*LIBRARIES, "graphrun"}:
+            return ""
+        versions = {name: _installed_version(name) for name in LIBRARIES}
+        return digest_of([versions, list(sys.version_info[:3]), own_source(), content])
 
 
 def _plan_key(problem: Problem) -> str:

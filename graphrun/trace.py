@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from graphrun.units import html_table, show_seconds, show_size
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -71,7 +73,7 @@ class Tier:
         return max(0, self.after_bytes - self.before_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Trace:
     """One run. ``outputs`` are the graph's outputs; ``left_bytes`` is what stayed on the device beyond the
     ``baseline_bytes`` before the run."""
@@ -86,6 +88,17 @@ class Trace:
     tiers: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()  # one line for each time that the remaining stages were planned again
     sources: tuple[dict[str, Any], ...] = ()  # where weights were read from: component, source, commit, files
+
+    def __repr__(self) -> str:
+        moved, peak = show_size(self.moved_bytes), show_size(self.peak_bytes)
+        return f"<Trace on {self.device}: {show_seconds(self.seconds)}, peak {peak}, moved {moved}, {len(self.slots)} slots>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (of.name, show_size(of.peak_bytes), show_size(of.moved_bytes), show_seconds(of.end_seconds - of.start_seconds))
+            for of in self.slots
+        ]
+        return html_table(repr(self), [("slot", "peak", "moved", "took"), *rows])
 
     def beside(self, planned: Sequence[Any]) -> list[tuple[Any, SlotTrace]]:
         """Pairs of planned and measured slots with equal phase and part; planned slots that did not run are left out."""

@@ -6,7 +6,9 @@ GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Iterable
 
 from graphrun.errors import InputError
 
@@ -20,9 +22,11 @@ _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size") -> int:
     """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, or is a
-    percentage while ``whole_bytes`` is None.
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, is a percentage
+    while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
     """
+    if isinstance(text, float) or (str(text).strip().isdecimal() and 0 < int(text) < KIB):
+        raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
     if isinstance(text, int):
         nbytes = text
     elif percent := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text):
@@ -55,11 +59,18 @@ def show_size(nbytes: float) -> str:
 
 def show_seconds(seconds: float) -> str:
     """``seconds`` with a readable unit: ``24.1 s``, ``350 ms``, ``12 us``."""
-    if seconds >= 1 or seconds == 0:
+    if seconds >= 0.9995 or seconds == 0:  # what is less is shown with at most three digits
         return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def round_up(nbytes: int, step: int) -> int:
     """The smallest multiple of ``step`` that is at least ``nbytes``."""
     return -(-nbytes // step) * step
+
+
+def html_table(title: str, rows: Iterable[Iterable[str]]) -> str:
+    """``rows`` as an HTML table for notebooks, the first of them as its head, under the line ``title``."""
+    head, *others = ([html.escape(cell) for cell in row] for row in rows)
+    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in others]
+    return f"<p>{html.escape(title)}</p><table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{''.join(lines)}</table>"

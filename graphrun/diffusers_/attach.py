@@ -8,7 +8,11 @@ This module decides when a plan is made, and which plan a call uses. The executo
     executor.follow      the pipeline's own code runs. Each call into a component (an entry) opens the next slots of the plan.
                          If the plan does not have the entry, a new plan replaces it
                             v
-                         the device holds what it held before the call, and the results, which the pipeline's method returns
+                         the device holds what it held before the call, the weights that the plan keeps, and the results, which
+                         the pipeline's method returns
+
+A call is planned as the steady one of a session: weights that the plan keeps are on the device when it begins, and stay. Where
+another call left other blocks there, `graphrun.solve.transitions` makes the plan's run from what is found.
 
 Terms: a *dry run* executes a whole call of the pipeline without weights, and gives a `Recording`. In it, each kind of entry is
 *traced* once, which gives the numbers of that entry. A `Trace` of the executor is something else: the measurements of a run."""
@@ -16,17 +20,19 @@ Terms: a *dry run* executes a whole call of the pipeline without weights, and gi
 from __future__ import annotations
 
 import functools
+import html
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphrun.diffusers_.call_arguments import signature_of
 from graphrun.diffusers_.dry_call import Call, MetaPipeline
-from graphrun.diffusers_.live import components_of, graph_of, merge_shared, pipelines_in, state_of
+from graphrun.diffusers_.live import components_of, graph_of, merge_shared, own_class, packages_of, pipelines_in, state_of
 from graphrun.diffusers_.proxy import PipelineProxy, dtype_of_to, remove_interceptors
 from graphrun.diffusers_.residence import Leftovers, LiveHost, device_bytes
 from graphrun.errors import InputError
@@ -38,15 +44,32 @@ from graphrun.modules.dtype_variants import AtRest, DtypeVariant
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change
 from graphrun.profile import hardware as known_hardware
 from graphrun.profile.problems import Limits
-from graphrun.profile.recording import Event, Recording, StageEnd
+from graphrun.profile.recording import ComponentProfile, DryRun, Event, Recording, StageEnd
 from graphrun.report.call_screen import call_screen
 from graphrun.report.screen import measured_screen, plan_screen
 from graphrun.report.summary import summarize
-from graphrun.runtime.devices.device import Device
+from graphrun.runtime.devices.device import Device, device_lock
 from graphrun.runtime.executor import follow
 from graphrun.solve.solve import solve
+from graphrun.solve.transitions import continued
 from graphrun.trace import Trace
+from graphrun.units import show_size
 from graphrun.verify.solution import solution_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class CallStore(Protocol):
+    """Dry runs and plans on disk (`graphrun.store.CallStore`)."""
+
+    def solve(self, problem: Problem) -> Solution:
+        """The plan for ``problem``, stored or solved."""
+
+    def find(self, packages: Iterable[str], content: Any) -> Any:
+        """What was kept for equal ``content``; None where nothing was."""
+
+    def keep(self, packages: Iterable[str], content: Any, data: Any) -> None:
+        """Stores ``data`` for a call described by ``content`` of a pipeline whose classes are from ``packages``."""
 
 
 class CallKey(NamedTuple):
@@ -80,7 +103,7 @@ class PlannedCall:
     traced, for this call and others, when the plan was made. A further trace may change the numbers of a component, so the
     plan is then made again."""
 
-    entry_signatures: frozenset[Any]
+    entry_signatures: frozenset[str]
     solution: Solution
     traced_entries: int
 
@@ -88,32 +111,47 @@ class PlannedCall:
 class Attachment:
     """What `graphrun.attach` returns; also available as ``pipe.graphrun``. A context manager that detaches on exit.
 
-    ``hardware``, ``limits``, ``demands``: what calls are planned for.
+    ``hardware``, ``limits``, ``demands``: what calls are planned for; ``limits.runs`` above 1: weights stay on the device between
+    calls. ``budget``: an object that attachments share whose weights are within one budget, which is that of ``limits``. ``tell``
+    is called with one line where a call is planned; the line is logged too. ``store``: dry runs and plans on disk.
 
     Attributes of the last call: ``solution`` is its plan. ``trace`` is what was measured; its peaks do not count the bytes that the
     caller held on the device. ``replans`` lists the entries (``component.entry``) that the plan did not have, and that were planned
     when they came.
     """
 
-    def __init__(self, pipe: Any, device: Device, hardware: Hardware, limits: Limits, demands: Directives) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        device: Device,
+        hardware: Hardware,
+        limits: Limits,
+        demands: Directives,
+        budget: object = None,
+        tell: Callable[[str], None] | None = None,
+        store: CallStore | None = None,
+    ) -> None:
         self.pipe = pipe
         self.solution: Solution | None = None
         self.trace: Trace | None = None
         self.replans: tuple[str, ...] = ()
-        self._device, self._hardware, self._limits, self._demands = device, hardware, limits, demands
-        self._lock, self._thread = threading.RLock(), 0  # _thread: the thread that is inside a call; 0: none
+        self._device, self._hardware, self._demands, self._tell = device, hardware, demands, tell
+        self._store = store
+        self._lock, self._thread = device_lock(device.name), 0  # _thread: the thread that is inside a call; 0: none
         self._at_rest = False  # whether a method runs that changes the pipeline; all weights are on the CPU then
-        self._detached = self._detach_pending = False
+        self._detached = self._detach_pending = self._release_pending = False
         self._state = ""  # the pipeline's `state_of` at the last call
-        self._recordings: dict[Any, tuple[Recording, frozenset[Any]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
+        self._dry_runs: dict[Any, tuple[DryRun, frozenset[str]]] = {}  # `CallKey.without_reserve` -> dry run, entry signatures
         self._plans: dict[CallKey, PlannedCall] = {}
         self._solutions: dict[str, Solution] = {}  # by digest of the problem
+        self._continued: dict[Any, Solution] = {}  # by digest of the problem, and what a run found on the device
         self._text_dependent: set[Any] = set()  # `CallKey.without_texts` of calls that needed a new plan: each text is planned anew
         self._modules = merge_shared(components_of(pipe))
-        graph_of(pipe, self._modules).directed(demands.keep, demands.exclude)  # raises InputError for wrong directives
+        graph = graph_of(pipe, self._modules).directed(demands.keep, demands.exclude, pin=demands.pin)  # raises InputError
+        self._limits = replace(limits, allow=graph.allowed(limits.allow))
         removed = remove_interceptors(self._modules)  # those of other attached pipelines that share components
         try:
-            self._host = LiveHost(self._modules, device)
+            self._host = LiveHost(self._modules, device, budget or self)
         finally:
             _reinstall(removed)
         self._install()
@@ -134,6 +172,23 @@ class Attachment:
                 self._uninstall()
                 self._detached = True
 
+    def release(self) -> None:
+        """Frees what the pipeline's calls left on the device; the next call loads it again.
+
+        Called inside a call, it takes effect when that ends. Call it after writing to some places of a weight through
+        ``tensor.data``, which is not noticed for certain.
+        """
+        with self._lock:
+            if self._in_call():
+                self._release_pending = True
+            else:
+                self._host.release()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pipeline's weights on the device now."""
+        return sum(residency.loaded_bytes for residency in self._host.residencies.values())
+
     def _uninstall(self) -> None:
         removed = remove_interceptors(self._modules)
         self._proxy.remove()
@@ -151,6 +206,20 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+    def __repr__(self) -> str:
+        last = f"last {self.trace!r}" if self.trace is not None else "not called yet"
+        held, budget = show_size(self.held_bytes), show_size(self._limits.budget_bytes)
+        return f"<Attachment of {own_class(self.pipe).__name__} within {budget} on {self._device.name}: holds {held}, {last}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.report() if self.trace is not None else repr(self))}</pre>"
+
+    def say(self, line: str) -> None:
+        """Logs ``line`` and calls ``tell`` with it."""
+        _LOG.info(line)
+        if self._tell is not None:
+            self._tell(line)
 
     def report(self, *, full: bool = False) -> str:
         """A text table of the last call, planned beside measured, with one row per phase. ``full``: the plan and one row per slot.
@@ -215,6 +284,7 @@ class Attachment:
                 refuse_change(name)
             return method(owner, *args, **kwargs)
         with self._exclusive(at_rest=True):
+            self._host.release()
             if name == "save_pretrained":
                 self._host.restore()  # safetensors refuses tensors that share memory, as those of a component in an arena do
             return method(owner, *args, **kwargs)
@@ -252,16 +322,29 @@ class Attachment:
             finally:
                 self._thread, self._at_rest = 0, False
                 _reinstall(removed)
+                if self._release_pending:
+                    self._release_pending = False
+                    self._host.release()
                 if self._detach_pending:
                     self.detach()
 
     def _run(self, call: Call) -> Any:
-        """Runs ``call`` by its plan, which is made first if there is none, and returns its result."""
-        device, torch_device = self._device, self._device.torch_device
-        self._host.begin(changed=self._detect_changes())
-        reserve_bytes = device.allocated_bytes  # the caller's own tensors, arguments among them: no weights are loaded yet
+        """Runs ``call`` by its plan, which is made first if there is none, and returns its result. An error empties the device."""
+        try:
+            return self._run_planned(call)
+        except BaseException:
+            self._host.release()
+            raise
+
+    def _run_planned(self, call: Call) -> Any:
+        host, device, torch_device = self._host, self._device, self._device.torch_device
+        host.begin(changed=self._detect_changes())
+        reserve_bytes = device.allocated_bytes - host.held_bytes()  # the caller's own tensors, arguments among them
         key = self._key(call, reserve_bytes)
         planned = self._plan_for(call, key, reserve_bytes)
+        host.lay_out(planned.solution.chosen, self._dtype_variants())
+        solution = self._continued_from_here(planned.solution)
+        used = {numbers.name for numbers in solution.problem.components}
         replan = _Replan(self, planned.entry_signatures, reserve_bytes)
 
         leftovers = Leftovers(self.pipe, self._modules, torch_device)
@@ -275,15 +358,35 @@ class Attachment:
         def handed_out(outputs: Mapping[str, Any]) -> int:
             return device_bytes(outputs, torch_device, besides=(call.args, call.kwargs))
 
-        solution = planned.solution
-        self._host.lay_out(solution.problem, self._dtype_variants())
-        trace = follow(solution, self._host, device, work, replan=replan, handed_out=handed_out)
+        self.make_room(solution, used)
+        beside_bytes = host.held_bytes(besides=used)
+        host.wake()
+        try:
+            trace = follow(solution, host, device, work, replan=replan, handed_out=handed_out)
+        finally:
+            host.rest(used)
         self.solution, self.replans = solution, tuple(replan.entries)
-        self.trace = _without_caller_bytes(trace, reserve_bytes, handed_out(trace.outputs))
+        self.trace = _without_caller_bytes(trace, reserve_bytes + beside_bytes, handed_out(trace.outputs))
         if replan.entries and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
-            del self._recordings[key.without_reserve]
+            del self._dry_runs[key.without_reserve]
         return trace.outputs["result"]
+
+    def _continued_from_here(self, solution: Solution) -> Solution:
+        """``solution`` with a first run that begins with what is on the device."""
+        if not solution.plan.again:
+            return solution
+        found = self._host.loaded()
+        own = {numbers.name: found[numbers.name] for numbers in solution.problem.components if numbers.name in found}
+        key = solution.problem.digest, tuple(own.items())
+        if key not in self._continued:
+            self._continued[key] = continued(solution, own)
+        return self._continued[key]
+
+    def make_room(self, solution: Solution, used: Collection[str]) -> None:
+        """Evicts weights of other plans so that the first run of ``solution``, which uses the components ``used``, fits."""
+        peak_bytes = max((report.peak_bytes for report in solution.simulation.slots), default=0)
+        self._host.make_room(peak_bytes, solution.problem.effective_bytes, used)
 
     def _refresh_components(self) -> None:
         """Takes over components that were replaced in the pipeline since the last call (``pipe.vae = other``)."""
@@ -316,9 +419,10 @@ class Attachment:
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
-        self._recordings.clear()
+        self._dry_runs.clear()
         self._plans.clear()
         self._solutions.clear()
+        self._continued.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
         """By name: the dtype variants that components have had in dry runs, the original ones included."""
@@ -334,37 +438,68 @@ class Attachment:
         """The plan for ``call``: a dry run and the solver give it, unless an earlier call with an equal key had one that still
         holds."""
         meta_pipeline = self._meta_pipeline
-        if key.without_reserve not in self._recordings:
-            recording = meta_pipeline.probe(call)
-            self._recordings[key.without_reserve] = recording, frozenset(meta_pipeline.prober.entry_signatures)
+        if key.without_reserve not in self._dry_runs:
+            self._dry_runs[key.without_reserve] = self._stored_dry_run(key) or self._dry_run(call, key)
             self._plans.pop(key, None)
         found = self._plans.get(key)
         if found is None or found.traced_entries != meta_pipeline.prober.traces:
-            recording, entry_signatures = self._recordings[key.without_reserve]
-            problem = self.problem(recording, reserve_bytes)
+            dry_run, entry_signatures = self._dry_runs[key.without_reserve]
+            problem = self.problem(dry_run.recording, reserve_bytes, stored=dry_run.profiles)
             solution = self._solutions.get(problem.digest) or self.solve(problem)
             self._solutions[problem.digest] = solution
             found = self._plans[key] = PlannedCall(entry_signatures, solution, meta_pipeline.prober.traces)
         return found
 
-    def problem(self, recording: Recording, reserve_bytes: int) -> Problem:
-        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors.
+    def _dry_run(self, call: Call, key: CallKey) -> tuple[DryRun, frozenset[str]]:
+        """The dry run of ``call``, and the signatures of its entries. Without profiles, which are taken from all dry runs."""
+        kind = own_class(self.pipe).__name__
+        self.say(f"{kind} {call.name}: planning, once for calls of this kind (a dry run, then the plan)")
+        meta_pipeline = self._meta_pipeline
+        recording, entries = meta_pipeline.probe(call), frozenset(meta_pipeline.prober.entry_signatures)
+        if self._store is not None:
+            data = {
+                "run": DryRun(recording, meta_pipeline.profiles).to_json(),
+                "entries": sorted(entries),
+                "variants": [variant.to_json() for variant in self._dtype_variants().values()],
+            }
+            self._store.keep(packages_of(self.pipe, self._modules), self._stored_under(key), data)
+        return DryRun(recording, {}), entries
+
+    def _stored_dry_run(self, key: CallKey) -> tuple[DryRun, frozenset[str]] | None:
+        """The dry run of an equal call of an equal pipeline from the store, with the profiles that it had there."""
+        if self._store is None or not (data := self._store.find(packages_of(self.pipe, self._modules), self._stored_under(key))):
+            return None
+        dry_run = DryRun.from_json(data["run"])
+        dry_run.recording.keeps = True
+        for variant in data["variants"]:
+            self._meta_pipeline.prober.register(DtypeVariant.from_json(variant))
+        return dry_run, frozenset(data["entries"])
+
+    def _stored_under(self, key: CallKey) -> list[str]:
+        return [self._state, repr(key.without_reserve)]
+
+    def problem(
+        self, recording: Recording, reserve_bytes: int, *, once: bool = False, stored: Mapping[str, ComponentProfile] | None = None
+    ) -> Problem:
+        """The problem for the call in ``recording``, with ``reserve_bytes`` of the device taken by the caller's tensors. ``once``:
+        for one run, which leaves nothing on the device. ``stored``: profiles of the components, where it was not traced here.
 
         A directive for a component holds for each of its dtype variants that the call enters.
         """
         variants = self._dtype_variants()
         entered = dict.fromkeys(call.component for _, call in recording.entries())
-        keep, exclude = (
+        keep, exclude, pin = (
             tuple(name for name in entered if variants[name].component in names)
-            for names in (self._demands.keep, self._demands.exclude)
+            for names in (self._demands.keep, self._demands.exclude, self._demands.pin)
         )
-        demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes)
-        return self._meta_pipeline.problem(recording, demands, self._hardware, self._limits)
+        demands = Directives(keep, exclude, self._demands.reserve_bytes + reserve_bytes, pin)
+        limits = replace(self._limits, runs=1) if once or not entered else self._limits
+        return self._meta_pipeline.problem(recording, demands, self._hardware, limits, stored or None)
 
     def solve(self, problem: Problem) -> Solution:
         """The plan for ``problem``. A call that enters no component has no phases; its plan is the end slot alone."""
         if problem.phases:
-            return solve(problem)
+            return self._store.solve(problem) if self._store is not None else solve(problem)
         return solution_of(problem, Plan(problem.digest, (Slot("", "end", 0, ()),)), True, gap=0.0)
 
 
@@ -381,7 +516,7 @@ class _Replan:
     ``component.entry``.
     """
 
-    def __init__(self, attachment: Attachment, entry_signatures: frozenset[Any], reserve_bytes: int) -> None:
+    def __init__(self, attachment: Attachment, entry_signatures: frozenset[str], reserve_bytes: int) -> None:
         self.entries: list[str] = []
         self._attachment, self._entry_signatures, self._reserve_bytes = attachment, entry_signatures, reserve_bytes
 
@@ -393,21 +528,23 @@ class _Replan:
         """The plan for this entry and for later ones with the same signature. ``live_bytes``: bytes allocated on the device."""
         attachment, dtype_variants = self._attachment, self._attachment._host.dtype_variants
         assert dtype_variants is not None
+        attachment.say(f"{own_class(attachment.pipe).__name__}: {component}.{entry} is not in the plan of the call: planning it")
         call, returned = attachment._meta_pipeline.trace(dtype_variants.known[component], entry, args, kwargs)
-        live_in_bytes = max(0, live_bytes - self._reserve_bytes)
+        live_in_bytes = max(0, live_bytes - self._reserve_bytes - attachment._host.held_bytes())
         # One stage in which the component is entered twice, so that the plan has a first and a steady slot: the latter is for later
         # entries. 1, 2 and 3 are the keys of what is live before, and of what the two calls return.
         recording = Recording(
             [Event(1, live_in_bytes), call, Event(2, returned.nbytes), call, Event(3, returned.nbytes), StageEnd(entry)], keeps=True
         )
-        solution = attachment.solve(attachment.problem(recording, self._reserve_bytes))
-        attachment._host.lay_out(solution.problem, dtype_variants.known)
+        solution = attachment.solve(attachment.problem(recording, self._reserve_bytes, once=True))
+        attachment._host.lay_out(solution.chosen, dtype_variants.known)
+        attachment.make_room(solution, {numbers.name for numbers in solution.problem.components})
         self._entry_signatures = frozenset({self._signature(component, entry, args, kwargs)})
         self.entries.append(f"{component}.{entry}")
         return solution
 
-    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs)
+    def _signature(self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return repr(self._attachment._meta_pipeline.prober.signature(component, entry, args, kwargs))
 
 
 def _without_caller_bytes(trace: Trace, held_bytes: int, output_bytes: int) -> Trace:

@@ -111,13 +111,25 @@ class MetaPipeline:
             proceed = entry_of(self.meta_modules[dtype_variant.component], entry)
             return self.prober.trace(dtype_variant.name, entry, proceed, args, kwargs)
 
-    def problem(self, recording: Recording, demands: Directives, hardware: Hardware, limits: Limits) -> Problem:
-        """The problem for ``recording``, with the component profiles taken from all traces so far."""
+    @property
+    def profiles(self) -> Mapping[str, ComponentProfile]:
+        """The component profiles, taken from all traces so far."""
         if self._profiles[0] != self.prober.traces:
             self._profiles = self.prober.traces, self.prober.profiles()
+        return self._profiles[1]
+
+    def problem(
+        self,
+        recording: Recording,
+        demands: Directives,
+        hardware: Hardware,
+        limits: Limits,
+        profiles: Mapping[str, ComponentProfile] | None = None,
+    ) -> Problem:
+        """The problem for ``recording``, with the component ``profiles``; None: those taken from all traces so far."""
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.known.values())
-        graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes)
-        return problem_of(graph, DryRun(recording, self._profiles[1]), hardware, limits, {})
+        graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
+        return problem_of(graph, DryRun(recording, self.profiles if profiles is None else profiles), hardware, limits, {})
 
 
 class LiveProber(Prober):
@@ -127,12 +139,12 @@ class LiveProber(Prober):
         self.dtype_variants = DtypeVariants(meta_modules)
         super().__init__(meta_modules, self.dtype_variants)
         self._live = dict(live)
-        self.entry_signatures: set[Any] = set()  # of the call that is being probed
+        self.entry_signatures: set[str] = set()  # of the call that is being probed, as text
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `Prober.answer`; also notes the entry's signature."""
         self.register(self.dtype_variants.known[component])
-        self.entry_signatures.add(self.signature(component, entry, args, kwargs))
+        self.entry_signatures.add(repr(self.signature(component, entry, args, kwargs)))
         return super().answer(component, entry, proceed, args, kwargs)
 
     def register(self, dtype_variant: DtypeVariant) -> None:

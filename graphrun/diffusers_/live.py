@@ -242,6 +242,14 @@ def _plain(config: Any) -> dict[str, Any]:
     return dict(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
+def packages_of(pipe: Any, modules: Mapping[str, nn.Module]) -> set[str]:
+    """The packages whose code a call of ``pipe`` runs: those of the classes of its modules, of itself and of what it holds."""
+    kinds = {type(child) for module in modules.values() for child in module.modules()}
+    for owner in pipelines_in(pipe).values():
+        kinds |= {own_class(owner), *(type(value) for value in vars(owner).values())}
+    return {kind.__module__.partition(".")[0] for kind in kinds} - {"builtins", "collections"}
+
+
 def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
     """A digest (16 hexadecimal digits) of the pipeline state that a dry run depends on beside the call's arguments.
 
@@ -258,7 +266,8 @@ def state_of(pipe: Any, modules: Mapping[str, nn.Module]) -> str:
                 (key, t.shape, t.dtype) for own in (child._parameters, child._buffers) for key, t in own.items() if t is not None
             ]
             processor = type(getattr(child, "processor", None)).__name__
-            others = [key for key in ("_hf_hook", "_diffusers_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
+            others = [key for key in ("_hf_hook", "_compiled_call_impl") if vars(child).get(key) is not None]
+            others += getattr(vars(child).get("_diffusers_hook"), "hooks", ())  # names; the first call makes an empty registry
             adapted = [(key, vars(child)[key]) for key in ADAPTER_ATTRIBUTES if key in vars(child)]
             content.append((name, path, others, type(child).__qualname__, processor, plain, tensors, adapted))
     for path, owner in pipelines_in(pipe).items():

@@ -1,12 +1,19 @@
-"""Host memory of an attached pipeline: weights in arenas as the plan lays them out, and cleanup of what a call left on the device.
+"""Weights of an attached pipeline: in arenas as the plan lays them out, and what stays on the device between calls. Also removes
+what else a call left there.
 
-A component is laid out again when the problem's numbers for it change, as when a new kind of call shows other blocks in it.
+    between calls     the module's tensors are those of the arena, on the host; loaded blocks stay on the device, bound to nothing
+    in a call         loaded blocks are bound to the module's tensors
+
+So between calls a pipeline looks as if all of it were on the host, and may be changed. What was written to is loaded again, and a
+component is laid out again when its blocks change, as when a new kind of call shows others in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,7 +26,7 @@ from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants
 from graphrun.modules.memos import forget, is_helper
 from graphrun.modules.trees import tensors_in, walk
 from graphrun.runtime.devices.device import Device
-from graphrun.runtime.host import Host
+from graphrun.runtime.host import Host, layout_of
 from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
 from graphrun.units import round_up
@@ -28,13 +35,21 @@ from graphrun.units import round_up
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
+# The hosts of all attached pipelines in this process. They give way to each other on a device.
+_HOSTS: WeakSet[LiveHost] = WeakSet()
+_RUNS = itertools.count(1)
+
+
 class LiveHost(Host):
     """Host side of an attached pipeline: ``modules`` keep their own memory until a plan uses them, and then move to arenas.
 
-    `restore` gives them memory of their own again.
+    `restore` gives them memory of their own again. ``budget``: an object that hosts share whose weights on the device are within
+    one budget. Components of two hosts that are one module, with the same blocks, are laid out once.
+
+        begin   lay_out   make_room   wake   a run   rest
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], device: Device) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], device: Device, budget: object) -> None:
         refuse_movers(modules, adapters=True)
         self.modules = dict(modules)
         self.residencies: dict[str, Residency] = {}
@@ -42,14 +57,18 @@ class LiveHost(Host):
         self.sources = ()
         self.dtype_variants: DtypeVariants | None = None
         self._variants = {}
-        self._device = device
+        self._device, self._budget = device, budget
         self._numbers: dict[str, ComponentNumbers] = {}
+        self.awake = False  # whether a call runs, so that loaded blocks are bound to the modules
+        _HOSTS.add(self)
 
     def begin(self, *, changed: bool) -> None:
         """Prepares for a call: takes the components' present dtypes. ``changed``: the pipeline changed since the last call."""
         if not changed and self.dtype_variants is not None and self.dtype_variants.first:
             self.dtype_variants.begin()
             return
+        if self.dtype_variants is not None:
+            self.release()
         refuse_movers(self.modules, adapters=True)
         self.residencies = {name: residency for name, residency in self.residencies.items() if name in self.modules}
         self.dtype_variants = DtypeVariants(self.modules, self._leave, self._join)
@@ -69,28 +88,129 @@ class LiveHost(Host):
         assert self.dtype_variants is not None
         for numbers in problem.components:
             with self.dtype_variants.within(dtype_variants[numbers.name]):
-                if self._numbers.get(numbers.name) != numbers or not self._is_laid_out(numbers.name):
-                    self.residencies.pop(numbers.name, None)
-                    module = self.modules[dtype_variants[numbers.name].component]
-                    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-                    self.residencies[numbers.name] = Residency(module, numbers, self._device)
-                    for name in trained:
-                        module.get_parameter(name).requires_grad_(True)
-                    self._numbers[numbers.name], self._variants[numbers.name] = numbers, numbers.variants[0]
+                self._variants[numbers.name] = numbers.variants[0]
+                module = self.modules[dtype_variants[numbers.name].component]
+                if not self._is_laid_out(module, numbers):
+                    self.residencies[numbers.name] = self._laid_out_elsewhere(module, numbers) or self._laid_out(module, numbers)
+                self._numbers[numbers.name] = numbers
+        written = {id(residency.module) for residency in self.residencies.values() if residency.changed()}
+        for residency in self.residencies.values():
+            if id(residency.module) in written:
+                residency.release()
+                residency.note_contents()
+
+    def _is_laid_out(self, module: nn.Module, numbers: ComponentNumbers) -> bool:
+        """Whether the component has the blocks of ``numbers``, and its tensors are still those that were laid out. Loading other
+        weights replaces them."""
+        before = self._numbers.get(numbers.name)
+        same = before is not None and layout_of(before) == layout_of(numbers)
+        return same and numbers.name in self.residencies and self.residencies[numbers.name].holds_module()
+
+    def _laid_out_elsewhere(self, module: nn.Module, numbers: ComponentNumbers) -> Residency | None:
+        """The residency of ``module``, with these blocks, that another host on the device has."""
+        for host in self._others():
+            if host.modules.get(numbers.name) is module and host._is_laid_out(module, numbers):
+                return host.residencies[numbers.name]
+        return None
+
+    def _laid_out(self, module: nn.Module, numbers: ComponentNumbers) -> Residency:
+        if numbers.name in self.residencies:
+            self.residencies.pop(numbers.name).release()
+        for host in self._others():
+            host.release_module(module)
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        made = Residency(module, numbers, self._device)
+        for name in trained:
+            module.get_parameter(name).requires_grad_(True)
+        if not self.awake:
+            made.leave()
+        return made
+
+    # -- what stays on the device between calls
+
+    def _others(self) -> list[LiveHost]:
+        """The hosts at rest, besides this one, on the same device."""
+        hosts = (host for host in _HOSTS if host is not self and not host.awake)
+        return [host for host in hosts if host._device.memory == self._device.memory]
+
+    def wake(self) -> None:
+        """Binds the loaded blocks of the components' present variants to the modules. Call `rest` after the run."""
+        assert self.dtype_variants is not None
+        self.awake = True
+        for name in self.modules:
+            self._join(self.dtype_variants.now(name).name)
+
+    def rest(self, used: Iterable[str]) -> None:
+        """Gives the modules their tensors on the host; loaded blocks stay. ``used``: names of the components that the run used."""
+        now = next(_RUNS)
+        for name, residency in self.residencies.items():
+            residency.leave()
+            if name in used:
+                residency.note_contents()
+                residency.last_use = now
+        self.awake = False
+        if any(host.awake for host in _HOSTS if host._device.memory == self._device.memory):
+            self.evict()  # inside a call of another pipeline, whose plan knows nothing of these
+
+    def loaded(self) -> dict[str, tuple[str, ...]]:
+        """By component, the paths of blocks on the device."""
+        return {name: residency.loaded for name, residency in self.residencies.items() if residency.loaded}
+
+    def held_bytes(self, besides: Collection[str] | None = None) -> int:
+        """Bytes of weights that this host and others at rest have on the device, without the components ``besides`` of this one."""
+        mine = [residency for name, residency in self.residencies.items() if besides is not None and name in besides]
+        return _loaded_bytes(r for host in (self, *self._others()) for r in host.residencies.values() if r not in mine)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of weights at rest on the device that are within other budgets."""
+        own = list(self.residencies.values())
+        others = (host for host in self._others() if host._budget is not self._budget)
+        return _loaded_bytes(r for host in others for r in host.residencies.values() if r not in own)
+
+    def make_room(self, peak_bytes: int, limit_bytes: int, used: Collection[str]) -> None:
+        """Evicts weights of other plans so that a run fits whose components ``used`` take up to ``peak_bytes``.
+
+        First those within the same budget, until all fit ``limit_bytes``; then those of other budgets, until the device has room.
+        Those whose last run is longest ago give way first.
+        """
+        mine = [residency for name, residency in self.residencies.items() if name in used]
+        idle: dict[bool, dict[int, Residency]] = {True: {}, False: {}}
+        for host in (self, *self._others()):
+            of = ((id(r), r) for r in host.residencies.values() if r not in mine)
+            idle[host._budget is self._budget].update(of)
+        shared, outside = idle[True].values(), [r for key, r in idle[False].items() if key not in idle[True]]
+        _evict(shared, peak_bytes + _loaded_bytes(shared) - limit_bytes)
+        taken_bytes = self._device.allocated_bytes - _loaded_bytes(mine)
+        _evict((*shared, *outside), peak_bytes + taken_bytes - self._device.available_bytes)
+
+    def release(self) -> None:
+        """Evicts everything of these modules, also what other hosts at rest have on the device."""
+        self.evict()
+        for module in self.modules.values():
+            for host in self._others():
+                host.release_module(module)
+
+    def release_module(self, module: nn.Module) -> None:
+        """Evicts everything of ``module``."""
+        for residency in self.residencies.values():
+            if residency.module is module:
+                residency.release()
 
     def _leave(self, dtype_variant: str) -> None:
-        if dtype_variant in self.residencies:
+        if self.awake and dtype_variant in self.residencies:
             self.residencies[dtype_variant].leave()
 
     def _join(self, dtype_variant: str) -> None:
-        if dtype_variant in self.residencies:
+        if self.awake and dtype_variant in self.residencies:
             self.residencies[dtype_variant].join()
 
     def match_layout(self, problem: Problem) -> None:
         """Does nothing: `lay_out` has laid out the components of ``problem`` already."""
 
     def restore(self) -> None:
-        """Gives every weight memory of its own outside the arenas, with ``requires_grad`` as it was."""
+        """Gives every weight memory of its own outside the arenas, with ``requires_grad`` as it was. Empties the device of them."""
+        self.release()
         known = self.dtype_variants.known if self.dtype_variants is not None else {}
         for name in {known[dtype_variant].component for dtype_variant in self.residencies}:
             made: dict[int, torch.Tensor] = {}
@@ -100,9 +220,20 @@ class LiveHost(Host):
         self.residencies.clear()
         self._numbers.clear()
 
-    def _is_laid_out(self, name: str) -> bool:
-        """Whether the component's tensors are still those that were laid out. Loading other weights replaces them."""
-        return name in self.residencies and self.residencies[name].holds_module()
+
+def _loaded_bytes(residencies: Iterable[Residency]) -> int:
+    """Bytes on the device, each residency once."""
+    return sum({id(residency): residency.loaded_bytes for residency in residencies}.values())
+
+
+def _evict(residencies: Iterable[Residency], excess_bytes: int) -> None:
+    """Evicts blocks of ``residencies``, those used longest ago first, until ``excess_bytes`` are free or nothing is left."""
+    for residency in sorted(residencies, key=lambda residency: residency.last_use):
+        for path in reversed(residency.loaded):
+            if excess_bytes <= 0:
+                return
+            excess_bytes -= round_up(residency.nbytes(path), ALLOCATION_BYTES)
+            residency.evict(path)
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 A plan stores no peak and no time; `simulate` computes them. Whether a plan is valid for a problem is for `check` to say.
 
+finds vae all                                on the device when the first slot begins, where that is anything
+leaves vae all                               likewise, when a run of a session ends
 variant transformer nf4 pinned device        chosen variant of a component that has several
 option decode tiling                         chosen option of a stage, if any
 order encode denoise decode                  order of the stages, if not the problem's
@@ -14,6 +16,7 @@ slot denoise/0:transformer steady x27
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,12 +115,14 @@ class Slot:
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Slots in order, for the problem whose digest is ``problem``.
 
     ``variants``: (component, `Variant.name`) for each component that has several. ``options``: (stage, `StageOption.name`).
     ``order``: stages; empty if it is the problem's order. ``again``: slots of every run of a session after the first.
+    ``finds``: (component, blocks) on the device when ``slots`` begin; ``leaves``: those when any run of a session ends, so that
+    ``again`` begins with them.
     """
 
     problem: str
@@ -126,9 +131,18 @@ class Plan:
     options: tuple[tuple[str, str], ...] = ()
     order: tuple[str, ...] = ()
     again: tuple[Slot, ...] = ()
+    finds: tuple[tuple[str, Blocks], ...] = ()
+    leaves: tuple[tuple[str, Blocks], ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def __repr__(self) -> str:
+        further = f", {len(self.again)} in every further run" if self.again else ""
+        return f"<Plan {self.digest}: {len(self.slots)} slots{further}; str() is its text>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def digest(self) -> str:
@@ -197,6 +211,8 @@ def slot_text(slot: Slot) -> str:
 def plan_text(plan: Plan) -> str:
     """The text form, without a final newline: the problem's digest, the choices, then each slot with its actions indented."""
     lines = [f"plan {plan.problem}"]
+    lines += [f"finds {component} {blocks_text(blocks)}" for component, blocks in plan.finds]
+    lines += [f"leaves {component} {blocks_text(blocks)}" for component, blocks in plan.leaves]
     lines += [f"variant {component} {name}" for component, name in plan.variants]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
@@ -212,7 +228,7 @@ def parse(text: str, name: str = "plan") -> Plan:
     Raises PlanError with ``name:line`` and what was expected there. Checks syntax only; `check` validates the plan.
     """
     digest: str | None = None
-    choices: dict[str, list[str]] = {"variant": [], "option": [], "order": []}
+    choices: dict[str, list[str]] = {"finds": [], "leaves": [], "variant": [], "option": [], "order": []}
     runs: list[list[tuple[str, Part, int, list[Action]]]] = [[]]
     for number, raw in enumerate(text.splitlines(), start=1):
         line, where = " ".join(raw.split("#", 1)[0].split()), f"{name}:{number}"
@@ -239,7 +255,11 @@ def parse(text: str, name: str = "plan") -> Plan:
         for run in (runs[0], runs[1] if len(runs) > 1 else [])
     )
     variants, options = (tuple(_pair(line) for line in choices[verb]) for verb in ("variant", "option"))
-    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again)
+    finds, leaves = (
+        tuple((component, _parse_blocks(blocks, name)) for component, blocks in map(_pair, choices[verb]))
+        for verb in ("finds", "leaves")
+    )
+    return Plan(digest, first, variants, options, tuple(" ".join(choices["order"]).split()), again, finds, leaves)
 
 
 def _choice(verb: str, line: str, where: str) -> str:
@@ -256,6 +276,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 # First word of a line before the slots -> its pattern, and the form shown in errors.
 _CHOICES: Mapping[str, tuple[str, str]] = {
+    "finds": (r"finds (\S+ .+)", "finds COMPONENT BLOCKS"),
+    "leaves": (r"leaves (\S+ .+)", "leaves COMPONENT BLOCKS"),
     "variant": (
         r"variant (\S+ \S+ (?:pinned|pageable|disk) (?:device|cpu))",
         "variant COMPONENT PRECISION pinned|pageable|disk device|cpu",

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation
+from graphrun.units import html_table, show_seconds, show_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Solution:
     """A plan, what it takes by `simulate`, and its quality.
 
@@ -29,6 +30,26 @@ class Solution:
     bound_seconds: float
     objective_seconds: float
     gap: float
+
+    def __repr__(self) -> str:
+        problem, simulation = self.problem, self.simulation
+        again = f", every further run {show_seconds(simulation.again_seconds)}" if simulation.again else ""
+        return (
+            f"<Solution {problem.graph}: {show_seconds(simulation.seconds)}{again}, peak {show_size(simulation.peak_bytes)} of"
+            f" {show_size(problem.effective_bytes)}, moves {show_size(simulation.moved_bytes)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                f"{of.phase} {of.part}",
+                show_size(of.peak_bytes),
+                show_size(of.loaded_bytes + of.streamed_bytes),
+                show_seconds(of.seconds),
+            )
+            for of in self.simulation.slots
+        ]
+        return html_table(repr(self), [("slot", "peak", "moves", "takes"), *rows])
 
     @property
     def chosen(self) -> Problem:

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,17 @@ class DtypeVariant:
         """The variant that a cast to ``dtypes`` leads to."""
         exact = all(torch.promote_types(one, other) == other for one, other in zip(self.rounded[-1], dtypes, strict=True))
         return DtypeVariant(self.component, self.rounded if exact else (*self.rounded, dtypes), dtypes)
+
+    def to_json(self) -> list[Any]:
+        """The variant as JSON-ready data."""
+        names = [[str(dtype).removeprefix("torch.") for dtype in dtypes] for dtypes in (self.dtypes, *self.rounded)]
+        return [self.component, *names]
+
+    @staticmethod
+    def from_json(data: Any) -> DtypeVariant:
+        """The variant from `to_json`."""
+        dtypes, *rounded = (tuple(getattr(torch, name) for name in names) for names in data[1:])
+        return DtypeVariant(data[0], tuple(rounded), dtypes)
 
     @property
     def name(self) -> str:

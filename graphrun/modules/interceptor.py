@@ -165,6 +165,16 @@ class CallInterceptor:
 
     # In the following methods, ``own`` is the method of the original class of ``module``.
 
+    def reported_device(self) -> torch.device:
+        """The value of ``module.device``. Raises InputError at rest, where a pipeline that is not attached asks for it in a call:
+        it would compute on a device that no plan has prepared."""
+        if isinstance(self.casts, AtRest) and (name := _calling_pipeline()):
+            raise InputError(
+                f"{name} shares components with an attached pipeline and is not attached itself: call graphrun.attach({name}, "
+                "...), or detach() the other one"
+            )
+        return self.device
+
     def dtype(self, own: Callable[..., Any], module: nn.Module) -> Any:
         """The value of ``module.dtype``."""
         component, path = self._paths.get(id(module), ("", ""))
@@ -286,8 +296,17 @@ def _intercepted_class(kind: Any, reads: bool, dtypes: bool, add_device: bool, t
         members["dtype"] = property(_override(key, kind.dtype.fget, CallInterceptor.dtype))
     if add_device or hasattr(kind, "device"):
         own = kind.device.fget if isinstance(getattr(kind, "device", None), property) else _device_of
-        members["device"] = property(_override(key, own, lambda interceptor, *_: interceptor.device))
+        members["device"] = property(_override(key, own, lambda interceptor, *_: interceptor.reported_device()))
     return type(kind.__name__, (kind,), members)
+
+
+def _calling_pipeline() -> str:
+    """The class of the pipeline that asks in its `_execution_device`, which diffusers' pipelines read in their methods that compute
+    and nowhere else; empty where something else asks. Attached pipelines answer without their components."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_execution_device":
+        frame = frame.f_back if frame.f_globals["__name__"].startswith((__name__, "diffusers.")) else None
+    return type(frame.f_locals["self"]).__name__ if frame is not None else ""
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphrun.model.problem import PhaseNumbers, Problem
 from graphrun.model.solution import Solution
-from graphrun.report.screen import beside_cells, calls_of, regime, streams_of, verdict
+from graphrun.report.screen import beside_cells, calls_of, found_and_left, regime, streams_of, verdict
 from graphrun.report.table import Units, table
 from graphrun.trace import Trace
 from graphrun.units import show_seconds, show_size
@@ -27,6 +27,7 @@ def call_screen(solution: Solution, trace: Trace) -> str:
             f"{problem.graph}  hardware {problem.hardware.name} ({problem.hardware.basis})  {regime(problem)}",
             f"budget {show_size(problem.budget_bytes)}, {show_size(problem.effective_bytes)} of it for the call; peak"
             f" {show_size(trace.peak_bytes)}, headroom {show_size(spare_bytes)}",
+            *found_and_left(solution),
             f"predicted {show_seconds(simulation.seconds)}, {show_seconds(simulation.compute_seconds)} of it compute;"
             f" took {show_seconds(trace.seconds)} on {where}",
             "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from graphrun.model.plan import Evict, Load, Slot, Stream, action_text
+from graphrun.model.plan import Blocks, Evict, Load, Slot, Stream, action_text, blocks_text
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
@@ -18,10 +18,14 @@ from graphrun.units import gib, show_seconds, show_size
 def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
     """What ``graphrun plan`` shows: totals, a row per phase, a timeline, and why components are streamed."""
     problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
-    parts = [_head(solution, simulation, solve_seconds), _phases(problem, simulation.slots), _timeline(problem, plan.slots, ())]
+    parts = [
+        _head(solution, simulation, solve_seconds),
+        _phases(problem, simulation.slots),
+        _timeline(problem, plan.slots, plan.finds),
+    ]
     if plan.again:
         parts += [f"every further run: {show_seconds(simulation.again_seconds)}", _phases(problem, simulation.again)]
-        parts.append(_timeline(problem, plan.again, plan.slots))
+        parts.append(_timeline(problem, plan.again, plan.leaves))
     parts.append(_why(solution))
     return "\n\n".join(part for part in parts if part)
 
@@ -47,6 +51,7 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             *listed("precomputed", problem.precomputed, ": outputs of earlier runs, neither planned nor loaded"),
             *listed("chosen", chosen),
             *listed("split into layers", layered, ": blocks do not fit, or are slower"),
+            *found_and_left(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
@@ -61,6 +66,12 @@ def subject(problem: Problem, without: str = "") -> str:
     """The graph with its last stage and its settings, but the one called ``without``."""
     settings = " ".join(f"{name}={value}" for name, value in problem.settings if name != without)
     return f"{problem.graph}{f' until {problem.until}' if problem.until else ''}  {settings}"
+
+
+def found_and_left(solution: Solution) -> list[str]:
+    """What a run finds on the device, and what each run of a session leaves there."""
+    pairs = (("finds", solution.plan.finds), ("leaves", solution.plan.leaves))
+    return [line for title, of in pairs for line in listed(title, [f"{name} {blocks_text(blocks)}" for name, blocks in of])]
 
 
 def listed(title: str, names: Sequence[str], note: str = "") -> list[str]:
@@ -134,12 +145,12 @@ def streams_of(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
     }
 
 
-def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -> str:
-    """The placement of each component in each phase of ``slots``, and its variant. ``before``: the slots that ran before them."""
+def _timeline(problem: Problem, slots: Sequence[Slot], finds: Sequence[tuple[str, Blocks]]) -> str:
+    """The placement of each component in each phase of ``slots``, and its variant. ``finds``: the blocks on the device before."""
     rows, notes = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]], []
     for component in problem.components:
         variant, streams, row = component.variants[0], streams_of(slots, component.name), [component.name]
-        held = list(zip(slots, _held(component, [*before, *slots])[len(before) :], strict=True))
+        held = list(zip(slots, _held(component, finds, slots), strict=True))
         for phase in problem.phases:
             uses = any(use.component == component.name for use in phase.uses)
             blocks = max(count for slot, count in held if slot.phase == phase.name)
@@ -158,18 +169,20 @@ def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -
     return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
 
 
-def _held(component: ComponentNumbers, slots: Iterable[Slot]) -> list[int]:
+def _held(component: ComponentNumbers, finds: Iterable[tuple[str, Blocks]], slots: Iterable[Slot]) -> list[int]:
     """The number of resident blocks of ``component`` in each slot, without those in the ring."""
-    held, found = set[tuple[str, int]](), []
+
+    def named(blocks: Blocks) -> set[tuple[str, int]]:
+        every = ((k.name, range(len(k.blocks))) for k in component.groups)
+        return {(name, index) for name, indices in (every if blocks is None else blocks) for index in indices}
+
+    held, counts = {block for name, blocks in finds if name == component.name for block in named(blocks)}, []
     for slot in slots:
         for action in slot.actions:
             if isinstance(action, Load | Evict) and action.component == component.name:
-                every = ((k.name, range(len(k.blocks))) for k in component.groups)
-                groups = every if action.blocks is None else action.blocks
-                blocks = {(name, index) for name, indices in groups for index in indices}
-                held = held | blocks if isinstance(action, Load) else held - blocks
-        found.append(len(held))
-    return found
+                held = held | named(action.blocks) if isinstance(action, Load) else held - named(action.blocks)
+        counts.append(len(held))
+    return counts
 
 
 def _why(solution: Solution) -> str:

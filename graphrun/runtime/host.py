@@ -105,6 +105,11 @@ class Host:
         host.parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
         return host
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of weights on the device that count neither in the plan's budget nor as the caller's."""
+        return 0
+
     @functools.cached_property
     def memos(self) -> tuple[Any, ...]:
         """Caches in the modules (functools.cache and the like) that hold tensors and are cleared between phases."""
@@ -175,11 +180,16 @@ class Host:
 _LayoutKey = tuple[str, dict[str, tuple[Granularity, tuple[BlockGroup, ...], Variant]]]
 
 
+def layout_of(numbers: ComponentNumbers) -> tuple[Granularity, tuple[BlockGroup, ...], Variant]:
+    """What decides the layout of a component in memory. Fields of a variant that only concern compute and that `apply_choices`
+    changes are neutral."""
+    variant = replace(numbers.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="")
+    return numbers.granularity, numbers.groups, variant
+
+
 def _layout_key(problem: Problem) -> _LayoutKey:
-    """Digest of the graph, and per component what decides its layout in memory. Fields of a variant that only concern compute and
-    that `apply_choices` changes are neutral."""
-    held = {c.name: replace(c.variants[0], slowdown=1.0, block_seconds=(), scratch_bytes=0, needs="") for c in problem.components}
-    return problem.graph_digest, {c.name: (c.granularity, c.groups, held[c.name]) for c in problem.components}
+    """Digest of the graph, and the layout of each component."""
+    return problem.graph_digest, {c.name: layout_of(c) for c in problem.components}
 
 
 def _differ_in_granularity_only(one: _LayoutKey, other: _LayoutKey) -> bool:

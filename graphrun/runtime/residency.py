@@ -12,6 +12,7 @@ tensor at all of its locations. When to move is the plan's decision, not this mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,6 +102,8 @@ class Residency:
             self.backing_store = Arena(own, device, writer, variant.backing_store == "pinned")
         self._blocks = {path: _block(layout) for path, layout in layouts.items()}
         self.joined = True  # whether the module has these tensors, and not those of another dtype variant
+        self.last_use = 0  # a count of runs: the higher, the later the last run that used it
+        self._noted: tuple[int, torch.Tensor] | None = None  # `_contents` at the end of a run
         self._arrivals: dict[str, Mark] = {}
         if writer is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
@@ -109,6 +112,45 @@ class Residency:
     def loaded_bytes(self) -> int:
         """Bytes of the loaded blocks on the device."""
         return sum(round_up(block.nbytes, ALLOCATION_BYTES) for block in self._blocks.values() if block.buffer is not None)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Paths of the loaded blocks, in the order of the backing store."""
+        return tuple(path for path, block in self._blocks.items() if block.buffer is not None)
+
+    def note_contents(self) -> None:
+        """To be called at the end of a run after which loaded blocks stay; see `changed`."""
+        self._noted = self._contents()
+
+    def changed(self) -> bool:
+        """Whether the host copy was written to since `note_contents`, so that loaded blocks are no copies of it any more.
+
+        A write through a tensor is noticed by torch's version counter, one through ``tensor.data`` (as peft merges a LoRA) only
+        where it changes one of eight places of a tensor.
+        """
+        if self._noted is None:
+            return False
+        (version, sample), (version_now, sample_now) = self._noted, self._contents()
+        return version != version_now or not torch.equal(sample, sample_now)
+
+    def _contents(self) -> tuple[int, torch.Tensor]:
+        memory = self.backing_store.memory
+        assert memory is not None
+        version = 0 if memory.is_inference() else memory._version
+        return version, memory.view(torch.int64)[self._sampled]  # blocks are multiples of eight bytes
+
+    @functools.cached_property
+    def _sampled(self) -> torch.Tensor:
+        """Indices of eight-byte words of the arena: up to eight of each tensor."""
+        store, found = self.backing_store, list[int]()
+        assert isinstance(store, Arena)
+        assert store.memory is not None
+        for path, block in self._blocks.items():
+            begin = int(store.block(path).storage_offset())
+            for entry in block.entries:
+                words = range((begin + entry.offset) // 8, round_up(begin + entry.offset + entry.nbytes, 8) // 8)
+                found += words[:: max(1, len(words) // 8)]
+        return torch.tensor(found, dtype=torch.int64)
 
     def measured_bytes(self) -> int:
         """Bytes of the module's tensors on the device now, each storage once; includes those that quantized layers add in a

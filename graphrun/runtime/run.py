@@ -108,7 +108,7 @@ class Run:
         device, host, setting = self._device, self._host, self._setting
         # Tensors of other code, such as the caller's, are allocated on the device too. The reserve, which is not part of
         # `effective_bytes`, is for them.
-        foreign_bytes = min(self._problem.reserve_bytes, self._before["device"])
+        foreign_bytes = min(self._problem.reserve_bytes, self._before["device"]) + host.outside_bytes
         with device.session(self._problem.effective_bytes + foreign_bytes), torch.no_grad():
             try:
                 device.barrier()

@@ -36,7 +36,9 @@ def plan_of(
     again = _run(program, choice, range(program.run_length, len(program.intervals)), stay, stay) if program.session else ()
     pairs = zip(of.components, program.variant_choices, strict=True)
     variants = tuple((component.name, by.variant.name) for component, by in pairs if len(component.variants) > 1)
-    return Plan(of.digest, first, variants, tuple(options), tuple(order), again)
+    kept = _blocks(program, none, stay) if program.session else {}
+    leaves = tuple((program.problem.components[c].name, blocks) for c, blocks in kept.items())
+    return Plan(of.digest, first, variants, tuple(options), tuple(order), again, leaves=leaves)
 
 
 def _run(program: Program, choice: Choice, intervals: range, held: Counts, stay: Counts) -> tuple[Slot, ...]:

@@ -17,14 +17,14 @@ from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.infeasible import smallest_budget, smallest_ram
 from graphrun.solve.pages import solved
-from graphrun.units import MIB, parse_size
+from graphrun.units import MIB, html_table, parse_size, show_seconds, show_size
 
 # Limit of `sizes_between` and `values_between`. Each budget is one solve, each value of an input one dry run of seconds; a table
 # shows far fewer.
 MOST_POINTS = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Point:
     """The result for one budget. ``solution`` is None where nothing fits; seconds and bytes are from `simulate`, of all runs
     together, 0 without a plan.
@@ -41,19 +41,37 @@ class Point:
     peak_bytes: int = 0
     moved_bytes: int = 0
 
+    def __repr__(self) -> str:
+        return f"<Point {', '.join(self.cells)}>"
+
     @property
     def fits(self) -> bool:
         """Whether there is a plan."""
         return self.solution is not None
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Budget, seconds, peak and bytes moved as text; without a plan, what it would take."""
+        if self.solution is None:
+            return show_size(self.budget_bytes), f"nothing fits below {show_size(self.smallest_budget_bytes)}", "", ""
+        sizes = show_size(self.peak_bytes), show_size(self.moved_bytes)
+        return show_size(self.budget_bytes), show_seconds(self.seconds), *sizes
 
-def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> tuple[Point, ...]:
+
+class Frontier(tuple[Point, ...]):
+    """Points in the order of their budgets."""
+
+    def _repr_html_(self) -> str:
+        return html_table("time against budget", [("budget", "time", "peak", "moves"), *(point.cells for point in self)])
+
+
+def frontier(problem: Problem, budgets: Iterable[int], solve: Callable[[Problem], Solution | None] = solved) -> Frontier:
     """One point per budget of ``budgets`` (bytes of VRAM), in their order, infeasible ones included.
 
     ``solve``: returns a solution, or None where nothing fits.
     """
     least_bytes = smallest_budget(problem)
-    return tuple(_point(replace(problem, budget_bytes=budget), least_bytes, solve) for budget in budgets)
+    return Frontier(_point(replace(problem, budget_bytes=budget), least_bytes, solve) for budget in budgets)
 
 
 def budgets_around(problem: Problem, count: int = 8) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ steady-load      a steady slot loads no block of a component that it uses
 stream           only components that the slot uses are streamed, each once; ``keep`` is exactly what is resident or loaded
 ring             a ring has room for the largest block that passes
 vram             the device memory of every slot is within the budget
-baseline         nothing is on the device at the end; in a session, every further run leaves what the first run leaves
+baseline         nothing is on the device at the end; in a session, every run leaves what ``leaves`` says
 
 Backing stores and values:
 
@@ -283,7 +283,7 @@ def check(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
     """All violations of the rules by ``plan``, in slot order; empty if the plan may be run.
 
     The slots of a session's further run (`Plan.again`) are numbered after those of the first run. If choices are invalid, only they
-    are reported; if the structure is, only that.
+    are reported; if the structure, or what the plan finds and leaves, is, only that.
     """
     return tuple(_check(problem, plan))
 
@@ -299,22 +299,46 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
     if any(violation.rule in ("variant", "pin", "option", "order") for violation in choices):
         return
     applied = apply_choices(problem, plan)
-    wrong = list(_structure(applied, plan.slots, 0)) or list(_further_runs(applied, plan))
+    wrong = [*_structure(applied, plan.slots, 0)] or [*_further_runs(applied, plan)] or [*_unknown_state(applied, plan)]
     yield from wrong
     if wrong:
         return
     host = _HostRules(problem, applied, plan)
-    empty: dict[str, BlockSet] = {component.name: set() for component in problem.components}
-    after = yield from _run(applied, plan.slots, 0, empty, host)
+    leaves = _state(applied, plan.leaves)
+    after = yield from _run(applied, plan.slots, 0, _state(applied, plan.finds), host)
+    yield from _left(applied, leaves, after, len(plan.slots) - 1)
     if problem.runs > 1:
-        before, after = after, (yield from _run(applied, plan.again, len(plan.slots), after, host))
-    else:
-        before = empty
+        after = yield from _run(applied, plan.again, len(plan.slots), leaves, host)
+        yield from _left(applied, leaves, after, len(plan.slots) + len(plan.again) - 1)
+
+
+def _state(applied: Problem, named: Iterable[tuple[str, Blocks]]) -> dict[str, BlockSet]:
+    """The blocks of ``named``, per component."""
+    found: dict[str, BlockSet] = {component.name: set() for component in applied.components}
+    for name, blocks in named:
+        found[name] |= _named(applied.component(name), blocks)
+    return found
+
+
+def _unknown_state(applied: Problem, plan: Plan) -> Iterator[Violation]:
+    components = {component.name: component for component in applied.components}
+    for name, blocks in (*plan.finds, *plan.leaves):
+        if name not in components:
+            yield _broken("unknown", f"no component {name!r}")
+        elif unknown := list(_unknown(components[name], blocks)):
+            yield _broken("unknown", f"{name} has no {', '.join(unknown)}")
+        elif components[name].variants[0].device == "cpu":
+            yield _broken("cpu", f"{name} computes on the CPU")
+
+
+def _left(applied: Problem, leaves: Mapping[str, BlockSet], after: Mapping[str, BlockSet], slot: int) -> Iterator[Violation]:
+    """Whether the run that ends with ``slot`` leaves what the plan says; a plan of one run leaves nothing."""
+    if applied.runs == 1:
+        leaves = {name: set() for name in leaves}
     for name, held in after.items():
-        if odd := held ^ before[name]:
-            what = "on the device after the end" if problem.runs == 1 else "different after a further run than before it"
-            last = len(plan.slots) + len(plan.again) - 1
-            yield Violation("baseline", last, -1, f"{what}: {_show(applied.component(name), odd)}")
+        if odd := held ^ leaves[name]:
+            what = "on the device after the end" if applied.runs == 1 else "left on the device and in leaves, but not in both"
+            yield Violation("baseline", slot, -1, f"{what}: {_show(applied.component(name), odd)}")
 
 
 def _run(

@@ -27,6 +27,8 @@ def reserved_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
     the run before it left. Raises KeyError for a plan that `check` refuses.
     """
     replay = _Replay(problem)
+    for component, blocks in plan.finds:
+        replay.load(component, blocks)
     found = [replay.slot(slot) for slot in plan.slots]
     if plan.again:
         replay.end_run()
@@ -73,8 +75,7 @@ class _Replay:
                 self._live |= dict.fromkeys(self._storages[action.value][:1], key)
         for action in slot.actions:
             if isinstance(action, Load):
-                sizes = self._components[action.component].variants[0].block_bytes
-                self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(action.component, action.blocks)}
+                self.load(action.component, action.blocks)
         rings = [self._allocate(action.ring_bytes) for action in slot.actions if isinstance(action, Stream)]
         if slot.part in ("first", "steady"):
             trace = self._phases[slot.phase][1].trace
@@ -88,6 +89,11 @@ class _Replay:
                     if key in self._live:
                         self._release(self._live.pop(key))
         return self._peak_bytes
+
+    def load(self, component: str, blocks: Blocks) -> None:
+        """Allocates ``blocks``."""
+        sizes = self._components[component].variants[0].block_bytes
+        self._blocks |= {block: self._allocate(sizes[block[1]]) for block in self._named(component, blocks)}
 
     def end_run(self) -> None:
         """All tensors that are no weights are gone, and empty pages are returned."""

@@ -342,7 +342,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     unknown, or the problem does not have or allow a choice.
     """
     applied = apply_choices(problem, plan)
-    state = _State(applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))))
+    state = _State(applied, HostMemory(applied, reorder(problem, plan.order, dict(plan.options))), plan.finds)
     first = tuple(state.slot(index, slot) for index, slot in enumerate(plan.slots))
     seconds = state.now
     again = tuple(state.slot(index, slot) for index, slot in enumerate(plan.again, start=len(plan.slots)))
@@ -350,9 +350,9 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
 
 
 class _State:
-    """State of the simulation: blocks on the device, host memory, time. `slot` advances it by one slot."""
+    """State of the simulation: blocks on the device (at first ``finds``), host memory, time. `slot` advances it by one slot."""
 
-    def __init__(self, problem: Problem, host: HostMemory) -> None:
+    def __init__(self, problem: Problem, host: HostMemory, finds: Iterable[tuple[str, Blocks]]) -> None:
         self.problem, self.host = problem, host
         self.components = {component.name: component for component in problem.components}
         self.phases = {phase.name: (index, phase) for index, phase in enumerate(problem.phases)}
@@ -366,7 +366,7 @@ class _State:
                 k = key[1]
                 self.sizes[key] = Size(variant.block_bytes[k], variant.load_seconds[k], read[k], held[k])
         self.pageable = {of.name for of in problem.components if of.variants[0].backing_store == "pageable"}
-        self.resident: set[Key] = set()
+        self.resident = {key for name, blocks in finds for key in self._keys(name, blocks)}
         self.now = 0.0
         self.events: list[Event] = []
         self.moments: list[Moment] = []

@@ -43,8 +43,8 @@ def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
         for _ in range(3):
             assert np.array_equal(called(pipe, output="images"), want)
             peaks.append(checked_peak_bytes(attached, device))
-        assert peaks == [peaks[0]] * 3
-        assert 0 < peaks[0] <= cap_bytes
+        assert peaks[2] == peaks[1], "steady"
+        assert 0 < max(peaks) <= cap_bytes
         state = called(pipe)  # the whole pipeline state
         assert np.array_equal(state.images, want)
         assert state.latents.device.type == "sim"

@@ -68,8 +68,8 @@ def test_output_peak_and_baseline(name: str) -> None:
             assert equal(got, want)
             del got
             peaks.append(checked_peak_bytes(attached, device))
-        assert peaks == [peaks[0]] * 3
-        assert 0 < peaks[0] <= cap_bytes
+        assert peaks[2] == peaks[1], "steady"
+        assert 0 < max(peaks) <= cap_bytes
     assert type(pipe) is case.kind
     assert equal(case.call(pipe), want)
 
@@ -108,10 +108,10 @@ def test_a_pipeline_that_keeps_state_from_one_method_for_the_next() -> None:
         peaks = []
         for _ in range(3):
             assert equal(edited(pipe), want)
-            assert device.allocated_bytes == 0
+            assert device.allocated_bytes == attached.held_bytes
             assert attached.solution is not None
             assert attached.trace is not None
             assert broken_caps(attached.solution, attached.trace) == []
             peaks.append(attached.trace.peak_bytes)
-        assert peaks == [peaks[0]] * 3
-        assert 0 < peaks[0] <= cap_bytes
+        assert peaks[2] == peaks[1], "steady"
+        assert 0 < max(peaks) <= cap_bytes

@@ -52,12 +52,12 @@ def test_quantized_components_are_placed_and_released(precision: str) -> None:
     assert any(kind.__module__.startswith("bitsandbytes") for kind in kinds.values())
     with graphrun.attach(pipe, vram=int(0.95 * weight_bytes(pipe)), device=device) as attached:
         peaks = []
-        for _ in range(2):
+        for _ in range(3):
             assert equal(SDXL.call(pipe), want)
             assert attached.replans == ()
-            assert device.allocated_bytes == 0
+            assert device.allocated_bytes == attached.held_bytes
             assert attached.trace is not None
             peaks.append(attached.trace.peak_bytes)
-    assert peaks[0] == peaks[1]
+    assert peaks[1] == peaks[2], "steady"
     assert {path: type(child) for path, child in pipe.unet.named_modules()} == kinds
     assert equal(SDXL.call(pipe), want)

@@ -18,6 +18,7 @@ from graphrun.verify.solution import solution_of
 ON = replace(hardware(), disk_bytes_per_second=4e8)
 CALLS = ["a", "b"]
 TEXT = f"""
+    leaves a remainder[0] wide[0,2]
     slot s0/0:a load
       read a
       load a remainder[0] wide[0,2] from pinned

@@ -49,6 +49,8 @@ slot end
 """.replace("evict dit all", "evict dit big[0] remainder[0]")
 
 SESSION = """plan {digest}
+leaves up all
+leaves dit remainder[0]
 variant te bfloat16 pageable cpu
 variant dit bfloat16 disk device
 slot encode/0:te load

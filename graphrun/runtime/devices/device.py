@@ -10,6 +10,8 @@ compute mark made after the allocation, compute waits for a mark after the copy,
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -56,6 +58,15 @@ class Arenas:
             self._peaks[tier] = max(self._peaks[tier], self._bytes[tier])
 
 
+@functools.cache
+def device_lock(name: str) -> threading.RLock:
+    """The lock of the devices called ``name``, shared by everything in the process that runs on one: one run at a time."""
+    return threading.RLock()
+
+
+# A thread of the parent may hold a lock at the moment of a fork; the child has none of the parent's runs.
+os.register_at_fork(after_in_child=device_lock.cache_clear)
+
 Queue = Literal["disk", "lock"]  # of work in the background: reads, page locking
 Stream = Literal["compute", "copy"] | Queue
 Mark = Any  # a point on a stream, opaque outside its device: a float on sim, an event on CUDA (a float on queues of the host)
@@ -72,6 +83,11 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.arenas = Arenas()  # counters of the live host memory that `arena` allocated, and of its page-locked part
+
+    @property
+    def memory(self) -> Any:
+        """Equal for devices whose tensors are in the same memory."""
+        return self.torch_device
 
     @abstractmethod
     def session(self, cap_bytes: int) -> AbstractContextManager[None]:

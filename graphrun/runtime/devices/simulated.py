@@ -24,6 +24,11 @@ class SimulatedDevice(Device):
         super().__init__()
         self.machine, self.torch_device = machine, sim.device
 
+    @property
+    def memory(self) -> Any:
+        """The machine."""
+        return self.machine
+
     @contextmanager
     def session(self, cap_bytes: int) -> Iterator[None]:
         """Activates the machine with a capacity of at most ``cap_bytes``. Ops run on its compute timeline, whichever was current.

@@ -1,0 +1,320 @@
+"""What stays on the device between calls of attached pipelines: what plans keep; nothing that was changed, failed or released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from campaign import sampled
+from diffusers import StableDiffusionImg2ImgPipeline
+from test_attach_changes import CHANGES, NAMES, image_to_image, new_data, sharing
+from test_attach_pipelines import equal, weight_bytes
+from tiny_pipelines import PROMPT, Case, cases
+
+import graphrun
+from graphrun.diffusers_.attach import Attachment
+from graphrun.errors import InputError
+from graphrun.report.summary import broken_caps
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.sim import Machine
+
+CASES = cases()
+SD: Case = CASES["StableDiffusionPipeline"]
+# Architectures to measure at three budgets.
+TABLE = (
+    "FluxPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusion3Pipeline",
+    "WanPipeline",
+    "CogView4Pipeline",
+    "QwenImagePipeline",
+    "LTXConditionPipeline",
+    "PixArtSigmaPipeline",
+)
+
+
+class Warm:
+    """A pipeline attached within ``share`` times the bytes of its weights, beside the same pipeline on the CPU."""
+
+    def __init__(self, case: Case, share: float, **options: Any) -> None:
+        self.plain, self.pipe, self.case = case.build(), case.build(), case
+        self.device = options.pop("device", None) or SimulatedDevice(Machine())
+        budgets = {} if "budget" in options else {"vram": int(share * weight_bytes(self.pipe))}
+        self.attached: Attachment = graphrun.attach(self.pipe, device=self.device, **budgets, **options)
+
+    def call(self, **more: Any) -> int:
+        """Calls both and returns the bytes moved to the device. Asserts equal results, the caps kept, weights alone left."""
+        case = replace(self.case, arguments=lambda: {**self.case.arguments(), **more})
+        assert equal(case.call(self.pipe), case.call(self.plain))
+        return self.checked_moved_bytes()
+
+    def checked_moved_bytes(self) -> int:
+        assert self.attached.solution is not None
+        assert self.attached.trace is not None
+        assert broken_caps(self.attached.solution, self.attached.trace) == []
+        planned_bytes = self.attached.solution.simulation.moved_bytes  # each block rounded up to an allocation
+        assert 0.98 * planned_bytes <= self.attached.trace.moved_bytes <= planned_bytes
+        assert self.device.allocated_bytes >= self.attached.held_bytes
+        return self.attached.trace.moved_bytes
+
+
+@pytest.fixture
+def roomy() -> Iterator[Warm]:
+    made = Warm(SD, 10.0)
+    with made.attached:
+        yield made
+    assert made.device.allocated_bytes == 0
+
+
+def test_what_fits_is_moved_once_and_the_report_says_what_a_call_finds_and_leaves(roomy: Warm) -> None:
+    first = roomy.call()
+    assert first > 0
+    assert [roomy.call() for _ in range(2)] == [0, 0]
+    assert roomy.attached.held_bytes == roomy.device.allocated_bytes > 0
+    report = roomy.attached.report()
+    assert "finds " in report
+    assert "leaves " in report
+    assert {p.device.type for p in roomy.pipe.unet.parameters()} == {"cpu"}, "between calls the pipeline may be changed"
+
+
+def test_what_does_not_fit_moves_what_the_plan_says_and_less_than_from_an_empty_device() -> None:
+    warm, empty = Warm(SD, 0.8), Warm(SD, 0.8, between_calls="empty")
+    with warm.attached, empty.attached:
+        moved = [warm.call() for _ in range(4)]
+        assert moved[1] == moved[2] == moved[3] < empty.call() == empty.call()
+        assert empty.attached.held_bytes == empty.device.allocated_bytes == 0
+        assert warm.attached.held_bytes > 0
+
+
+def test_other_calls_move_nothing_that_the_calls_before_left_where_all_fits(roomy: Warm) -> None:
+    roomy.call()
+    roomy.call(height=24)
+    assert roomy.call() == roomy.call(height=24) == 0
+    roomy.pipe.encode_prompt(PROMPT, roomy.pipe.device, 1, True)
+    assert roomy.checked_moved_bytes() == 0
+    assert roomy.call() == 0
+
+
+def test_two_sizes_in_turn_keep_the_blocks_that_both_plans_keep() -> None:
+    warm = Warm(SD, 0.8)
+    with warm.attached:
+        for size in (16, 32, 16, 32):
+            before = warm.attached._host.loaded()
+            warm.call(height=size, width=size)
+            solution = warm.attached.solution
+            assert solution is not None
+            kept = dict(solution.plan.leaves)
+            loads = {(e.component, e.detail) for e in warm.attached.trace.events if e.kind == "load"}  # type: ignore[union-attr]
+            for name, paths in before.items():
+                stays = {path for path in warm.attached._host.loaded().get(name, ()) if path in paths and name in kept}
+                assert not {(name, path) for path in stays} & loads
+
+
+def test_a_pipeline_with_the_same_components_finds_what_the_other_left(roomy: Warm) -> None:
+    plain = sharing(roomy.plain)
+    other = sharing(roomy.pipe)
+    assert type(other) is StableDiffusionImg2ImgPipeline
+    roomy.call()
+    with graphrun.attach(other, vram="1G", device=roomy.device) as beside:
+        want = image_to_image(plain)
+        assert equal(image_to_image(other), want)
+        moved = {event.component for event in beside.trace.events if event.kind == "load"}  # type: ignore[union-attr]
+        assert moved == {"vae"}, "its encoder, too, so that it has other blocks"
+        assert equal(image_to_image(other), want)
+        assert beside.trace.moved_bytes == 0  # type: ignore[union-attr]
+    assert equal(SD.call(roomy.pipe), SD.call(roomy.plain))
+
+
+@pytest.mark.parametrize("change", sampled(CHANGES, [new_data], "warm"), ids=NAMES)
+def test_a_change_has_its_effect_on_what_stayed(roomy: Warm, change: Callable[[Any], None]) -> None:
+    roomy.call()
+    for pipe in (roomy.plain, roomy.pipe):
+        change(pipe)
+    roomy.call()
+    assert roomy.call() == 0
+
+
+def in_place(pipe: Any) -> None:
+    with torch.no_grad():
+        pipe.unet.conv_in.weight[0, 0, 0, 0] += 1.0
+
+
+def through_data(pipe: Any) -> None:
+    pipe.unet.conv_in.weight.data += 0.5
+    pipe.unet.conv_out.bias.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [in_place, through_data])
+def test_weights_written_to_between_calls_are_loaded_again(roomy: Warm, change: Callable[[Any], None]) -> None:
+    roomy.call()
+    for pipe in (roomy.plain, roomy.pipe):
+        change(pipe)
+    assert roomy.call() > 0
+    assert roomy.call() == 0
+
+
+def test_errors_and_release_empty_the_device(roomy: Warm) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    roomy.call()
+    with pytest.raises(KeyboardInterrupt):
+        roomy.pipe(PROMPT, height=16, width=16, num_inference_steps=2, callback_on_step_end=fail)
+    assert roomy.device.allocated_bytes == roomy.attached.held_bytes == 0
+    roomy.call()
+    with pytest.raises(ValueError, match="has to be of type"):
+        roomy.pipe(5)
+    assert roomy.device.allocated_bytes == 0
+    assert roomy.call() > 0
+    roomy.attached.release()
+    assert roomy.device.allocated_bytes == 0
+    roomy.call(callback_on_step_end=lambda pipe, step, at, values: (roomy.attached.release(), values)[1])
+    assert roomy.device.allocated_bytes == 0, "released when the call ended"
+
+
+def test_pipelines_with_one_budget_give_way_to_the_one_that_is_called() -> None:
+    bytes_of = weight_bytes(SD.build())
+    device, budget = SimulatedDevice(Machine()), graphrun.Budget(int(2.5 * bytes_of))
+    one, two, three = (Warm(SD, 0, device=device, budget=budget) for _ in range(3))
+    with one.attached, two.attached, three.attached:
+        assert one.call() > 0
+        assert two.call() > 0
+        assert one.call() == two.call() == 0, "both fit"
+        assert three.call() > 0
+        assert device.allocated_bytes <= 2.5 * bytes_of
+        assert two.call() == 0, "the one called longest ago gave way"
+        assert one.attached.held_bytes < two.attached.held_bytes
+        assert one.call() > 0
+
+
+def test_budgets_of_their_own_are_kept_beside_each_other_until_the_device_is_full() -> None:
+    bytes_of = weight_bytes(SD.build())
+    device = SimulatedDevice(Machine(capacity_bytes=int(1.6 * bytes_of)))
+    one, two = (Warm(SD, 1.3, device=device) for _ in range(2))
+    with one.attached, two.attached:
+        one.call()
+        two.call()
+        assert device.allocated_bytes <= 1.6 * bytes_of
+        assert 0 < one.attached.held_bytes < two.attached.held_bytes
+        one.call()
+
+
+def test_a_call_inside_the_call_of_another_pipeline_leaves_nothing(roomy: Warm) -> None:
+    """The other one's plan knows nothing of its weights. On `sim` a call inside a call is not possible, so one is feigned."""
+    inner = Warm(SD, 10.0, device=roomy.device)
+    with inner.attached:
+        roomy.call()
+        roomy.attached._host.awake = True
+        inner.call()
+        roomy.attached._host.awake = False
+        assert inner.attached.held_bytes == 0 < roomy.attached.held_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vram": 8}, r"vram: 8 has no unit: did you mean 8G\?"),
+        ({"vram": "8"}, r"vram: '8' has no unit: did you mean 8G\?"),
+        ({"vram": 8.0}, r"vram: 8\.0 has no unit: did you mean 8G\?"),
+        ({"vram": "1G", "between_calls": "cold"}, "between_calls 'cold': it is warm or empty"),
+        ({"vram": "1G", "budget": graphrun.Budget("1G")}, "leave those out"),
+        ({}, "no memory of its own: give vram"),
+        ({"vram": "1G", "pin": ["unett"]}, "pin unett: no such component; did you mean 'unet'"),
+        ({"vram": "1G", "allow": ["nf4"]}, "allow nf4: this graph knows cpu"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        graphrun.attach(SD.build(), device="sim", **options)
+
+
+def test_choices_of_plan_are_those_of_attach() -> None:
+    made = Warm(SD, 10.0, pinned="1K", allow=["cpu"])
+    with made.attached:
+        made.call()
+        assert made.attached.solution is not None
+        stores = {c.variants[0].backing_store for c in made.attached.solution.chosen.components}
+        assert stores == {"pageable"}
+        assert "cpu" in made.attached.solution.problem.allow
+    made = Warm(SD, 0, budget=graphrun.Budget(None), device=SimulatedDevice(Machine(capacity_bytes=1 << 30)), pin=["unet"])
+    with made.attached:
+        made.call()
+        assert made.attached.solution is not None
+        assert made.attached.solution.problem.budget_bytes == int(0.95 * (1 << 30))
+        assert made.attached.solution.problem.demanded("unet") == {"pin"}
+
+
+@pytest.mark.sweep("warm")
+@pytest.mark.parametrize("share", [0.5, 0.9, 10.0])
+@pytest.mark.parametrize("name", TABLE)
+def test_table_of_pipelines_at_three_budgets(name: str, share: float) -> None:
+    """Calls 2 to 5 move no more than one from an empty device, and nothing where all fits; two sizes in turn; detached clean."""
+    case = CASES[name]
+    warm = Warm(case, share)
+    sizes = [{}, {"num_inference_steps": 3}]
+    with warm.attached:
+        first = warm.call()
+        steady = [warm.call() for _ in range(4)]
+        assert steady == [steady[0]] * 4
+        assert steady[0] <= first
+        assert share < 10 or steady[0] == 0
+        turns = [warm.call(**sizes[number % 2]) for number in range(1, 6)]
+        assert share < 10 or turns == [0] * 5
+    assert warm.device.allocated_bytes == 0
+    assert type(warm.pipe) is case.kind
+    assert equal(case.call(warm.pipe), case.call(warm.plain))
+
+
+def test_the_registry_of_hooks_that_the_first_call_makes_is_no_change_of_the_pipeline() -> None:
+    made = Warm(CASES["FluxPipeline"], 10.0)
+    with made.attached:
+        made.call()
+        assert made.pipe.transformer._diffusers_hook.hooks == {}
+        first = made.attached._meta_pipeline
+        assert made.call() == 0
+        assert made.attached._meta_pipeline is first, "no second dry run"
+
+
+def test_planning_says_one_line_and_notebooks_show_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[str] = []
+    made = Warm(SD, 10.0, tell=lines.append)
+    with made.attached, caplog.at_level("INFO", "graphrun"):
+        assert "StableDiffusionPipeline within" in repr(made.attached)
+        assert "not called yet" in made.attached._repr_html_()
+        made.call()
+        made.call(prompt="another text")
+        assert lines == [record.message for record in caplog.records] == [lines[0]]
+        assert lines[0].startswith("StableDiffusionPipeline call: planning, once for calls of this kind")
+        assert "whole call" in made.attached._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "name", sampled(["StableDiffusionPipeline", "StableDiffusionXLPipeline-float16"], ["StableDiffusionPipeline"], "warm")
+)
+def test_a_call_of_a_kind_that_is_known_on_disk_is_not_planned_again(name: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    made = Warm(CASES[name], 0.9, ram="8G", cache=tmp_path, tell=lines.append)
+    with made.attached:
+        moved = made.call()
+        plan = made.attached.solution.plan  # type: ignore[union-attr]
+    again = Warm(CASES[name], 0.9, ram="8G", cache=tmp_path, tell=lines.append)
+    with again.attached:
+        assert again.call() == moved
+        assert again.attached.solution.plan == plan  # type: ignore[union-attr]
+        assert again.attached._meta_pipeline.prober.traces == 0
+        assert len(lines) == 1
+        again.call(num_inference_steps=4)
+        assert len(lines) == 2, "another kind"
+        assert again.call() >= 0
+
+    class Mine(type(again.pipe.unet)):  # type: ignore[misc]
+        """Of a package whose version nobody knows."""
+
+    again.pipe.unet.__class__ = Mine
+    with graphrun.attach(again.pipe, vram="1G", device="sim", cache=tmp_path, tell=lines.append):
+        CASES[name].call(again.pipe)
+    assert len(lines) == 3
