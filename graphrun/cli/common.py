@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import sys
@@ -16,16 +17,33 @@ import typer
 from graphrun import api
 from graphrun.cli.options import Asked
 from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.shipped import shipped_graphs
 from graphrun.report import plan_files as planfile
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
-GraphFile = Annotated[Path, typer.Argument(help="A graph (YAML), or a plan saved with -o (JSON).", show_default=False)]
-OnlyGraph = Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)]
+
+def _graphs(typed: str) -> list[str]:
+    """What the shell completes ``typed`` to: names of graphrun's own graphs, and files and folders."""
+    files = [f"{path}{os.sep}" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{glob.escape(typed)}*"))]
+    return [*(name for name in shipped_graphs() if name.startswith(typed)), *files]
+
+
+GraphFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A graph (YAML), the name of one of graphrun's own, or a plan saved with -o (JSON).",
+        show_default=False,
+        autocompletion=_graphs,
+    ),
+]
+OnlyGraph = Annotated[
+    Path, typer.Argument(help="A graph (YAML), or the name of one of graphrun's own.", show_default=False, autocompletion=_graphs)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 

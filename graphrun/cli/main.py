@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -45,12 +46,15 @@ def about(
 
 def main() -> NoReturn:
     """Entry point of the ``graphrun`` command. A `GraphrunError` becomes a message and an exit code, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a pipe is UTF-8 on Windows too, and no terminal is too old for a screen's blocks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     warnings.filterwarnings("ignore")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers on import
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
-        app()
+        app(prog_name="graphrun")
     except GraphrunError as error:
         _show_error(error)
         sys.exit(error.exit_code)

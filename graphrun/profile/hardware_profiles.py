@@ -39,7 +39,7 @@ def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]
     text = json.dumps({**record, "device": device, "hardware": asdict(hardware)}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: temporary.write_text(text))
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     return path
@@ -74,7 +74,7 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     loaded: list[tuple[int, dict[str, Any]]] = []
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(encoding="utf-8"))
             profile = {**data, "hardware": Hardware(**data["hardware"]), "device": str(data["device"])}
             loaded.append((path.stat().st_mtime_ns, profile))
         except (OSError, ValueError, TypeError, KeyError):

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphrun.errors import InputError, PlanError
 from graphrun.files import write_whole
+from graphrun.graph.shipped import shipped_graphs, shipped_name
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
@@ -28,14 +29,17 @@ VERSION = 2  # of plan files; others are refused: 1 had other names for backing 
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
-    """Writes ``solution`` to ``path``, with the path of the graph file relative to it. Raises InputError."""
+    """Writes ``solution`` to ``path``, with the name of a shipped graph, or the path of the graph file relative to it. Raises
+    InputError."""
     write_json(path, content(path, graph, solution, summary))
 
 
 def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a plan file at ``path``; a trace file has the same under ``plan``."""
-    relative = os.path.relpath(graph.resolve(), path.resolve().parent)
-    return {"graphrun": VERSION, "graph_file": relative, **summary, "problem": solution.problem.to_json()}
+    file, folder = graph.resolve(), path.resolve().parent
+    relative = Path(os.path.relpath(file, folder)) if file.drive == folder.drive else file  # drives are of Windows
+    name = shipped_name(graph) or relative.as_posix()
+    return {"graphrun": VERSION, "graph_file": name, **summary, "problem": solution.problem.to_json()}
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
@@ -46,7 +50,7 @@ def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
 def read_json(path: Path) -> Any:
     """The content of the JSON file at ``path``. Raises InputError where it cannot be read, PlanError where it is not JSON."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -81,10 +85,10 @@ def problem_from(data: Any) -> Problem:
 
 
 def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
-    """The path of the graph file of the plan file at ``path``. Raises PlanError where it names none."""
+    """The path, or a shipped graph's name, of the graph file of the plan file at ``path``. Raises PlanError where it names none."""
     if not isinstance(name := saved.get("graph_file"), str):
         raise PlanError('names no graph: add "graph_file"', str(path))
-    return path.parent / name
+    return Path(name) if name in shipped_graphs() else path.parent / name
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
@@ -122,7 +126,7 @@ def write_json(path: Path, data: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes ``text`` to ``path``, completely or not at all. Raises InputError."""
-    write_with(path, lambda target: target.write_text(text))
+    write_with(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 def require_writable(*paths: Path | None) -> None:
