@@ -10,7 +10,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep lint golden tables clean
+.PHONY: run quick test sweep lint golden tables wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -35,6 +35,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# A minute: dist/graphrun-*.whl, with dry runs of the graphs, so that the first plan of one takes two seconds.
+wheel: $(STAMP)
+	$(BIN)/python -c "from graphrun import store; from graphrun.graph.shipped import shipped_graphs; store.ship(shipped_graphs())"
+	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist
+	rm -rf graphrun/dry_runs build
 
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py

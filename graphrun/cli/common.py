@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
 
 
+JSON_VERSION = 1
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -174,7 +175,12 @@ def checked_reuse(reuse: str) -> Any:
 
 def show(summary: Any, as_json: bool, screen: str) -> None:
     """Prints ``summary`` as JSON, or ``screen``."""
-    typer.echo(json.dumps(summary, indent=1) if as_json else screen)
+    typer.echo(json_text(summary) if as_json else screen)
+
+
+def json_text(summary: Mapping[str, Any]) -> str:
+    """What a command prints with ``--json``. docs/json.md has the keys; the version grows when one goes or means something else."""
+    return json.dumps({"version": JSON_VERSION, **summary}, indent=1)
 
 
 def write_or_print(text: str, out: Path | None) -> None:

@@ -1,12 +1,11 @@
 """The entry point of the ``graphrun`` command: its commands, and errors as messages with an exit code.
 
-Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
+Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import sys
@@ -16,12 +15,12 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli.common import app, say
+from graphrun.cli.common import app, json_text, say
 from graphrun.errors import GraphrunError
 
 # Commands join the app when they are imported: in the order of --help.
 # isort: off
-from graphrun.cli import plans, run, graphs, importing, interop, maintenance  # noqa: F401
+from graphrun.cli import plans, teams, run, graphs, importing, interop, maintenance  # noqa: F401
 
 # isort: on
 
@@ -40,7 +39,7 @@ def about(
 ) -> None:
     """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
 
-    Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
+    Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
 
 
@@ -75,4 +74,4 @@ def _show_error(error: GraphrunError) -> None:
 
     say(infeasible_screen(error))
     if "--json" in sys.argv:
-        typer.echo(json.dumps(infeasible_json(error), indent=1))
+        typer.echo(json_text(infeasible_json(error)))

@@ -22,7 +22,7 @@ from graphrun.graph.shipped import shipped_graphs, shipped_name
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.verify.check import check
+from graphrun.verify.check import Violation, check
 from graphrun.verify.solution import solution_of
 
 VERSION = 2  # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
@@ -91,8 +91,14 @@ def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
     return Path(name) if name in shipped_graphs() else path.parent / name
 
 
+class BrokenRules(PlanError):
+    """A saved plan breaks rules; ``violations`` are these."""
+
+    violations: tuple[Violation, ...] = ()
+
+
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
-    """Raises PlanError listing every rule that ``plan`` breaks, with slot, action and bytes."""
+    """Raises BrokenRules listing every rule that ``plan`` breaks, with slot, action and bytes."""
     violations = check(problem, plan)
     lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
     for violation in violations:
@@ -101,7 +107,9 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
         action = f", action {violation.action}" if violation.action >= 0 else ""
         lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
     if violations:
-        raise PlanError("\n".join(lines))
+        error = BrokenRules("\n".join(lines))
+        error.violations = tuple(violations)
+        raise error
 
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:

@@ -139,7 +139,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -
     rows, notes = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]], []
     for component in problem.components:
         variant, streams, row = component.variants[0], streams_of(slots, component.name), [component.name]
-        held = list(zip(slots, _held(component, [*before, *slots])[len(before) :], strict=True))
+        held = list(zip(slots, held_blocks(component, [*before, *slots])[len(before) :], strict=True))
         for phase in problem.phases:
             uses = any(use.component == component.name for use in phase.uses)
             blocks = max(count for slot, count in held if slot.phase == phase.name)
@@ -158,7 +158,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], before: Sequence[Slot]) -
     return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
 
 
-def _held(component: ComponentNumbers, slots: Iterable[Slot]) -> list[int]:
+def held_blocks(component: ComponentNumbers, slots: Iterable[Slot]) -> list[int]:
     """The number of resident blocks of ``component`` in each slot, without those in the ring."""
     held, found = set[tuple[str, int]](), []
     for slot in slots:
