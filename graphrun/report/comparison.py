@@ -13,8 +13,8 @@ from graphrun.report.table import table
 from graphrun.units import show_seconds, show_size
 
 # Keys of `summarize` that say what a plan is for, and those that say what it takes.
-CONDITIONS = ("graph", "until", "hardware", "regime", "budget_bytes", "reserve_bytes", "ram_bytes", "pinned_bytes", "directives")
-CONDITIONS += ("allow", "precomputed", "options", "order")
+_LIMITS = ("budget_bytes", "reserve_bytes", "ram_bytes", "pinned_bytes")
+CONDITIONS = ("graph", "until", "hardware", "regime", *_LIMITS, "directives", "allow", "precomputed", "options", "order")
 FIGURES = ("predicted_seconds", "compute_seconds", "peak_bytes", "host_peak_bytes", "moved_bytes", "disk_bytes_read")
 
 

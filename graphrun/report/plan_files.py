@@ -19,10 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 from graphrun.errors import InputError, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.shipped import shipped_graphs, shipped_name
-from graphrun.model.plan import Plan, parse
+from graphrun.model.plan import Plan, Violation, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.verify.check import Violation, check
+from graphrun.verify.check import check
 from graphrun.verify.solution import solution_of
 
 VERSION = 2  # of plan files; others are refused: 1 had other names for backing stores, block groups and actions
