@@ -1,6 +1,8 @@
 # Two commands do everything: `make run` and `make test`. Either works first; both set up .venv from the pinned versions.
 
-PYTHON ?= python3.11
+# The first Python from 3.11 on; where there is none, uv brings one.
+PYTHON ?= $(shell for found in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$found -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$found && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -8,12 +10,12 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep fuzz lint golden tables clean
+.PHONY: run quick test sweep fuzz lint golden tables wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
-	$(BIN)/graphrun plan graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
-	$(BIN)/graphrun run graphs/flux-tiny.yaml --device sim --vram 6M --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
+	$(BIN)/graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
+	$(BIN)/graphrun run flux-tiny --device sim --vram 6M --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
 
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)
@@ -38,6 +40,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# A minute: dist/graphrun-*.whl, with dry runs of the graphs, so that the first plan of one takes two seconds.
+wheel: $(STAMP)
+	$(BIN)/python -c "from graphrun import store; from graphrun.graph.shipped import shipped_graphs; store.ship(shipped_graphs())"
+	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist
+	rm -rf graphrun/dry_runs build
+
 tables: $(STAMP)
 	$(BIN)/python benchmarks/graph_table.py
 
@@ -45,7 +53,7 @@ golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(if $(PYTHON),$(PYTHON) -m venv $(VENV),uv venv --clear --seed --python 3.11 $(VENV) || { echo "graphrun needs Python 3.11 or newer, or uv" >&2; exit 1; })
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $(STAMP)

@@ -1,6 +1,6 @@
 """graphrun plans the placement of every component of a diffusion pipeline within a VRAM and a RAM budget, and executes that plan.
 
-    graph    = graphrun.load("graphs/flux-dev.yaml")
+    graph    = graphrun.load("flux-dev")
     problem  = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
     solution = graphrun.plan(problem)  # raises graphrun.Infeasible, which says what does not fit
     trace    = graphrun.run(solution, graph, inputs={"prompt": "a lighthouse"})

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def load(path: str | Path, *, trust: Iterable[str] = ()) -> Graph:
-    """The graph in the YAML file at ``path``. Raises GraphError with file and line.
+    """The graph in the YAML file at ``path``, or graphrun's own of that name: ``"flux-dev"``. Raises GraphError with file and line.
 
     By default the file may name modules, schedulers, tokenizers, processors and pipelines of diffusers and transformers.
     ``trust``: packages of which it may name any class, and so run code. The file's own ``allow:`` only requests them.

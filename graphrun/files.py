@@ -2,8 +2,8 @@
 
 Files: a file exists completely under its name or not at all, whichever process is killed when.
 
-    write .a.png.new-x7k2p9qd (locked) -> rename to a.png     a process that is killed in between leaves its temporary file,
-    unlocked the next write of a.png removes .a.png.new-* that no process locks
+    lock .a.png.new-x7k2p9qd.lock, write .a.png.new-x7k2p9qd -> rename to a.png    a process that is killed in between leaves both;
+    the next write of a.png removes every .a.png.new-* whose lock no process has
 
 Entries: a damaged entry counts as absent. Entries may vanish or be written by several processes at once.
 
@@ -13,18 +13,18 @@ Entries: a damaged entry counts as absent. Entries may vanish or be written by s
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.reading import parse_json, read_bytes
+from graphrun.systems import take_lock
 from graphrun.units import MIB
 
 
@@ -34,15 +34,12 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = Fal
     ``lasting``: `os.fsync` before renaming. Raises OSError.
     """
     sweep(path)
-    handle, temporary = _locked_temporary(path)
-    try:
+    with _locked_temporary(path) as temporary:
         write(temporary)
         if lasting:
-            os.fsync(handle)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        os.close(handle)
 
 
 def sweep(path: Path) -> None:
@@ -51,27 +48,39 @@ def sweep(path: Path) -> None:
 
 
 def _remove_unlocked(folder: Path, pattern: str) -> None:
-    for leftover in folder.glob(pattern):
-        with contextlib.suppress(OSError), leftover.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            leftover.unlink(missing_ok=True)
+    for leftover in {path.with_name(path.name.removesuffix(_LOCK)) for path in folder.glob(pattern)}:
+        with contextlib.suppress(OSError):
+            if (lock := take_lock(locked_by := leftover.with_name(f"{leftover.name}{_LOCK}"))) is not None:
+                leftover.unlink(missing_ok=True)
+                lock.release()
+                locked_by.unlink(missing_ok=True)
 
 
-def _locked_temporary(path: Path) -> tuple[int, Path]:
-    """A new temporary file for ``path``: its descriptor, locked, and its path."""
-    while True:
-        temporary = path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}")
-        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # less the user's umask
-        with contextlib.suppress(OSError):  # on file systems without locks, `sweep` removes nothing
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return handle, temporary
-        os.close(handle)  # removed by `sweep` in another process before it was locked
+@contextlib.contextmanager
+def _locked_temporary(path: Path) -> Iterator[Path]:
+    """The path of a new temporary file for ``path``, which is locked, and deleted in the end."""
+    lock = None
+    while lock is None:  # until no other process's `sweep` takes the new lock first
+        temporary = path.with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
+        locked_by = temporary.with_name(f"{temporary.name}{_LOCK}")
+        try:
+            lock = take_lock(locked_by)
+        except OSError:  # on file systems without locks, `sweep` removes nothing
+            break
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+        if lock is not None:
+            lock.release()
+        locked_by.unlink(missing_ok=True)
 
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.new-"
 
+
+_LOCK = ".lock"
 
 # Enough for a few hundred graphs and sizes: a FLUX dry run takes 0.3 MB, a problem or a plan 10 KB.
 LIMIT_BYTES = 128 * MIB

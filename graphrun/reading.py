@@ -25,10 +25,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+# Opening a named pipe would wait for its writer; Windows has neither flag.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
 def opened(path: Path, kind: Kind = InputError) -> io.BufferedReader:
     """The regular file ``path``, open for reading in binary."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a named pipe would wait for its writer
+        handle = os.open(path, os.O_RDONLY | _NO_WAIT)
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             os.close(handle)

@@ -6,7 +6,8 @@
     plan       the problem's digest + graphrun's own source                           read without importing highspy
     measured   device, versions, component, shapes (`graphrun.profile.feedback`)      applied to a problem when it is read
 
-Without a folder everything works the same and nothing is stored. Torch is imported only to make a dry run.
+Without a folder everything works the same and nothing is stored. Torch is imported only to make a dry run. Those of graphrun's own
+graphs at their defaults are in the wheel (`ship`), and hold where the libraries have the versions that they were made with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,9 +28,10 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from graphrun.errors import PlanError
+from graphrun.errors import GraphError, PlanError
 from graphrun.files import Store, digest_of
 from graphrun.graph.graph import Graph, Reference
+from graphrun.graph.loading import load
 from graphrun.graph.media import told
 from graphrun.model.plan import parse
 from graphrun.model.problem import Hardware, Problem
@@ -40,6 +43,9 @@ from graphrun.profile.recording import DryRun
 from graphrun.reading import read_text
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.solution import checked_solution
+
+# Dry runs that come with graphrun, as entries; in a checkout there are none, or those of the last wheel that was built.
+SHIPPED = Path(__file__).parent / "dry_runs"
 
 # Packages whose code a dry run of a diffusers pipeline executes, or whose presence changes it.
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "accelerate", "bitsandbytes")
@@ -84,13 +90,37 @@ def _dry_run(
     graph: Graph, inputs: Mapping[str, Any], store: Store | None, traced: str | None, options: Mapping[str, str] | None = None
 ) -> DryRun:
     """As `dry_run`, with the `trace_key` ``traced`` and the stage ``options`` (stage -> name)."""
-    key = digest_of([traced, sorted(options.items())]) if traced and options else traced or ""
+    key = _with_options(traced, options)
     if (found := _stored(store, "trace", key, DryRun.from_json)) is not None:
+        return found
+    own = _with_options(shipped_key(graph, inputs), options) if SHIPPED.is_dir() else ""
+    if (found := _stored(Store(SHIPPED), "trace", own, DryRun.from_json)) is not None:
         return found
     probed = _probe(graph, inputs, options)
     if store is not None and key:
         store.put("trace", key, probed.to_json())
     return probed
+
+
+def _with_options(traced: str | None, options: Mapping[str, str] | None) -> str:
+    return digest_of([traced, sorted(options.items())]) if traced and options else traced or ""
+
+
+def ship(names: Iterable[str], folder: Path = SHIPPED) -> None:
+    """Makes dry runs of graphrun's own graphs called ``names``, at their defaults, for a wheel. Replaces what is in ``folder``.
+
+    Graphs that name classes of other packages are left out: only a caller may trust these.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    store = Store(folder, limit_bytes=sys.maxsize)
+    for name in names:
+        try:
+            graph = load(name)
+        except GraphError:
+            continue
+        inputs = graph.for_planning({})
+        for options in ({}, *({stage: option} for stage, option in option_phases_of(graph, ()))):
+            store.put("trace", _with_options(shipped_key(graph, inputs), options), _probe(graph, inputs, options).to_json())
 
 
 def _stored(store: Store | None, kind: str, key: str, read: Callable[[Any], _Entry]) -> _Entry | None:
@@ -181,12 +211,23 @@ def trace_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
     It does not depend on hardware, on a seed, or on the text of a prompt, because pipelines pad it; no prompt and an empty prompt
     do differ. Local weight files count by name, size and modification time.
     """
-    sources = _sources(graph)
     versions = {name: _installed_version(name) for name in (*LIBRARIES, *graph.trust)}
-    if sources is None or any(versions[name] is None for name in graph.trust):
+    if any(versions[name] is None for name in graph.trust):
         return None
-    code = [versions, list(sys.version_info[:3]), own_source()]
-    return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), code, sources])
+    return _key(graph, inputs, [versions, list(sys.version_info[:3])])
+
+
+def shipped_key(graph: Graph, inputs: Mapping[str, Any]) -> str | None:
+    """`trace_key` for a dry run made on another machine: of a library its release counts, and not when it was installed or for
+    which device it was built (``2.13.0`` of ``2.13.0+cpu``)."""
+    versions = {name: _installed_version(name) for name in LIBRARIES}
+    return _key(graph, inputs, {name: found and found[0].partition("+")[0] for name, found in versions.items()})
+
+
+def _key(graph: Graph, inputs: Mapping[str, Any], versions: Any) -> str | None:
+    if (sources := _sources(graph)) is None:
+        return None
+    return digest_of([graph.digest, list(graph.trust), _settings(graph, inputs), [versions, own_source()], sources])
 
 
 def _sources(graph: Graph) -> list[Any] | None:

@@ -44,6 +44,14 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
     return nbytes
 
 
+def parse_seconds(text: str, *, name: str = "time") -> float:
+    """Seconds in ``text``: ``"60s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"`` or ``"60"``. Raises InputError that names ``name``."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|min|h|)\s*", text)
+    if match is None:
+        raise InputError(f"{name}: {text!r} is not a time; write it as 60s, 2min or 500ms")
+    return float(match[1]) * {"ms": 1e-3, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
+
+
 def gib(nbytes: float) -> str:
     """``nbytes`` in GiB with two decimals and no unit, as in the columns of the plan screen."""
     return f"{nbytes / GIB:.2f}"

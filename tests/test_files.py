@@ -35,8 +35,9 @@ def test_killed_between_writing_and_renaming_leaves_a_file_that_the_next_write_s
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.waitpid(apart(lambda: write_whole(target, killed)), 0)
-    (torn,) = names(tmp_path)
+    torn, lock = names(tmp_path)
     assert torn.startswith(".0003.png.new-")
+    assert lock == f"{torn}.lock"
     write_whole(tmp_path / "0004.png", lambda temporary: temporary.write_bytes(b"another"))
     assert torn in names(tmp_path), "only who writes the same file knows that it was to be this one"
     write_whole(target, lambda temporary: temporary.write_bytes(b"whole"))
@@ -57,7 +58,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path: Path) -> None:
     os.read(begun[0], 1)
     sweep(target)
     write_whole(target, lambda temporary: temporary.write_bytes(b"ours"))
-    assert len(names(tmp_path)) == 2, "its file is still there"
+    assert len(names(tmp_path)) == 3, "its file and its lock are still there"
     os.write(go_on[1], b".")
     os.waitpid(child, 0)
     assert names(tmp_path) == ["a.png"]

@@ -17,3 +17,15 @@ def test_no_mutable_state_at_module_level() -> None:
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
                 found += [f"{path}:{node.lineno} {name}" for name in names if not name.isupper() and name != "__all__"]
     assert not found
+
+
+def test_text_files_are_utf_8_by_name() -> None:
+    """On Windows the default is another encoding, in which a page or a screen cannot be written."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=value, attr="read_text" | "write_text"), keywords=given):
+                    if "encoding" not in {keyword.arg for keyword in given} and getattr(value, "id", "") != "planfile":
+                        found.append(f"{path}:{node.lineno}")
+    assert not found

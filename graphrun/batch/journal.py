@@ -15,7 +15,6 @@ Every file is complete or absent, and synced to disk. Each begins with its SHA-2
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.ops.steps import StepState
 from graphrun.reading import opened, parse_json
+from graphrun.systems import take_lock
 
 DEPENDENCIES = "dependencies"
 T = TypeVar("T")
@@ -46,17 +46,14 @@ class Journal:
         self.folder = folder
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("ab")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                self._lock.close()
-                message = "another process is running this batch; wait for it, or choose another output"
-                raise InputError(f"{folder}: {message}") from error
+            lock = take_lock(folder / "lock")
+        if lock is None:
+            raise InputError(f"{folder}: another process is running this batch; wait for it, or choose another output")
+        self._lock = lock
 
     def close(self) -> None:
         """Releases the lock."""
-        self._lock.close()
+        self._lock.release()
 
     def require(self, entries: Mapping[str, str], kind: str = DEPENDENCIES) -> None:
         """Saves ``entries`` as ``<kind>.json``, or compares them with those saved before. New entries are added.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ import typer
 from graphrun import api
 from graphrun.cli.options import Asked
 from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 
@@ -23,10 +25,27 @@ if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+JSON_VERSION = 1
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
-GraphFile = Annotated[Path, typer.Argument(help="A graph (YAML), or a plan saved with -o (JSON).", show_default=False)]
-OnlyGraph = Annotated[Path, typer.Argument(help="A graph (YAML).", show_default=False)]
+
+def _graphs(typed: str) -> list[str]:
+    """What the shell completes ``typed`` to: names of graphrun's own graphs, and files and folders."""
+    files = [f"{path}{os.sep}" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{glob.escape(typed)}*"))]
+    return [*(name for name in shipped_graphs() if name.startswith(typed)), *files]
+
+
+GraphFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A graph (YAML), the name of one of graphrun's own, or a plan saved with -o (JSON).",
+        show_default=False,
+        autocompletion=_graphs,
+    ),
+]
+OnlyGraph = Annotated[
+    Path, typer.Argument(help="A graph (YAML), or the name of one of graphrun's own.", show_default=False, autocompletion=_graphs)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the screen.")]
 
 
@@ -162,7 +181,12 @@ def checked_reuse(reuse: str) -> Any:
 
 def show(summary: Any, as_json: bool, screen: str) -> None:
     """Prints ``summary`` as JSON, or ``screen``."""
-    echo(json.dumps(summary, indent=1) if as_json else screen)
+    echo(json_text(summary) if as_json else screen)
+
+
+def json_text(summary: Mapping[str, Any]) -> str:
+    """What a command prints with ``--json``. docs/json.md has the keys; the version grows when one goes or means something else."""
+    return json.dumps({"version": JSON_VERSION, **summary}, indent=1)
 
 
 def write_or_print(text: str, out: Path | None) -> None:

@@ -1,11 +1,11 @@
 """The entry point of the ``graphrun`` command: its commands, and errors as messages with an exit code.
 
-Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
+Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import logging
 import os
 import sys
@@ -15,14 +15,14 @@ from typing import Annotated, NoReturn
 import typer
 
 import graphrun
-from graphrun.cli.common import app, say
+from graphrun.cli.common import app, json_text, say
 from graphrun.cli.options import pair
 from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
 
 # Commands join the app when they are imported: in the order of --help.
 # isort: off
-from graphrun.cli import plans, run, graphs, importing, interop, maintenance  # noqa: F401
+from graphrun.cli import plans, teams, run, graphs, importing, interop, maintenance  # noqa: F401
 
 # isort: on
 
@@ -45,7 +45,7 @@ def about(
 ) -> None:
     """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
 
-    Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
+    Exit codes: 0 done, 1 over a limit, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
     for name, value in (pair("--limit", text) for text in limit or ()):
         if not value.isdecimal() or len(value) > LIMITS.digits:
@@ -55,12 +55,15 @@ def about(
 
 def main() -> NoReturn:
     """Entry point of the ``graphrun`` command. A `GraphrunError` becomes a message and an exit code, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a pipe is UTF-8 on Windows too, and no terminal is too old for a screen's blocks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     warnings.filterwarnings("ignore")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers on import
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
-        app()
+        app(prog_name="graphrun")
     except GraphrunError as error:
         _show_error(error)
         sys.exit(error.exit_code)
@@ -81,4 +84,4 @@ def _show_error(error: GraphrunError) -> None:
 
     say(infeasible_screen(error))
     if "--json" in sys.argv:
-        typer.echo(json.dumps(infeasible_json(error), indent=1))
+        typer.echo(json_text(infeasible_json(error)))

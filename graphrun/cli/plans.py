@@ -1,4 +1,4 @@
-"""The commands ``plan``, ``explain``, ``check``, ``estimate``, ``frontier``, ``report`` and ``schema``. None runs a graph."""
+"""The commands ``plan``, ``explain``, ``estimate``, ``frontier``, ``report`` and ``schema``. None runs a graph."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from graphrun.cli.common import (
     show,
 )
 from graphrun.cli.options import Asked, Reuse, shared
+from graphrun.cli.teams import FailOver, FailPeak, Limits
 from graphrun.errors import InputError, PlanError
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
@@ -42,17 +43,21 @@ def plan(
     asked: Asked,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
     reuse: Reuse = "none",
+    fail_over: FailOver = None,
+    fail_peak: FailPeak = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
     from graphrun.report.screen import plan_screen
     from graphrun.report.summary import summarize
 
+    limits = Limits(fail_over, fail_peak)
     made = planned(named(graph, asked), asked, checked_reuse(reuse))
     summary = summarize(made.solution, made.solve_seconds)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
     show(summary, as_json, plan_screen(made.solution, made.solve_seconds))
+    limits.hold(made.solution)
 
 
 @app.command()
@@ -80,16 +85,6 @@ def explain(
     with native_stdout_to_stderr():
         found = alternatives(solution, component)
     show(alternatives_json(solution, component, found), as_json, alternatives_screen(solution, component, found))
-
-
-@app.command()
-def check(
-    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
-) -> None:
-    """Check a saved plan: every rule that it breaks, with slot, action and bytes."""
-    from graphrun.report.screen import check_screen
-
-    echo(check_screen(planfile.read_solution(plan)[0]))
 
 
 @app.command()

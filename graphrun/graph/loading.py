@@ -39,6 +39,7 @@ from graphrun.graph.schema import (
     Spec,
     StageSpec,
 )
+from graphrun.graph.shipped import graph_file
 from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, to_trust
 from graphrun.limits import require
 from graphrun.reading import inside
@@ -79,11 +80,12 @@ _CONFIG_FILES = ("config.json", "scheduler_config.json")
 
 
 def load(path: str | Path, trust: Iterable[str] = ()) -> Graph:
-    """The graph in the YAML file ``path``. ``trust``: packages whose code it may run; the file's ``allow:`` only requests them.
+    """The graph in the YAML file ``path``, or the shipped one of that name (`graphrun.graph.shipped`). ``trust``: packages whose
+    code it may run; the file's ``allow:`` only requests them.
 
     Raises GraphError with one line per problem: ``file:line: entry: what is wrong``.
     """
-    document = read_document(Path(path))
+    document = read_document(graph_file(path))
     try:
         spec = GraphSpec.model_validate(document.data)
     except ValidationError as error:

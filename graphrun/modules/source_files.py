@@ -130,7 +130,7 @@ def _snapshot(source: str) -> Path | None:
     repository, revision, _ = split_source(source)
     root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
     try:
-        commit = (root / "refs" / (revision or "main")).read_text().strip()
+        commit = (root / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         commit = revision or ""
     return folder if commit and (folder := root / "snapshots" / commit).is_dir() else None

@@ -12,6 +12,7 @@ finite and not flat in 16 bits.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from graphrun.modules.conversions import Piece
 from graphrun.modules.lora import Delta
 from graphrun.modules.quantize import quantized
 from graphrun.modules.source_files import Stored
+from graphrun.systems import read_at
 
 # Tensors with more elements repeat a tile of this many: 12 billion parameters then fill at memory speed instead of that of the
 # generator (one thread, about 10**8 numbers a second). The number is odd, so that rows of usual lengths differ.
@@ -107,7 +109,7 @@ class FileSource:
         self._stored = dict(stored)
         files = {leaf.file for piece in self._stored.values() for leaf in piece.leaves}
         self._stamps = {file: _stamp(os.stat(file)) for file in files}
-        self._opened: dict[str, int] = {}
+        self._opened: dict[str, io.FileIO] = {}
 
     def into(self, name: str, target: torch.Tensor) -> int:
         """Writes the tensor ``name`` to ``target``. Returns the bytes as stored in the file."""
@@ -136,27 +138,27 @@ class FileSource:
     def close(self) -> None:
         """Closes the files."""
         while self._opened:
-            os.close(self._opened.popitem()[1])
+            self._opened.popitem()[1].close()
 
     def _read(self, tensor: Stored, skip: int, target: torch.Tensor) -> None:
         handle = self._open(tensor.file)
-        if _stamp(os.fstat(handle)) != self._stamps[tensor.file]:
+        if _stamp(os.fstat(handle.fileno())) != self._stamps[tensor.file]:
             raise InputError(f"{tensor.file} was changed while it was in use: plan again")
         raw: Any = target.numpy()
         view, offset = memoryview(raw), tensor.begin + skip
         while view:
             try:
-                count = os.preadv(handle, [view], offset)
+                count = read_at(handle, view, offset)
             except OSError as error:
                 raise InputError(f"{tensor.file} cannot be read: {error.strerror}") from error
             if count == 0:
                 raise InputError(f"{tensor.file} is truncated: it ends at {offset} bytes, inside {tensor.name}; download it again")
             view, offset = view[count:], offset + count
 
-    def _open(self, file: str) -> int:
+    def _open(self, file: str) -> io.FileIO:
         if file not in self._opened:
             try:
-                self._opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                self._opened[file] = io.FileIO(file)
             except OSError as error:
                 raise InputError(f"{file} can no longer be opened: {error.strerror}") from error
         return self._opened[file]

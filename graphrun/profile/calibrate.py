@@ -29,6 +29,7 @@ from graphrun.model.problem import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.host_ram import total_ram_bytes
+from graphrun.systems import forget_cached
 from graphrun.units import MIB
 
 Kind = Literal["cuda", "sim", "cpu"]
@@ -130,7 +131,7 @@ def disk_rate(folder: Path, seconds: float) -> float:
     """Bytes per second of a sequential read of a file that is not in the page cache, from as many bytes as are read in
     ``seconds``.
 
-    Without `os.posix_fadvise` the file cannot be dropped from the page cache, and the figure is too high.
+    Where the file cannot be dropped from the page cache (`graphrun.systems.forget_cached`), the figure is too high.
     """
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(CHUNK_BYTES)
@@ -142,8 +143,7 @@ def disk_rate(folder: Path, seconds: float) -> float:
                 written += file.write(block)
             file.flush()
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            forget_cached(file.fileno())
             file.seek(0)
             nbytes, begin = 0, time.perf_counter()
             while (chunk := os.read(file.fileno(), CHUNK_BYTES)) and time.perf_counter() < begin + seconds:

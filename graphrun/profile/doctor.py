@@ -20,6 +20,7 @@ from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.host_ram import available_bytes, host_ram_bytes, memory_limits
 from graphrun.profile.precision import NEEDS, flags, new_enough
+from graphrun.systems import pinned_limit_bytes
 from graphrun.units import GIB, show_size
 
 
@@ -141,7 +142,7 @@ def _device() -> dict[str, Any]:
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of the NVIDIA kernel module, such as ``570.86.15``; None without one."""
     try:
-        words = path.read_text().split()
+        words = path.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return None
     return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
@@ -157,16 +158,6 @@ def _memory() -> dict[str, Any]:
         "limits": [asdict(limit) for limit in memory_limits()],
         "pinned_limit_bytes": pinned_limit_bytes(),
     }
-
-
-def pinned_limit_bytes() -> int | None:
-    """RLIMIT_MEMLOCK, the bytes that this process may lock; None without a limit, or where the system has none."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft == resource.RLIM_INFINITY else int(soft)
 
 
 def _memory_problems(memory: Mapping[str, Any], device: Mapping[str, Any]) -> list[str]:

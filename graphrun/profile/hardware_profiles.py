@@ -42,7 +42,7 @@ def keep(cache: Path, hardware: Hardware, device: str, record: Mapping[str, Any]
     text = json.dumps({**record, "device": device, "hardware": asdict(hardware)}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: temporary.write_text(text))
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     return path

@@ -112,6 +112,6 @@ def _number(text: str, name: str = "") -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""

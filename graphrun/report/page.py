@@ -54,7 +54,7 @@ def report_page(solution: Solution, measured: Trace | None, points: Sequence[Poi
         sections.append(f'<h2>Time against budget</h2><div class="wide frontier">{drawn}</div>')
     for title, text in (("The plan as text", str(solution.plan)), ("The plan's screen", plan_screen(solution))):
         sections.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
-    style = files("graphrun.report").joinpath("page.css").read_text()
+    style = files("graphrun.report").joinpath("page.css").read_text(encoding="utf-8")
     title = f"{problem.graph} on {problem.hardware.name} within {show_size(problem.budget_bytes)}"
     return _PAGE.format(title=escape(title), style=style, body="\n".join(sections))
 

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphrun.errors import InputError, PlanError
 from graphrun.files import write_whole
-from graphrun.model.plan import Plan, parse
+from graphrun.graph.shipped import shipped_graphs, shipped_name
+from graphrun.model.plan import Plan, Violation, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.reading import read_json
@@ -29,14 +30,17 @@ VERSION = 2  # of plan files; others are refused: 1 had other names for backing 
 
 
 def save(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> None:
-    """Writes ``solution`` to ``path``, with the path of the graph file relative to it. Raises InputError."""
+    """Writes ``solution`` to ``path``, with the name of a shipped graph, or the path of the graph file relative to it. Raises
+    InputError."""
     write_json(path, content(path, graph, solution, summary))
 
 
 def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a plan file at ``path``; a trace file has the same under ``plan``."""
-    relative = os.path.relpath(graph.resolve(), path.resolve().parent)
-    return {"graphrun": VERSION, "graph_file": relative, **summary, "problem": solution.problem.to_json()}
+    file, folder = graph.resolve(), path.resolve().parent
+    relative = Path(os.path.relpath(file, folder)) if file.drive == folder.drive else file  # drives are of Windows
+    name = shipped_name(graph) or relative.as_posix()
+    return {"graphrun": VERSION, "graph_file": name, **summary, "problem": solution.problem.to_json()}
 
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
@@ -72,14 +76,20 @@ def problem_from(data: Any) -> Problem:
 
 
 def graph_path(path: Path, saved: Mapping[str, Any]) -> Path:
-    """The path of the graph file of the plan file at ``path``. Raises PlanError where it names none."""
+    """The path, or a shipped graph's name, of the graph file of the plan file at ``path``. Raises PlanError where it names none."""
     if not isinstance(name := saved.get("graph_file"), str):
         raise PlanError('names no graph: add "graph_file"', str(path))
-    return path.parent / name
+    return Path(name) if name in shipped_graphs() else path.parent / name
+
+
+class BrokenRules(PlanError):
+    """A saved plan breaks rules; ``violations`` are these."""
+
+    violations: tuple[Violation, ...] = ()
 
 
 def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
-    """Raises PlanError listing every rule that ``plan`` breaks, with slot, action and bytes."""
+    """Raises BrokenRules listing every rule that ``plan`` breaks, with slot, action and bytes."""
     violations = check(problem, plan)
     lines = [f"{path}: {len(violations)} {'rule is' if len(violations) == 1 else 'rules are'} broken; the plan is refused"]
     for violation in violations:
@@ -88,7 +98,9 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
         action = f", action {violation.action}" if violation.action >= 0 else ""
         lines.append(f"  {violation.rule}{where}{action}: {violation.detail}")
     if violations:
-        raise PlanError("\n".join(lines))
+        error = BrokenRules("\n".join(lines))
+        error.violations = tuple(violations)
+        raise error
 
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
@@ -116,7 +128,7 @@ def write_json(path: Path, data: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes ``text`` to ``path``, completely or not at all. Raises InputError."""
-    write_with(path, lambda target: target.write_text(text))
+    write_with(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 def require_writable(*paths: Path | None) -> None:

@@ -150,7 +150,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], finds: Sequence[tuple[str
     rows, notes = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]], []
     for component in problem.components:
         variant, streams, row = component.variants[0], streams_of(slots, component.name), [component.name]
-        held = list(zip(slots, _held(component, finds, slots), strict=True))
+        held = list(zip(slots, held_blocks(component, finds, slots), strict=True))
         for phase in problem.phases:
             uses = any(use.component == component.name for use in phase.uses)
             blocks = max(count for slot, count in held if slot.phase == phase.name)
@@ -169,7 +169,7 @@ def _timeline(problem: Problem, slots: Sequence[Slot], finds: Sequence[tuple[str
     return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
 
 
-def _held(component: ComponentNumbers, finds: Iterable[tuple[str, Blocks]], slots: Iterable[Slot]) -> list[int]:
+def held_blocks(component: ComponentNumbers, finds: Iterable[tuple[str, Blocks]], slots: Iterable[Slot]) -> list[int]:
     """The number of resident blocks of ``component`` in each slot, without those in the ring."""
 
     def named(blocks: Blocks) -> set[tuple[str, int]]:

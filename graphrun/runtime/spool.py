@@ -8,7 +8,7 @@ of killed processes are removed when the next process starts a run.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch
+from filelock import FileLock
 from torch import nn
 
 from graphrun.errors import InputError
@@ -26,6 +27,7 @@ from graphrun.model.problem import ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorEntry, lay_out
 from graphrun.modules.source_files import Stored
 from graphrun.modules.sources import FileSource, Writer
+from graphrun.systems import take_lock
 from graphrun.units import show_size
 
 PREFIX = "graphrun-spool-"
@@ -38,7 +40,7 @@ class Spool:
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
         self._folder: Path | None = None
-        self._lock = -1
+        self._lock: FileLock | None = None
         self._process = os.getpid()
 
     def writer_for(self, module: nn.Module, numbers: ComponentNumbers, writer: Any) -> Any:
@@ -79,16 +81,16 @@ class Spool:
     def close(self) -> None:
         """Deletes the folder. Does nothing in a forked child."""
         if self._folder is not None and os.getpid() == self._process:
+            if self._lock is not None:
+                self._lock.release()
             shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._lock)
             self._folder = None
 
     def _create_folder(self) -> Path:
         if self._folder is None:
             self.remove_stale()
             self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._root))
-            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._lock = take_lock(self._folder / "lock")
         return self._folder
 
     def __del__(self) -> None:
@@ -122,24 +124,15 @@ def remove_stale(root: Path) -> list[Path]:
     """Removes the spool folders in ``root`` of processes that no longer run, and returns them. Locked folders stay."""
     removed = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
-        try:
-            handle = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            handle = -1
-        except OSError:
-            continue
-        try:
-            if handle >= 0:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):
+            if (folder / "lock").exists():
+                if (lock := take_lock(folder / "lock")) is None:
+                    continue
+                lock.release()
             elif _is_running(folder.name):
                 continue
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
-        except OSError:
-            continue
-        finally:
-            if handle >= 0:
-                os.close(handle)
     return removed
 
 

@@ -113,6 +113,23 @@ def test_other_versions_and_another_source_are_other_keys(monkeypatch: pytest.Mo
     assert len({before, other_versions, cache.trace_key(graph, inputs)}) == 3
 
 
+def test_a_shipped_dry_run_serves_the_defaults_and_any_build_of_the_same_releases(
+    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache.ship(["flux-tiny", "pyramid-flow-tiny"], tmp_path)  # the second names another package's classes
+    monkeypatch.setattr(cache, "SHIPPED", tmp_path)
+    made.clear()
+    assert estimate(None) == estimate(tmp_path / "cache")
+    release = cache.version
+    monkeypatch.setattr(cache, "version", lambda name: f"{release(name).partition('+')[0]}+cu130")
+    estimate(None)
+    assert made == []
+    estimate(None, height=96)
+    monkeypatch.setattr(cache, "version", lambda name: f"{release(name).partition('+')[0]}.1")
+    estimate(None)
+    assert made == ["96", "128"]
+
+
 def test_the_key_depends_on_whether_a_prompt_is_empty_but_not_on_its_text(tmp_path: Path) -> None:
     graph = graphrun.load(GRAPHS / "sdxl-tiny.yaml")
     text = next(name for name, item in graph.inputs.items() if item.type == "str")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphrun.files import Store, digest_of
+from graphrun.systems import take_lock
 
 
 def test_get_returns_what_was_put(tmp_path: Path) -> None:
@@ -64,10 +64,12 @@ def test_an_entry_larger_than_the_limit_replaces_all_others(tmp_path: Path) -> N
 
 def test_temporary_files_of_killed_processes_are_deleted_and_those_being_written_are_not(tmp_path: Path) -> None:
     (tmp_path / ".plan-b.json.new-killed").write_text("half")
-    with (tmp_path / ".plan-c.json.new-written").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        Store(tmp_path).put("plan", "a", 1)
-    assert [path.name for path in tmp_path.glob(".*")] == [".plan-c.json.new-written"]
+    (tmp_path / ".plan-c.json.new-written").touch()
+    lock = take_lock(tmp_path / ".plan-c.json.new-written.lock")
+    assert lock is not None
+    Store(tmp_path).put("plan", "a", 1)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".plan-c.json.new-written", ".plan-c.json.new-written.lock"]
+    lock.release()
 
 
 def test_a_folder_that_cannot_be_created_stores_nothing_and_raises_nothing(tmp_path: Path) -> None:

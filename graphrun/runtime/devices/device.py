@@ -65,7 +65,8 @@ def device_lock(name: str) -> threading.RLock:
 
 
 # A thread of the parent may hold a lock at the moment of a fork; the child has none of the parent's runs.
-os.register_at_fork(after_in_child=device_lock.cache_clear)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=device_lock.cache_clear)
 
 Queue = Literal["disk", "lock"]  # of work in the background: reads, page locking
 Stream = Literal["compute", "copy"] | Queue

@@ -1,0 +1,94 @@
+"""For plans that are kept in a repository: the commands ``check`` and ``diff``, and the limits of ``plan --fail-over`` and
+``--fail-peak``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphrun.cli.common import AsJson, app, say, show
+from graphrun.report import plan_files as planfile
+from graphrun.units import parse_seconds, parse_size, show_seconds, show_size
+
+if TYPE_CHECKING:
+    from graphrun.model.solution import Solution
+
+FailOver = Annotated[
+    str | None, typer.Option("--fail-over", help="Exit with 1 if the plan takes longer: 60s, 2min.", show_default=False)
+]
+FailPeak = Annotated[
+    str | None,
+    typer.Option("--fail-peak", help="Exit with 1 if it takes more VRAM, as nvidia-smi would show it: 7.5G.", show_default=False),
+]
+
+
+@app.command()
+def check(
+    plan: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Check a saved plan: every rule that it breaks, with slot, action and bytes."""
+    from graphrun.report.screen import check_screen
+
+    try:
+        solution = planfile.read_solution(plan)[0]
+    except planfile.BrokenRules as error:
+        if as_json:
+            show(check_json(None, [asdict(violation) for violation in error.violations]), True, "")
+        raise
+    show(check_json(solution, []), as_json, check_screen(solution))
+
+
+def check_json(solution: Solution | None, violations: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ``check --json`` prints: ``violations``, and what a plan without any takes."""
+    if solution is None:
+        return {"ok": False, "violations": violations}
+    slots, simulation = (*solution.plan.slots, *solution.plan.again), solution.simulation
+    return {
+        "ok": True,
+        "violations": violations,
+        "slots": len(slots),
+        "actions": sum(len(slot.actions) for slot in slots),
+        "peak_bytes": simulation.peak_bytes,
+        "effective_bytes": solution.problem.effective_bytes,
+        "predicted_seconds": simulation.seconds,
+    }
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A plan saved with -o.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Show what differs between two saved plans: what they are for, seconds, peaks, and which components lie elsewhere."""
+    from graphrun.report.comparison import compared, comparison_screen
+
+    found = compared(*(planfile.read_solution(path)[0] for path in (a, b)))
+    show(found, as_json, comparison_screen(found, a.name, b.name))
+
+
+class Limits:
+    """The limits of ``--fail-over`` and ``--fail-peak``. Raises InputError for what is no time or no size."""
+
+    def __init__(self, over: str | None, peak: str | None) -> None:
+        self._seconds = None if over is None else parse_seconds(over, name="--fail-over")
+        self._nbytes = None if peak is None else parse_size(peak, name="--fail-peak")
+
+    def hold(self, solution: Solution) -> None:
+        """Ends the command with exit code 1 where ``solution`` is over a limit, and says by how much."""
+        problem, simulation = solution.problem, solution.simulation
+        # The terms of a budget that are not for tensors: context, workspace and reserve.
+        besides = min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.effective_bytes
+        nbytes, found = simulation.peak_bytes + besides, list[str]()
+        if self._seconds is not None and simulation.seconds > self._seconds:
+            found.append(f"--fail-over: predicted {show_seconds(simulation.seconds)} > {show_seconds(self._seconds)}")
+        if self._nbytes is not None and nbytes > self._nbytes:
+            found.append(f"--fail-peak: takes {show_size(nbytes)} > {show_size(self._nbytes)}")
+        for line in found:
+            say(f"graphrun: {line}")
+        if found:
+            raise typer.Exit(1)

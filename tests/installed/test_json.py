@@ -1,0 +1,102 @@
+"""What ``--json`` prints is documented in docs/json.md, key by key, and has a version."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "json.md"
+Cli = Callable[..., tuple[int, str, str]]
+SIM = ("flux-tiny", "--device", "sim", "--ram", "8G", "--set", "steps=2")
+PLAN, COMMON = "plan, explain, map, run", "JSON of the commands"
+# Printed for graphs with several precisions, and where a directive forbids a placement.
+NOT_HERE = {f"explain plan.json COMPONENT: alternatives[].{key}" for key in ("variant", "needs_permission", "refusal")}
+CASES = [
+    (PLAN, ("plan", "plan.json")),
+    (PLAN, ("explain", "plan.json")),
+    (PLAN, ("map", "large.json", "maps.json")),
+    (PLAN, ("run", "plan.json", "-o", "flux.png")),
+    ("nothing fits", ("plan", *SIM, "--vram", "1M")),
+    ("explain plan.json COMPONENT", ("explain", "plan.json", "transformer")),
+    ("check", ("check", "plan.json")),
+    ("check", ("check", "broken.json")),
+    ("diff", ("diff", "plan.json", "large.json")),
+    ("estimate", ("estimate", "flux-tiny", "--device", "sim", "--set", "steps=2")),
+    ("frontier", ("frontier", *SIM, "--vram", "2M:6M:4M")),
+    ("frontier", ("frontier", *SIM[:-2], "--vram", "6M", "--sweep", "steps=2:3:1")),
+    ("run --inputs", ("run", *SIM, "--vram", "6M", "--inputs", "requests.jsonl", "-o", "many.png")),
+    ("cache ls", ("cache", "ls")),
+    ("doctor", ("doctor",)),
+    ("calibrate", ("calibrate", "--device", "cpu", "--seconds", "0.1", "--name", "mine")),
+]
+
+
+def documented() -> dict[str, set[str]]:
+    """The keys of each section of the document, and of those that all have."""
+    found: dict[str, set[str]] = {}
+    for section in re.split(r"^##? ", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+        found[section.partition("\n")[0]] = {key for row in rows for key in re.findall("`([^`]+)`", row)}
+    return found
+
+
+def keys(data: Any, at: str = "") -> Iterator[str]:
+    """The paths of the values in ``data``; of an empty list or mapping, of what would be in it."""
+    if data == {}:
+        yield f"{at}.NAME"
+    elif data == []:
+        yield f"{at}[]"
+    elif isinstance(data, dict):
+        for name, value in data.items():
+            yield from keys(value, f"{at}.{name}".removeprefix("."))
+    elif isinstance(data, list):
+        for value in data:
+            yield from keys(value, f"{at}[]")
+    else:
+        yield at
+
+
+def named_by(key: str, pattern: str) -> bool:
+    """Whether ``pattern`` of the document stands for the path ``key``, or for what would be in its empty list."""
+    return re.fullmatch(re.escape(pattern).replace("NAME", r"[\w-]+"), key) is not None or pattern.startswith(f"{key}.")
+
+
+@pytest.mark.long
+def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:
+    assert graphrun("plan", *SIM, "--vram", "6M", "-o", "plan.json")[0] == 0
+    assert graphrun("plan", *SIM, "--vram", "8M", "-o", "large.json")[0] == 0
+    assert graphrun("export", "plan.json", "--as", "accelerate", "-o", "maps.json")[0] == 0
+    broken = json.loads(Path("plan.json").read_text())
+    broken["actions"] = [re.sub(r"ring [\d.]+ [KM]iB", "ring 1 KiB", line) for line in broken["actions"]]
+    Path("broken.json").write_text(json.dumps(broken))
+    Path("requests.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog", "steps": 0}\n')
+
+    sections, printed = documented(), dict[str, set[str]]()
+    for section, command in CASES:
+        _, text, errors = graphrun(*command, "--json")
+        assert text, (command, errors)
+        out = json.loads(text)
+        assert out.pop("version") == 1, command
+        found = set(keys(out))
+        printed.setdefault(section, set()).update(found)
+    assert sections.keys() == {COMMON, *printed}
+    assert sections[COMMON] == {"version"}
+    unknown = {
+        f"{section}: {key}"
+        for section, found in printed.items()
+        for key in found
+        if not any(named_by(key, pattern) for pattern in sections[section])
+    }
+    assert unknown == set()
+    never = {
+        f"{section}: {pattern}"
+        for section, found in printed.items()
+        for pattern in sections[section]
+        if not any(named_by(key, pattern) for key in found)
+    }
+    assert never <= NOT_HERE

@@ -1,0 +1,129 @@
+"""The wheel alone, installed into an environment of its own, does in an empty folder what README shows.
+
+The environment sees the libraries of the one that runs the tests, and nothing of this checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from graphrun.store import ship
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# The environment without what this process was told of paths and caches.
+OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))}
+BUILT_FROM = ("graphrun", "graphs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+# Commands that end with an error on a machine without a CUDA device, and the error.
+REFUSED = {
+    'graphrun run flux-dev --vram 8G --prompt "a lighthouse"': "no CUDA device found to run on",
+    'graphrun run plan.json --prompt "a lighthouse"': "torch sees 0 CUDA devices",
+    "graphrun map plan.json maps.json": "rules are broken; the plan is refused",  # all of FLUX.1-dev in 8 GiB
+}
+# Commands that name what the reader has: here the folder of a pipeline.
+OWN = {"FOLDER_OR_FILE_OR_HUB_ID_OR_CLASS": "pipeline"}
+PIPELINE = """
+import diffusers
+
+unet = diffusers.UNet2DModel(
+    16, block_out_channels=(32, 64), down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2
+)
+diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained("pipeline")
+"""
+
+Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+
+def commands() -> list[str]:
+    """Every command of README, in order: between backticks, or in a line of a code block, where ``&&`` may join two."""
+    quoted = r"`(graphrun [^`]+)`|^(?:[.]venv/bin/)?(graphrun [^#\n]+?) *(?:#.*)?$"
+    lines = ["".join(found) for found in re.findall(quoted, README, re.MULTILINE)]
+    return list(dict.fromkeys(each.strip() for line in lines for each in line.replace("&& .venv/bin/", "&& ").split("&&")))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with a dry run of flux-tiny, built from a copy of the files that it is made of."""
+    copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in BUILT_FROM:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    ship(["flux-tiny"], copy / "graphrun" / "dry_runs")
+    build = ["pip", "wheel", copy, "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out]
+    subprocess.run([sys.executable, "-m", *map(str, build)], check=True)
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an environment with the wheel; its libraries are those of this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, env=OUTSIDE, check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))  # the .pth files there are not followed
+    return folder
+
+
+@pytest.fixture
+def shell(installed: Path, tmp_path: Path) -> Shell:
+    """Runs a command line with the installed graphrun in an empty folder."""
+    environment = {**OUTSIDE, "PATH": f"{installed / 'bin'}{os.pathsep}{OUTSIDE['PATH']}", "HOME": str(tmp_path / "home")}
+    (tmp_path / "empty").mkdir()
+
+    def run(command: str) -> subprocess.CompletedProcess[str]:
+        typed = ["bash", "-c", f"{command}; exit $?"]  # a shell that stays: --install-completion looks for it
+        return subprocess.run(typed, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_wheel_has_the_package_and_the_graphs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "graphrun").rglob("*.*") if "__pycache__" not in path.parts}
+    (shipped,) = (name for name in found if name.startswith("graphrun/dry_runs/"))
+    graphs = {f"graphrun/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "graphs").rglob("*.*")}
+    assert found - {shipped} == own | graphs
+
+
+@pytest.mark.long
+def test_a_graph_is_planned_by_name_in_an_empty_folder_without_importing_torch(shell: Shell, installed: Path) -> None:
+    where = shell("python -c 'import graphrun; print(graphrun.__file__)'")
+    assert where.stdout.startswith(str(installed)), where
+    main = "import sys; sys.modules['torch'] = None; from graphrun.cli.main import main; main()"
+    planned = shell(f'python -c "{main}" plan flux-tiny --device sim --vram 6M --ram 8G -o plan.json')
+    assert (planned.returncode, planned.stderr) == (0, "")
+    assert shell("graphrun check plan.json").stdout.startswith("ok: ")
+
+
+@pytest.mark.sweep("installed")
+def test_readme_as_printed(shell: Shell, tmp_path: Path) -> None:
+    """Two minutes: every command, one after the other in one folder."""
+    (tmp_path / "make.py").write_text(PIPELINE)
+    assert shell(f"python {tmp_path / 'make.py'}").returncode == 0
+    assert len(commands()) >= 20
+    for command in commands():
+        typed = command
+        for placeholder, value in OWN.items():
+            typed = typed.replace(placeholder, value)
+        done = shell(typed)
+        expected = (2, REFUSED[command]) if command in REFUSED else (0, "")
+        assert done.returncode == expected[0], f"{typed}\n{done.stderr}"
+        assert expected[1] in done.stderr
+        assert "Traceback" not in done.stderr
