@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/graphrun plan graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
-	$(BIN)/graphrun run graphs/flux-tiny.yaml --device sim --vram 6M --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
+	$(BIN)/graphrun run graphs/flux-tiny.yaml --device sim --vram 6M --overwrite --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
 
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)

@@ -36,7 +36,17 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
     if nbytes <= 0:
         raise InputError(f"{name}: {text!r} is not a positive size")
+    if nbytes < KIB and str(text).strip()[-1].isdigit():
+        raise InputError(f"{name}: {text} is {nbytes} bytes; did you mean {str(text).strip()}G?")
     return nbytes
+
+
+def typed_size(nbytes: int) -> str:
+    """``nbytes`` as one types it, rounded up to two decimals: ``3.4G``, ``2.51M``."""
+    for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
+        if nbytes >= scale:
+            return f"{-(-nbytes * 100 // scale) / 100:.2f}".rstrip("0").rstrip(".") + unit
+    return str(nbytes)
 
 
 def gib(nbytes: float) -> str:
@@ -57,6 +67,18 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def roughly(seconds: float) -> str:
+    """``seconds`` for a sentence: ``40 ms``, ``3.4 s``, ``46 s``, ``8 min 46 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole >= 120:
+        return f"{whole // 60} min {whole % 60} s"
+    if seconds >= 9.95:
+        return f"{whole} s"
+    return f"{seconds:.1f} s" if seconds >= 0.995 else f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
 
 
 def round_up(nbytes: int, step: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
@@ -39,6 +40,8 @@ Trust = Annotated[
         show_default=False,
     ),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write outputs over files that are there.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All figures.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs.")]
 
 
@@ -47,7 +50,10 @@ class Asked:
     """The values of the shared options, as typed."""
 
     vram: Annotated[
-        str | None, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)
+        str | None,
+        typer.Option(
+            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; default: what the card has free.", show_default=False
+        ),
     ] = None
     ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")] = "auto"
     pinned: Annotated[str | None, typer.Option(help="Part of the RAM that may be page-locked.", show_default=False)] = None
@@ -82,6 +88,20 @@ class Asked:
     def inputs(self) -> dict[str, str]:
         """The inputs set with ``--set name=value``. Raises InputError for another form."""
         return dict(pair("--set", text, may_be_empty=True) for text in self.set_ or [])
+
+    @property
+    def flags(self) -> str:
+        """The options that were set, as they are typed."""
+        words = []
+        for name, default in _DEFAULTS.items():
+            if (value := getattr(self, name)) != default:
+                flag = f"--{name.strip('_').replace('_', '-')}"
+                words += (
+                    [flag]
+                    if value is True
+                    else [w for each in (value if isinstance(value, list) else [value]) for w in (flag, str(each))]
+                )
+        return shlex.join(words)
 
     def refuse_for_plan(self, path: Any) -> None:
         """Raises InputError where an option is set that the plan saved at ``path`` has fixed already."""

@@ -18,13 +18,14 @@ from graphrun.cli.common import (
     checked_reuse,
     hardware_for,
     load,
+    look,
     named,
     native_stdout_to_stderr,
     planned,
     say,
     show,
 )
-from graphrun.cli.options import Asked, Reuse, shared
+from graphrun.cli.options import Asked, Reuse, Verbose, shared
 from graphrun.errors import InputError, PlanError
 from graphrun.report import plan_files as planfile
 
@@ -40,6 +41,7 @@ def plan(
     asked: Asked,
     out: Annotated[Path | None, typer.Option("-o", help="Save the plan to this file.", show_default=False)] = None,
     reuse: Reuse = "none",
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
@@ -50,7 +52,7 @@ def plan(
     summary = summarize(made.solution, made.solve_seconds)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
-    show(summary, as_json, plan_screen(made.solution, made.solve_seconds))
+    show(summary, as_json, plan_screen(made.solution, made.solve_seconds, look(made, asked, verbose, out)))
 
 
 @app.command()

@@ -59,14 +59,32 @@ def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def files_for(graph: Graph, output: list[str] | None) -> Files:
-    """The files for the outputs of ``graph``. Raises InputError where they cannot be written."""
-    return output_files(output or (), graph.kinds(), Path("out") / graph.name)
+def files_for(graph: Graph, output: list[str] | None, *, overwrite: bool) -> Files:
+    """The files for the outputs of ``graph``. Raises InputError where they cannot be written, or are there and not
+    to be overwritten."""
+    return output_files(output or (), graph.kinds(), Path("out") / graph.name, overwrite=overwrite)
 
 
-def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
-    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline."""
+def made_of(graph: Graph, inputs: Mapping[str, Any], plan: str) -> dict[str, Any]:
+    """What an output is made of, for its metadata: graph, all inputs (media by their size), digest of the plan, versions."""
+    import diffusers
+    import torch
+    import transformers
+
+    import graphrun
+    from graphrun.graph.media import told
+
+    plain = {name: value if isinstance(value, str | int | float) else told(value) for name, value in inputs.items()}
+    libraries = {of.__name__: of.__version__ for of in (torch, diffusers, transformers)}
+    return {"graph": graph.name, "inputs": plain, "plan": plan, "versions": {"graphrun": graphrun.__version__, **libraries}}
+
+
+def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any], plan: str) -> list[Path]:
+    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline.
+
+    ``inputs``: all of them; with ``plan``, the plan's digest, they go into the metadata of the files.
+    """
     from graphrun.ops.pipeline import frames_per_second
 
     video = any(path.suffix.lower() in VIDEOS for path in target.values())
-    return save_outputs(outputs, target, (frames_per_second(graph, inputs) if video else None) or FPS)
+    return save_outputs(outputs, target, (frames_per_second(graph, inputs) if video else None) or FPS, made_of(graph, inputs, plan))

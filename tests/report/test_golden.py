@@ -1,16 +1,18 @@
-"""The plan screens of FLUX.1-dev at three budgets, and the screen of a budget that does not fit.
+"""The screens of FLUX.1-dev: plans at three budgets, a budget that does not fit; at two widths, in a pipe and on a terminal.
 
 Update with ``make golden`` after looking at every difference.
 """
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphrun.report.screen import explain_screen, plan_screen
+from graphrun.cli.terminal import print_to
+from graphrun.report.screen import Look, explain_screen, plan_screen
 from graphrun.report.whatif_screens import infeasible_screen
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
@@ -31,20 +33,49 @@ def compare(request: pytest.FixtureRequest) -> Any:
     return check
 
 
-@pytest.mark.parametrize("gib", [8, 12, 24])
+def shown(screen: str, width: int) -> str:
+    """What a terminal gets: ``screen`` with its colours."""
+    from rich.console import Console
+
+    to = io.StringIO()
+    print_to(Console(file=to, force_terminal=True, color_system="standard", width=width), screen)
+    return to.getvalue().removesuffix("\n")
+
+
+@pytest.fixture(scope="module")
+def solution_8g(make_problem: Any) -> Any:
+    return solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"))
+
+
+@pytest.mark.parametrize("gib", [12, 24])
 def test_plan_screen(make_problem: Any, compare: Any, gib: int) -> None:
     solution = solve(make_problem("flux-dev", gib * GIB, hardware="rtx4090"))
     assert solution.gap <= 1e-3
     compare(f"flux-dev-{gib}g", plan_screen(solution))
 
 
-def test_plan_text_at_8_gib(make_problem: Any, compare: Any) -> None:
-    plan = solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090")).plan
+THEN = 'next, on that card: graphrun run graphs/flux-dev.yaml --vram 8G --ram 64G --hardware rtx4090 --prompt "..."'
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(solution_8g: Any, compare: Any, width: int) -> None:
+    screen = plan_screen(solution_8g, look=Look(width, made="a picture", then=THEN))
+    assert max(len(line) for line in screen.splitlines() if line != THEN) <= width
+    compare(f"flux-dev-8g-{width}", screen)
+    compare(f"flux-dev-8g-{width}-terminal", shown(screen, width))
+
+
+def test_plan_screen_with_all_figures(solution_8g: Any, compare: Any) -> None:
+    compare("flux-dev-8g-verbose", plan_screen(solution_8g, look=Look(verbose=True)))
+
+
+def test_plan_text_at_8_gib(solution_8g: Any, compare: Any) -> None:
+    plan = solution_8g.plan
     compare("flux-dev-8g-plan", str(plan).replace(plan.problem, "DIGEST"))  # it depends on the versions of the libraries too
 
 
-def test_explain_screen_at_8_gib(make_problem: Any, compare: Any) -> None:
-    compare("flux-dev-8g-explain", explain_screen(solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"))))
+def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
+    compare("flux-dev-8g-explain", explain_screen(solution_8g))
 
 
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
@@ -55,4 +86,4 @@ def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
 
 def test_the_readme_shows_the_screen_as_it_is_printed() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert (GOLDEN / "flux-dev-8g.txt").read_text().strip("\n") in readme
+    assert (GOLDEN / "flux-dev-8g-80.txt").read_text().strip("\n") in readme
