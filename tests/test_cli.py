@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import graphrun as package
-from graphrun.units import MIB
+from graphrun.units import MIB, typed_size
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 TINY = str(GRAPHS / "flux-tiny.yaml")
@@ -122,7 +122,8 @@ def test_one_mib_below_the_smallest_budget_is_infeasible_and_the_smallest_is_acc
     smallest = json.loads(out)["smallest_budget_bytes"]
     code, out, err = graphrun("run", TINY, "--device", "sim", "--vram", str(smallest - MIB))
     assert code == 3
-    assert f"smallest budget that works: --vram {smallest} " in err
+    assert f"smallest budget that works: --vram {typed_size(smallest)} ({smallest} bytes)" in err
+    assert graphrun("plan", TINY, "--device", "sim", "--vram", typed_size(smallest))[0] == 0
     assert not out
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest))[0] == 0
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest - 1))[0] == 3
@@ -239,6 +240,7 @@ def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(grap
 def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     code, out, _ = graphrun("doctor")
     assert code == 0
+    assert out.startswith(("no CUDA device: graphs can be planned for any card", "ready: "))
     assert "bitsandbytes" in out
     code, out, _ = graphrun("doctor", "--json")
     assert (code, json.loads(out)["device"]["sim"]) == (0, True)
@@ -274,7 +276,7 @@ def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> N
     code, out, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
     data: dict[str, Any] = json.loads(out)
     assert (code, data["feasible"], data["binding"]) == (3, False, "VRAM")
-    assert "\ninfeasible: no plan runs flux-tiny on sim" in err
+    assert "fits: no. No plan runs flux-tiny on sim" in err
     assert data["needs"][0]["short_bytes"] > 0
 
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from graphrun.cli.options import retyped
 from graphrun.units import MIB
 
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
@@ -33,12 +34,39 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
     code, out, _ = graphrun(*options, "--json")
     data = json.loads(out)
     assert [point["feasible"] for point in data["points"]] == [False, True, True, True]
-    assert f"--vram {data['points'][0]['smallest_budget_bytes']} " in graphrun(*options)[1]
+    assert f"({data['points'][0]['smallest_budget_bytes']} bytes)" in graphrun(*options)[1]
     code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json", "--no-cache")
     alone = json.loads(out)
     last = data["points"][-1]
     figures = ("predicted_seconds", "peak_bytes", "moved_bytes", "bound_seconds", "proven_optimal")
     assert {key: last[key] for key in figures} == {key: alone[key] for key in figures}
+
+
+def test_a_frontier_is_drawn_as_png_too(graphrun: Cli) -> None:
+    options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "3M")
+    assert graphrun(*options, "--plot", "curve.png")[0] == 0
+    drawn = Image.open("curve.png")
+    assert (drawn.format, drawn.size, len(drawn.getcolors(1 << 20) or ()) > 3) == ("PNG", (1440, 840), True)
+    code, _, err = graphrun(*options, "--plot", "curve.pdf")
+    assert (code, "--plot curve.pdf: ends in .svg or .png" in err) == (2, True)
+
+
+def test_an_infeasible_budget_says_what_to_type(graphrun: Cli) -> None:
+    options = ("--device", "sim", "--set", "steps=1", "--set", "height=256", "--vram")
+    code, _, err = graphrun("plan", TINY, *options, "1M")
+    lines = err[err.index("fits: no.") :].splitlines()
+    then = next(line for line in lines if line.startswith("next: graphrun "))
+    assert code == 3
+    assert graphrun(*shlex.split(then.removeprefix("next: graphrun ")))[0] == 0
+    for line in lines[next(n for n, line in enumerate(lines) if line.startswith("what helps")) + 1 :]:
+        assert line.startswith(" --"), "options to type"
+
+
+def test_options_are_replaced_or_added() -> None:
+    words = ["plan", "g", "--vram=2G", "--set", "height=9", "--set", "a=b c", "--allow", "nf4"]
+    assert retyped(words, ["--vram", "3.4G"]) == "plan g --set height=9 --set 'a=b c' --allow nf4 --vram 3.4G"
+    assert retyped(words, ["--set", "height=8"]) == "plan g --vram=2G --set 'a=b c' --allow nf4 --set height=8"
+    assert retyped(words, ["--allow", "tiling"]).endswith("--allow nf4 --allow tiling")
 
 
 def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(graphrun: Cli) -> None:

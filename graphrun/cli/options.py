@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -109,6 +109,22 @@ class Asked:
         if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
+
+
+def retyped(arguments: Sequence[str], options: Sequence[str]) -> str:
+    """The command line of ``arguments`` with ``options``, pairs of an option and its value. They replace the budgets and the inputs
+    of the same name; other options may be repeated, and are added."""
+    words, pairs = list(arguments), list(zip(options[::2], options[1::2], strict=True))
+    for option, value in pairs:
+        start = f"{value.partition('=')[0]}=" if option == "--set" else ""
+        if option == "--allow":
+            continue
+        for number in reversed(range(len(words))):
+            if words[number] == option and words[number + 1].startswith(start):
+                del words[number : number + 2]
+            elif words[number].startswith(f"{option}={start}"):
+                del words[number]
+    return shlex.join([*words, *(word for each in pairs for word in each)])
 
 
 def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, str]:

@@ -33,14 +33,14 @@ def width() -> int:
     return max(80, min(WIDEST, shutil.get_terminal_size().columns))
 
 
-def coloured(screen: str) -> None:
-    """Prints ``screen`` to stdout: in colour on a terminal, plain in a pipe and with $NO_COLOR."""
-    if not sys.stdout.isatty():
-        typer.echo(screen)
+def coloured(screen: str, *, err: bool = False) -> None:
+    """Prints ``screen`` to stdout, or to stderr: in colour on a terminal, plain in a pipe and with $NO_COLOR."""
+    if not (sys.stderr if err else sys.stdout).isatty():
+        typer.echo(screen, err=err)
         return
     from rich.console import Console
 
-    print_to(Console(), screen)
+    print_to(Console(stderr=err), screen)
 
 
 def print_to(console: Console, screen: str) -> None:

@@ -81,7 +81,10 @@ def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
     with pytest.raises(Infeasible) as caught:
         solve(make_problem("flux-dev", 2 * GIB, 16 * GIB, hardware="rtx4090"))
-    compare("flux-dev-2g-infeasible", infeasible_screen(caught.value))
+    screen = infeasible_screen(caught.value, Look(then="next: graphrun plan flux-dev --vram 3.4G"))
+    assert max(map(len, screen.splitlines())) <= 80
+    compare("flux-dev-2g-infeasible", screen)
+    compare("flux-dev-2g-infeasible-terminal", shown(screen, 80))
 
 
 def test_the_readme_shows_the_screen_as_it_is_printed() -> None:
