@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from graphrun.batch.cache.index import DATABASE
-from graphrun.cli.running import stopping
+from graphrun.cli.running import Stop, stopping
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = str(Path(__file__).parent.parent / "graphs/flux-tiny.yaml")
@@ -109,3 +109,21 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "interrupted at loading: nothing is written; an encoded prompt is kept; add --resume to a run"),
+        (("--no-cache",), "interrupted at loading: nothing is written; add --resume"),
+        (("--resume",), "interrupted: 0 of 1 requests are done, the state is in out/.flux-tiny.resume; the same command goes on"),
+        (("--inputs", "p.jsonl"), "interrupted: 0 of 2 requests are done, their files stay; --resume saves the state of a list"),
+    ],
+)
+def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    Path("p.jsonl").write_text('"a"\n"b"\n')
+    monkeypatch.setattr(Stop, "__init__", lambda stop: setattr(stop, "requested", True))  # Ctrl-C before the first call
+    code, _, err = graphrun(*RUN, *options)
+    assert (code, said in err, "Traceback" in err) == (130, True, False), err

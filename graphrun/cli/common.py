@@ -147,8 +147,10 @@ def look(made: Planned, asked: Asked, verbose: bool = False, out: Path | None = 
 
 
 def say(line: str) -> None:
-    """Prints ``line`` to stderr."""
-    typer.echo(line, err=True)
+    """Prints ``line`` to stderr, above a bar that is there: `typer.echo` would write to the stream behind the one that rich puts
+    in its place."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def cache_folder(off: bool) -> Path | None:

@@ -166,7 +166,7 @@ def report(
     out: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
-    from graphrun.report.page import measured_in, report_page
+    from graphrun.report.page import made_in, measured_in, report_page
     from graphrun.solve.frontier import budgets_around
     from graphrun.solve.frontier import frontier as solve_all
 
@@ -176,11 +176,12 @@ def report(
     planfile.require_writable(out)
     try:
         measured = measured_in(data) if traced else None
+        made = made_in(data, trace.parent) if traced else None
     except (KeyError, TypeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with native_stdout_to_stderr(), alive("plans for other budgets"):
         points = solve_all(solution.problem, budgets_around(solution.problem), _planner(cache_folder(False)))
-    planfile.write_text(out, report_page(solution, measured, points))
+    planfile.write_text(out, report_page(solution, measured, points, made))
     typer.echo(f"wrote {out}")
 
 

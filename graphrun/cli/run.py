@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ import typer
 from graphrun import api
 from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
 from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
-from graphrun.cli.running import files_for, saved, stopping
+from graphrun.cli.running import files_for, made_of, saved, stopping
 from graphrun.cli.terminal import coloured
 from graphrun.errors import InputError, Interrupted
 from graphrun.report import plan_files as planfile
@@ -104,10 +106,14 @@ def run(
     summary = summarize(solution, made.solve_seconds, trace)
     if plan_file is not None:
         planfile.save(plan_file, made.source, solution, summary)
+    written = [str(path) for path in saved(trace.outputs, target, made.graph, values, solution.problem.digest)]
     if trace_file is not None:
         plan = planfile.content(trace_file, made.source, solution, summary)
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan))
-    written = [str(path) for path in saved(trace.outputs, target, made.graph, values, solution.problem.digest)]
+        folder = trace_file.resolve().parent
+        files = [os.path.relpath(Path(path).resolve(), folder) for path in written]
+        about = {"date": datetime.now().astimezone().isoformat(" ", "minutes"), "files": files}
+        about |= made_of(made.graph, values, solution.problem.digest)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan, about))
     show(summary, as_json, measured_screen(solution, trace, written, shown))
     if broken_caps(solution, trace):
         raise typer.Exit(4)
