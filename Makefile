@@ -8,7 +8,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep lint golden tables clean
+.PHONY: run quick test sweep lint golden cast tables clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -39,6 +39,9 @@ tables: $(STAMP)
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden
+
+cast: $(STAMP)
+	$(BIN)/python docs/cast.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

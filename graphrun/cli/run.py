@@ -43,6 +43,10 @@ def run(
         bool, typer.Option("--strict", help="Stop at the first broken line of --inputs, before anything runs.")
     ] = False,
     overwrite: Overwrite = False,
+    preview: Annotated[
+        Path | None,
+        typer.Option(help="Write a preview to this PNG every few steps, made from latents without the VAE.", show_default=False),
+    ] = None,
     reuse: Reuse = "encoded",
     check_ordering: Annotated[
         bool, typer.Option("--check-ordering", help="With --device sim: look for data races between copies and compute.")
@@ -56,8 +60,9 @@ def run(
     told, what = None if as_json else say, checked_reuse(reuse)
     cache = cache_folder(asked.no_cache)
     if inputs is not None or resume:
-        if plan_file is not None or trace_file is not None or check_ordering:
-            raise InputError("--plan, --trace and --check-ordering are for a single run; leave them out with --inputs and --resume")
+        if plan_file is not None or trace_file is not None or preview is not None or check_ordering:
+            single = "--plan, --trace, --preview and --check-ordering"
+            raise InputError(f"{single} are for a single run; leave them out with --inputs and --resume")
         if graph.suffix == ".json":
             raise InputError(f"{graph} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
         from graphrun.cli.batches import run_batch
@@ -66,12 +71,13 @@ def run(
         run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
     from graphrun.report.perfetto import trace_json
+    from graphrun.report.preview import Preview
     from graphrun.report.progress import Progress
     from graphrun.report.screen import listed, measured_screen, plan_screen
     from graphrun.report.summary import broken_caps, summarize
     from graphrun.report.verdicts import fits
 
-    planfile.require_writable(plan_file, trace_file)
+    planfile.require_writable(plan_file, trace_file, preview)
     made = named(graph, asked)
     until = made.solution.problem.until if made.solution is not None else ""
     target = files_for(made.graph.until(until), output, overwrite=overwrite)
@@ -98,6 +104,7 @@ def run(
                 reuse=what,
                 note=told,
                 check_ordering=check_ordering,
+                journal=Preview(preview, values) if preview is not None else None,
             )
     except KeyboardInterrupt:
         encoded = "; an encoded prompt is kept" if cache is not None and what != "none" else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,6 +20,7 @@ from graphrun.solve.solve import solve
 from graphrun.units import GIB
 
 GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -88,5 +90,16 @@ def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
 
 
 def test_the_readme_shows_the_screen_as_it_is_printed() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     assert (GOLDEN / "flux-dev-8g-80.txt").read_text().strip("\n") in readme
+
+
+def test_the_cast_in_the_readme_shows_the_screens_as_they_are() -> None:
+    """Update with ``make cast``."""
+    texts = ElementTree.parse(ROOT / "docs" / "cast.svg").getroot().findall(".//{*}text")
+    lines = {"".join("".join(text.itertext()).split()) for text in texts}
+    screen = (GOLDEN / "flux-dev-8g-80.txt").read_text().splitlines()
+    assert {"".join(line.split()) for line in screen if line and not line.startswith("next")} <= lines  # next is folded
+    assert any(line.startswith("done:") for line in lines)
+    assert any("step5/12" in line for line in lines)
+    assert "![graphrun plan and graphrun run on a terminal](docs/cast.svg)" in (ROOT / "README.md").read_text()
