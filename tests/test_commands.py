@@ -29,6 +29,9 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
         "4.00",
         "6.00",
     ]
+    assert out.startswith("fastest: ")
+    assert "\nsmallest budget that works: --vram " in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
     picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
     assert len(picture.findall("{*}circle")) == 3, "one for each budget that something fits"
     code, out, _ = graphrun(*options, "--json")

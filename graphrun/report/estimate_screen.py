@@ -7,7 +7,7 @@ from typing import Any
 from graphrun.report.screen import Look
 from graphrun.report.table import Units, table
 from graphrun.report.verdicts import needs
-from graphrun.units import gib, show_seconds, show_size
+from graphrun.units import show_seconds, show_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -28,8 +28,8 @@ def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"estimate {estimate['graph']}  {settings}",
         f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
-        f"all resident: peak {show_size(total['peak_bytes'])} = {gib(total['weights_bytes'])} weights"
-        f" + {gib(total['peak_bytes'] - total['weights_bytes'] - outside)} activation, reserved + {gib(outside)}"
+        f"all resident: peak {show_size(total['peak_bytes'])} = {show_size(total['weights_bytes'])} weights"
+        f" + {show_size(total['peak_bytes'] - total['weights_bytes'] - outside)} activation + {show_size(outside)} context"
         f"  compute {show_seconds(total['seconds'])}",
     )
 

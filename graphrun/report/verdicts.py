@@ -70,6 +70,6 @@ def needs(estimate: Mapping[str, Any]) -> str:
     """The first line of an estimate: what it takes with everything on the device, and what the device has."""
     hardware, whole = estimate["hardware"], estimate["all_resident"]
     fit = "fits" if whole["peak_bytes"] <= hardware["capacity_bytes"] else "does not fit"
-    device = f"{hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)"
+    device = f": {fit} on {hardware['name']} ({hardware['capacity_bytes'] / GIB:.0f} GiB)" if hardware["name"] != "sim" else ""
     size = f"{whole['peak_bytes'] / GIB:.1f} GiB" if whole["peak_bytes"] >= GIB else f"{whole['peak_bytes'] / MIB:.1f} MiB"
-    return f"needs {size} with everything on the device: {fit} on {device}; computes for {roughly(whole['seconds'])}"
+    return f"needs {size} with everything on the device{device}; computes for {roughly(whole['seconds'])}"

@@ -55,15 +55,13 @@ def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
     lines += [f"smallest budget that works: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
     rows = [
-        [
-            typed(repair, error.capacity_bytes) or repair.text,
-            show_seconds(repair.seconds),
-            "changes the output" * repair.changes_output,
-        ]
+        [options, show_seconds(repair.seconds), "changes the output" * repair.changes_output]
         for repair in error.repairs
-        if repair.change
+        if (options := typed(repair, error.capacity_bytes))
     ]
-    return "\n".join([*lines, *([table(rows, left=(0, 2))] if rows else [])])
+    others = [repair for repair in error.repairs if repair.change and not typed(repair, error.capacity_bytes)]
+    lines += [table(rows, left=(0, 2))] if rows else []
+    return "\n".join([*lines, *(look.folded(f" {repair.text}: {show_seconds(repair.seconds)}") for repair in others)])
 
 
 SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
@@ -232,7 +230,14 @@ def _cells(point: Point) -> list[str | float]:
         return ["does not fit", "", "", "", "", f"needs {least}"]
     exposed = show_seconds(max(0.0, point.seconds - point.compute_seconds))
     spare_bytes = solution.problem.effective_bytes - point.peak_bytes
-    return [show_seconds(point.seconds), exposed, point.moved_bytes, point.peak_bytes, spare_bytes, proof(solution, point.seconds)]
+    return [
+        show_seconds(point.seconds),
+        exposed,
+        point.moved_bytes,
+        point.peak_bytes,
+        spare_bytes,
+        proof(solution, point.seconds).removesuffix(" of optimal"),
+    ]
 
 
 def fastest(points: Sequence[Point]) -> Point | None:
