@@ -10,12 +10,12 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep fuzz lint golden tables wheel clean
+.PHONY: run quick test sweep fuzz lint golden cast tables wheel clean
 
 run: $(STAMP)
 	@mkdir -p out
 	$(BIN)/graphrun plan flux-dev --vram 8G --ram 64G --hardware rtx4090 -o out/flux-dev.plan.json
-	$(BIN)/graphrun run flux-tiny --device sim --vram 6M --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
+	$(BIN)/graphrun run flux-tiny --device sim --vram 6M --overwrite --output out/flux-tiny.png --plan out/flux-tiny.plan.json --trace out/flux-tiny.trace.json
 
 # Half a minute: graph files, the solver, the checker, screens.
 quick: $(STAMP)
@@ -51,6 +51,9 @@ tables: $(STAMP)
 
 golden: $(STAMP)
 	$(BIN)/python -m pytest tests/report --update-golden
+
+cast: $(STAMP)
+	$(BIN)/python docs/cast.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(if $(PYTHON),$(PYTHON) -m venv $(VENV),uv venv --clear --seed --python 3.11 $(VENV) || { echo "graphrun needs Python 3.11 or newer, or uv" >&2; exit 1; })

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
+    from graphrun.ops.steps import Journal
     from graphrun.runtime.devices.device import Device
     from graphrun.trace import Trace
 
@@ -193,6 +194,7 @@ def run(
     reuse: What = "encoded",
     note: Callable[[str], None] | None = None,
     check_ordering: bool = False,
+    journal: Journal | None = None,
 ) -> Trace:
     """Runs ``graph`` by ``solution``. Returns the trace; ``trace.outputs`` holds the images.
 
@@ -205,6 +207,7 @@ def run(
     ``precomputed``     the values that the plan needs ready-made
     ``tell``, ``note``  called with one line for each replan; with the reason where outputs cannot be cached
     ``check_ordering``  on the simulated accelerator: look for data races, and raise the first (graphrun/sim/ordering.py)
+    ``journal``         gets the states of denoising loops after their steps, and may resume them (`graphrun.ops.steps.Journal`)
 
     Where the device has less memory than planned, or a stage takes more, the remainder is planned again and the run continues.
     Raises PlanError before anything is loaded where the plan is not for this graph or breaks a rule; OutOfMemory where no plan fits
@@ -224,7 +227,7 @@ def run(
     graph = graph.without_sources() if random_weights else graph
     values, remaining = planned_inputs(problem, graph, inputs or {}), graph.with_precomputed(problem.precomputed)
     refuse_unfit(solution, remaining)
-    options: dict[str, Any] = {"precomputed": _required_values(remaining, precomputed or {})}
+    options: dict[str, Any] = {"precomputed": _required_values(remaining, precomputed or {}), "journal": journal}
     if cache is not None and not modules and reuse != "none":
         choices, outputs_cache = choices_of(solution), reuse_for(graph, values, problem.hardware, cache, reuse, (), note)
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)

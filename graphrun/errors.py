@@ -53,3 +53,9 @@ class OutOfMemory(BrokenPlan):
 
 class TransferFailed(BrokenPlan):
     """A copy between host and device failed."""
+
+
+class Interrupted(GraphrunError):
+    """A run was interrupted. The message says what is kept, and how to go on."""
+
+    exit_code = 130  # as shells report SIGINT

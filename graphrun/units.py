@@ -14,6 +14,7 @@ from graphrun.errors import InputError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
+_NUMBER = re.compile(r"\s*[0-9]+(?:\.[0-9]+)?\s*")
 _SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", re.IGNORECASE)
 _MOST = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
@@ -25,7 +26,7 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
     ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, is a percentage
     while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
     """
-    if isinstance(text, float) or (str(text).strip().isdecimal() and 0 < int(text) < KIB):
+    if isinstance(text, float) or (_NUMBER.fullmatch(str(text)) and 0 < float(text) < KIB):
         raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
     if isinstance(text, int):
         nbytes = text
@@ -52,6 +53,14 @@ def parse_seconds(text: str, *, name: str = "time") -> float:
     return float(match[1]) * {"ms": 1e-3, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
+def typed_size(nbytes: int) -> str:
+    """``nbytes`` as one types it, rounded up to two decimals: ``3.4G``, ``2.51M``."""
+    for unit, scale in (("G", GIB), ("M", MIB), ("K", KIB)):
+        if nbytes >= scale:
+            return f"{-(-nbytes * 100 // scale) / 100:.2f}".rstrip("0").rstrip(".") + unit
+    return str(nbytes)
+
+
 def gib(nbytes: float) -> str:
     """``nbytes`` in GiB with two decimals and no unit, as in the columns of the plan screen."""
     return f"{nbytes / GIB:.2f}"
@@ -70,6 +79,18 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 0.9995 or seconds == 0:  # what is less is shown with at most three digits
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def roughly(seconds: float) -> str:
+    """``seconds`` for a sentence: ``40 ms``, ``3.4 s``, ``46 s``, ``8 min 46 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole >= 120:
+        return f"{whole // 60} min {whole % 60} s"
+    if seconds >= 9.95:
+        return f"{whole} s"
+    return f"{seconds:.1f} s" if seconds >= 0.995 else f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
 
 
 def round_up(nbytes: int, step: int) -> int:

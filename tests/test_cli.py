@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import graphrun as package
-from graphrun.units import MIB
+from graphrun.units import MIB, typed_size
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 TINY = str(GRAPHS / "flux-tiny.yaml")
@@ -64,7 +65,7 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
 
 
 def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
-    command = ("plan", TINY, "--device", "sim", "--vram", "6543K", "--ram", "8G")
+    command = ("plan", TINY, "--device", "sim", "--vram", "6543K", "--ram", "8G", "-v")
     solved, cached, again = graphrun(*command)[1], graphrun(*command)[1], graphrun(*command, "--no-cache")[1]
     assert " to solve)" in solved
     assert " to solve)" in again
@@ -79,10 +80,11 @@ def test_no_cache_neither_reads_nor_writes_there(graphrun: Cli, monkeypatch: pyt
     command = ("run", TINY, "--device", "sim", "--vram", "6M", "--prompt", "a", "--set", "steps=1", "-o", "a.png")
     assert graphrun(*command, "--no-cache")[0] == 0
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert graphrun(*command)[0] == 0
+    refused(graphrun(*command), "a.png: is there already: add --overwrite, or name another file with -o")
+    assert graphrun(*command, "--overwrite")[0] == 0
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     assert files
-    _, out, _ = graphrun(*command, "--no-cache")
+    _, out, _ = graphrun(*command, "--no-cache", "--overwrite")
     assert "precomputed" not in out
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
@@ -92,8 +94,6 @@ def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(gra
     code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=2", *files)
     assert code == 0
     assert "the plan was kept; left on the device: 0 B" in out
-    from PIL import Image
-
     assert Image.open(tmp_path / "o/a.png").size == (128, 128)
     trace = json.loads((tmp_path / "o/trace.json").read_text())
     plan = json.loads((tmp_path / "o/plan.json").read_text())
@@ -111,7 +111,7 @@ def test_a_saved_plan_runs_to_the_same_picture(graphrun: Cli, tmp_path: Path) ->
     measured = json.loads(out)["measured"]
     assert (code, measured["left_bytes"], measured["kept_plan"]) == (0, 0, True)
     assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert Image.open(tmp_path / "a.png").tobytes() == Image.open(tmp_path / "b.png").tobytes()
     refused(graphrun("run", "plan.json", "--set", "steps=3"), "the plan is for steps=1", "plan again")
     refused(graphrun("run", "plan.json", "--vram", "9M"), "it has its own budget")
 
@@ -122,7 +122,8 @@ def test_one_mib_below_the_smallest_budget_is_infeasible_and_the_smallest_is_acc
     smallest = json.loads(out)["smallest_budget_bytes"]
     code, out, err = graphrun("run", TINY, "--device", "sim", "--vram", str(smallest - MIB))
     assert code == 3
-    assert f"smallest budget that works: --vram {smallest} " in err
+    assert f"smallest budget that works: --vram {typed_size(smallest)} ({smallest} bytes)" in err
+    assert graphrun("plan", TINY, "--device", "sim", "--vram", typed_size(smallest))[0] == 0
     assert not out
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest))[0] == 0
     assert graphrun("plan", TINY, "--device", "sim", "--vram", str(smallest - 1))[0] == 3
@@ -181,6 +182,8 @@ def test_a_bad_graph_file_is_refused_with_its_line(
     ("arguments", "words"),
     [
         (("--vram", "8 bananas"), ("'8 bananas' is not a size",)),
+        (("--vram", "8"), ("vram: '8' has no unit: did you mean 8G?",)),
+        (("--ram", "64"), ("no memory of its own: add --vram, such as --vram 8G",)),
         (("--vram", "50%"), ("no device is known here",)),
         (("--vram", "-3G"), ("not a positive size",)),
         (("--vram", "0"), ("not a positive size",)),
@@ -226,7 +229,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(graphrun: Cli,
 def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
     code, out, _ = graphrun("estimate", TINY, "--device", "sim")
     assert code == 0
-    assert out.startswith("estimate flux-tiny")
+    assert out.startswith("needs 13.0 MiB with everything on the device; computes for ")
+    assert "\nestimate flux-tiny" in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
     code, out, _ = graphrun("estimate", TINY, "--device", "sim", "--set", "height=192", "--no-cache", "--json")
     found = json.loads(out)
     assert found["settings"]["height"] == "192"
@@ -237,6 +242,7 @@ def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(grap
 def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     code, out, _ = graphrun("doctor")
     assert code == 0
+    assert out.startswith(("no CUDA device: graphs can be planned for any card", "ready: "))
     assert "bitsandbytes" in out
     code, out, _ = graphrun("doctor", "--json")
     assert (code, json.loads(out)["device"]["sim"]) == (0, True)
@@ -249,7 +255,7 @@ def test_a_profile_is_measured_kept_and_planned_for(graphrun: Cli, tmp_path: Pat
     assert (tmp_path / "cache/graphrun/profiles/mine.json").is_file()
     code, out, _ = graphrun("plan", TINY, "--hardware", "mine", "--vram", "6M")
     assert code == 0
-    assert "hardware mine (measured)" in out
+    assert " on mine (measured), " in out
     refused(graphrun("calibrate", "--device", "tpu"), "cannot be calibrated")
     refused(graphrun("calibrate", "--device", "sim", "--name", "rtx4090"), "name of a prior")
 
@@ -272,7 +278,7 @@ def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> N
     code, out, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
     data: dict[str, Any] = json.loads(out)
     assert (code, data["feasible"], data["binding"]) == (3, False, "VRAM")
-    assert "\ninfeasible: no plan runs flux-tiny on sim" in err
+    assert "fits: no. No plan runs flux-tiny on sim" in err
     assert data["needs"][0]["short_bytes"] > 0
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
+from graphrun.cli.options import retyped
 from graphrun.units import MIB
 
 TINY = str(Path(__file__).parent.parent / "graphs" / "flux-tiny.yaml")
@@ -25,17 +29,47 @@ def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_p
         "4.00",
         "6.00",
     ]
+    assert out.startswith("fastest: ")
+    assert "\nsmallest budget that works: --vram " in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("next: ")) <= 80
     picture = ElementTree.parse(tmp_path / "o/curve.svg").getroot()
     assert len(picture.findall("{*}circle")) == 3, "one for each budget that something fits"
     code, out, _ = graphrun(*options, "--json")
     data = json.loads(out)
     assert [point["feasible"] for point in data["points"]] == [False, True, True, True]
-    assert f"--vram {data['points'][0]['smallest_budget_bytes']} " in graphrun(*options)[1]
+    assert f"({data['points'][0]['smallest_budget_bytes']} bytes)" in graphrun(*options)[1]
     code, out, _ = graphrun("plan", TINY, "--device", "sim", "--set", "steps=1", "--vram", "6M", "--json", "--no-cache")
     alone = json.loads(out)
     last = data["points"][-1]
     figures = ("predicted_seconds", "peak_bytes", "moved_bytes", "bound_seconds", "proven_optimal")
     assert {key: last[key] for key in figures} == {key: alone[key] for key in figures}
+
+
+def test_a_frontier_is_drawn_as_png_too(graphrun: Cli) -> None:
+    options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "3M")
+    assert graphrun(*options, "--plot", "curve.png")[0] == 0
+    drawn = Image.open("curve.png")
+    assert (drawn.format, drawn.size, len(drawn.getcolors(1 << 20) or ()) > 3) == ("PNG", (1440, 840), True)
+    code, _, err = graphrun(*options, "--plot", "curve.pdf")
+    assert (code, "--plot curve.pdf: ends in .svg or .png" in err) == (2, True)
+
+
+def test_an_infeasible_budget_says_what_to_type(graphrun: Cli) -> None:
+    options = ("--device", "sim", "--set", "steps=1", "--set", "height=256", "--vram")
+    code, _, err = graphrun("plan", TINY, *options, "1M")
+    lines = err[err.index("fits: no.") :].splitlines()
+    then = next(line for line in lines if line.startswith("next: graphrun "))
+    assert code == 3
+    assert graphrun(*shlex.split(then.removeprefix("next: graphrun ")))[0] == 0
+    for line in lines[next(n for n, line in enumerate(lines) if line.startswith("what helps")) + 1 :]:
+        assert line.startswith(" --"), "options to type"
+
+
+def test_options_are_replaced_or_added() -> None:
+    words = ["plan", "g", "--vram=2G", "--set", "height=9", "--set", "a=b c", "--allow", "nf4"]
+    assert retyped(words, ["--vram", "3.4G"]) == "plan g --set height=9 --set 'a=b c' --allow nf4 --vram 3.4G"
+    assert retyped(words, ["--set", "height=8"]) == "plan g --vram=2G --set 'a=b c' --allow nf4 --set height=8"
+    assert retyped(words, ["--allow", "tiling"]).endswith("--allow nf4 --allow tiling")
 
 
 def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(graphrun: Cli) -> None:
@@ -88,7 +122,7 @@ DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1
 
 def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "7M", "--set", "steps=1")
-    code, out, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json")
+    code, out, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json", "-v")
     assert code == 0
     assert "directives keep text_encoder, exclude transformer" in out
     assert "budget 7.00 MiB = 1.00 MiB reserve + 6.00 MiB" in out
@@ -104,7 +138,7 @@ def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_pat
     evicted = [event["slot"] for event in trace["events"] if event["kind"] == "evict" and event["component"] == "text_encoder"]
     assert set(evicted) == {len(trace["slots"]) - 1}, "kept to the end"
     assert graphrun("run", TINY, *options, "--output", "b.png")[0] == 0
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert Image.open(tmp_path / "a.png").tobytes() == Image.open(tmp_path / "b.png").tobytes()
 
 
 def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphrun: Cli) -> None:
@@ -123,12 +157,14 @@ def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "6M", "--until", "encode")
     code, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
     assert code == 0
-    assert out.startswith("plan flux-tiny until encode  max_sequence_length=64\n")
+    assert out.startswith("fits: yes. 1 ms a run on sim (declared), 0.4 of 6 MiB; ")
+    assert "\nplan flux-tiny until encode  max_sequence_length=64\n" in out
     assert "transformer" not in out
     assert json.loads((tmp_path / "plan.json").read_text())["until"] == "encode"
     code, out, _ = graphrun("run", "plan.json", "--set", "prompt=a boat", "--output", "a.png")
     assert code == 0
-    assert "left on the device: 0 B\nwrote a.safetensors" in out
+    assert "\nwrote a.safetensors\n" in out
+    assert "left on the device: 0 B" in out
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "a.safetensors")
@@ -137,3 +173,32 @@ def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
     code, _, err = graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--until", "encod")
     assert (code, "did you mean 'encode'" in err) == (2, True)
     assert graphrun("explain", "plan.json", "text_encoder_2")[0] == 0
+
+
+def test_a_plan_begins_with_its_verdict_and_the_command_that_runs_it(graphrun: Cli) -> None:
+    options = ("--device", "sim", "--vram", "6M", "--set", "steps=1")
+    code, out, _ = graphrun("plan", TINY, *options)
+    first, then = out.splitlines()[:2]
+    assert code == 0
+    assert re.fullmatch(r"fits: yes\. \d+ ms a picture on sim \(declared\), \d\.\d of 6 MiB; \d ms wait for copies", first)
+    command = shlex.split(then.removeprefix("next: "))
+    assert command[:3] == ["graphrun", "run", TINY]
+    assert graphrun(*command[1:], "-o", "a.png")[0] == 0
+    _, out, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
+    assert out.splitlines()[1] == "next: graphrun run plan.json"
+
+
+def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assumes(
+    graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphrun.profile import hardware
+
+    code, out, err = graphrun("plan", TINY)
+    assert (code, "\nnext, on that card: graphrun run " in out) == (0, True)
+    assert "no CUDA device here: this is for an rtx4090" in err
+    assert "all that the rtx4090 has, 24.00 GiB" in err
+    monkeypatch.setattr(hardware, "found", lambda: hardware.priors()["rtx4090"])
+    monkeypatch.setattr(hardware, "free_bytes", lambda: 7 * 2**30)
+    code, out, err = graphrun("plan", TINY)
+    assert (code, " of 7 GiB" in out, "all that the rtx4090 has free, 7.00 GiB" in err) == (0, True, True)
+    assert "\nnext: graphrun run " in out

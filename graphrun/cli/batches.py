@@ -13,10 +13,10 @@ from graphrun import api
 from graphrun.batch.queue import Batch
 from graphrun.batch.requests import Request, read_requests
 from graphrun.batch.watch import Watcher
-from graphrun.cli.common import hardware_for, load, say, show
+from graphrun.cli.common import budgeted, hardware_for, load, say, show
 from graphrun.cli.options import Asked
 from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
-from graphrun.errors import InputError
+from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.report.outputs import Files, numbered
 from graphrun.report.progress import BatchProgress
@@ -32,6 +32,7 @@ def run_batch(
     as_json: bool,
     resume: bool,
     strict: bool,
+    overwrite: bool,
     cache: Path | None,
     **options: Any,
 ) -> None:
@@ -39,37 +40,46 @@ def run_batch(
 
     Exits with 2 where requests were left out.
     """
-    if asked.vram is None:
-        raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
     graph = load(source, asked)
     hardware = hardware_for(asked.hardware, asked.device, True, cache)
-    target = files_for(graph, output, asked.inputs)
+    asked = budgeted(asked, hardware)
+    target = files_for(graph, output, asked.inputs, overwrite=True)
     first = next(iter(target.values()))
+    state = first.parent / f".{first.stem}.resume" if resume else None
+    if state is None or not state.exists():
+        files_for(graph, output, asked.inputs, overwrite=overwrite)
     requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
     requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     told, files = None if as_json else say, dict[int, list[str]]()
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
-        written = saved(outputs, numbered(target, request.number) if inputs is not None else target, graph, request.inputs)
+        to = numbered(target, request.number) if inputs is not None else target
+        written = saved(outputs, to, graph, request.inputs, progress.plans)
         files[request.number] = [str(each) for each in written]
         return written
 
-    with stopping(told) as stop, _Progress(len(requests), told, stop) as progress:
-        batch = api.run_many(
-            graph,
-            requests,
-            vram=asked.vram,
-            hardware=hardware,
-            common=asked.inputs,
-            cache=cache,
-            resume=first.parent / f".{first.stem}.resume" if resume else None,
-            strict=strict or inputs is None,
-            sink=sink,
-            watcher=progress,
-            note=say,
-            **asked.estimate_arguments,
-            **options,
-        )
+    try:
+        with stopping(told) as stop, _Progress(len(requests), told, stop) as progress:
+            batch = api.run_many(
+                graph,
+                requests,
+                vram=asked.vram,
+                hardware=hardware,
+                common=asked.inputs,
+                cache=cache,
+                resume=state,
+                strict=strict or inputs is None,
+                sink=sink,
+                watcher=progress,
+                note=say,
+                **asked.estimate_arguments,
+                **options,
+            )
+    except KeyboardInterrupt:
+        kept = "their files stay; --resume saves the state of a list, so that it can go on"
+        if state is not None:
+            kept = f"the state is in {state}; the same command goes on from there"
+        raise Interrupted(f"interrupted: {len(files)} of {len(requests)} requests are done, {kept}") from None
     show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
@@ -89,7 +99,12 @@ class _Progress(BatchProgress, Watcher):
 
     def __init__(self, requests: int, told: Callable[[str], None] | None, stop: Stop) -> None:
         super().__init__(requests, told)
-        self._stop = stop
+        self._stop, self.plans = stop, ""
+
+    def schedule(self, schedule: Any, counts: Mapping[str, int]) -> None:
+        """Remembers the digests of the schedule's plans, for the metadata of what it makes."""
+        super().schedule(schedule, counts)
+        self.plans = " ".join(segment.solution.problem.digest for segment in schedule.segments)
 
     def run(self, segment: Any, request: Any) -> Callable[[int, int, int], None]:
         return self._stop.watched(super().run(segment, request))

@@ -16,10 +16,14 @@ import typer
 
 from graphrun import api
 from graphrun.cli.options import Asked
+from graphrun.cli.terminal import alive, coloured, width
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
+from graphrun.report.screen import Look
+from graphrun.report.verdicts import made_by
+from graphrun.units import show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -53,14 +57,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the 
 class Planned:
     """A graph with its solution.
 
-    ``source`` is the graph's file; ``solution`` is None until the graph is planned. ``solve_seconds`` is None where the plan was
-    found in the cache, or read from a file without it. ``precomputed``: cached stage outputs by name, whose stages are not planned.
+    ``source`` is the graph's file, ``saved`` that of a plan that was read. ``solution`` is None until the graph is planned.
+    ``solve_seconds`` is None where the plan was found in the cache, or read from a file without it. ``precomputed``: cached stage
+    outputs by name, whose stages are not planned.
     """
 
     graph: Graph
     source: Path
     solution: Any = None
     solve_seconds: float | None = None
+    saved: Path | None = None
     precomputed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,7 +77,7 @@ def named(path: Path, asked: Asked) -> Planned:
     asked.refuse_for_plan(path)
     solution, saved = planfile.read_solution(path)
     source = planfile.graph_path(path, saved)
-    return Planned(load(source, asked), source, solution, saved.get("solve_seconds"))
+    return Planned(load(source, asked), source, solution, saved.get("solve_seconds"), path)
 
 
 def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, random_weights: bool = False) -> Planned:
@@ -100,9 +106,8 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
         return replace(made, precomputed=cached(graph, values, problem.hardware, what, problem.allow))
     if to_run:
         graph.resolve(inputs)
-    if asked.vram is None:
-        raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
     hardware = hardware_for(asked.hardware, asked.device, to_run, cache)
+    asked = budgeted(asked, hardware)
     if not to_run:  # planning compiles nothing; without dynamo the libraries import a second faster
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     precomputed = cached(graph, inputs, hardware, reuse, asked.allow or ())
@@ -111,8 +116,9 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
     def estimate(inputs: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
         return api.estimate(graph, **{**arguments, "inputs": inputs, "allow": allow})
 
-    problem, seconds = estimate(inputs, arguments["allow"]), list[float]()
-    with native_stdout_to_stderr():
+    with alive(f"dry run of {graph.name}"):
+        problem, seconds = estimate(inputs, arguments["allow"]), list[float]()
+    with native_stdout_to_stderr(), alive(f"planning {graph.name}"):
         try:
             solution = api.plan(problem, cache=cache, solved=seconds.append)
         except GraphrunError as error:
@@ -120,7 +126,6 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
             from graphrun.solve.remedies import remedies
 
             if isinstance(error, Infeasible):  # some repairs need further dry runs
-                say("nothing fits; looking for changes that would")
                 found = (*error.repairs, *remedies(graph, inputs, arguments["allow"], estimate))
                 error.repairs = tuple(sorted(found, key=lambda repair: (repair.changes_output, repair.seconds)))
             raise
@@ -132,9 +137,45 @@ def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
     typer.echo(printable(text), nl=nl, err=err)
 
 
+def budgeted(asked: Asked, hardware: Any) -> Asked:
+    """``asked`` with a VRAM budget: without ``--vram`` what the card here has free, else all of the one that is planned for.
+
+    Raises InputError for the simulated device, which has no memory of its own.
+    """
+    from graphrun.profile import hardware as devices
+
+    if asked.vram is not None:
+        return asked
+    if hardware.device == "sim":
+        raise InputError("the simulated device has no memory of its own: add --vram, such as --vram 8G")
+    free_bytes = devices.free_bytes() if asked.hardware is None else None
+    which = "has free" if free_bytes is not None else "has"
+    if free_bytes is None and asked.hardware is None:
+        say(f"no CUDA device here: this is for an {hardware.name}; --hardware names another card")
+    nbytes = free_bytes or hardware.capacity_bytes
+    say(f"no --vram: all that the {hardware.name} {which}, {show_size(nbytes)}")
+    return replace(asked, vram=str(nbytes))
+
+
+def look(made: Planned, asked: Asked, verbose: bool = False, out: Path | None = None) -> Look:
+    """How the screen of ``made`` is shown, with the command that runs the plan: that saved at ``out``, or planned again."""
+    from graphrun.profile import hardware as devices
+
+    problem = made.solution.problem
+    graph, saved = made.graph.until(problem.until), out or made.saved
+    command = f"graphrun run {saved or f'{made.source} {asked.flags}'.strip()}"
+    missing = [name for name, of in graph.inputs.items() if of.required and name not in asked.inputs]
+    command += "".join(f' --set {name}="..."' if name != "prompt" else ' --prompt "..."' for name in missing)
+    elsewhere = problem.hardware.device == "cuda" and devices.found() is None
+    then = f"next{', on that card' if elsewhere else ''}: {command}"
+    return Look(width(), verbose, made_by(graph.kinds(), dict(problem.settings)), then)
+
+
 def say(line: str) -> None:
-    """Prints ``line`` to stderr."""
-    echo(line, err=True)
+    """Prints ``line`` to stderr as `echo` does, above a bar that is there: `typer.echo` would write to the stream behind the one
+    that rich puts in its place."""
+    sys.stderr.write(f"{printable(line)}\n")
+    sys.stderr.flush()
 
 
 def cache_folder(off: bool) -> Path | None:
@@ -181,7 +222,10 @@ def checked_reuse(reuse: str) -> Any:
 
 def show(summary: Any, as_json: bool, screen: str) -> None:
     """Prints ``summary`` as JSON, or ``screen``."""
-    echo(json_text(summary) if as_json else screen)
+    if as_json:
+        echo(json_text(summary))
+    else:
+        coloured(screen)
 
 
 def json_text(summary: Mapping[str, Any]) -> str:

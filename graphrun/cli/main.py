@@ -16,7 +16,8 @@ import typer
 
 import graphrun
 from graphrun.cli.common import app, json_text, say
-from graphrun.cli.options import pair
+from graphrun.cli.options import pair, retyped
+from graphrun.cli.terminal import coloured, width
 from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
 
@@ -80,8 +81,11 @@ def _show_error(error: GraphrunError) -> None:
     if not isinstance(error, Infeasible):
         say(f"graphrun: {error}")
         return
-    from graphrun.report.whatif_screens import infeasible_json, infeasible_screen
+    from graphrun.report.screen import Look
+    from graphrun.report.whatif_screens import infeasible_json, infeasible_screen, typed
 
-    say(infeasible_screen(error))
+    options = next(filter(None, (typed(repair, error.capacity_bytes) for repair in error.repairs)), "")
+    then = f"next: graphrun {retyped(sys.argv[1:], options.split())}" if options else ""
+    coloured(infeasible_screen(error, Look(width(), then=then)), err=True)
     if "--json" in sys.argv:
         typer.echo(json_text(infeasible_json(error)))

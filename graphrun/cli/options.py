@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -39,6 +40,8 @@ Trust = Annotated[
         show_default=False,
     ),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write outputs over files that are there.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All figures.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the cache of dry runs, plans and outputs.")]
 
 
@@ -47,7 +50,10 @@ class Asked:
     """The values of the shared options, as typed."""
 
     vram: Annotated[
-        str | None, typer.Option(help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%.", show_default=False)
+        str | None,
+        typer.Option(
+            help="VRAM budget, as nvidia-smi would show it: 8G, 7.5GiB, 50%; default: what the card has free.", show_default=False
+        ),
     ] = None
     ram: Annotated[str, typer.Option(help="Host RAM budget; auto: what this machine, or its cgroup, has left.")] = "auto"
     pinned: Annotated[str | None, typer.Option(help="Part of the RAM that may be page-locked.", show_default=False)] = None
@@ -83,12 +89,42 @@ class Asked:
         """The inputs set with ``--set name=value``. Raises InputError for another form."""
         return dict(pair("--set", text, may_be_empty=True) for text in self.set_ or [])
 
+    @property
+    def flags(self) -> str:
+        """The options that were set, as they are typed."""
+        words = []
+        for name, default in _DEFAULTS.items():
+            if (value := getattr(self, name)) != default:
+                flag = f"--{name.strip('_').replace('_', '-')}"
+                words += (
+                    [flag]
+                    if value is True
+                    else [w for each in (value if isinstance(value, list) else [value]) for w in (flag, str(each))]
+                )
+        return shlex.join(words)
+
     def refuse_for_plan(self, path: Any) -> None:
         """Raises InputError where an option is set that the plan saved at ``path`` has fixed already."""
         own = [field.name for field in fields(self) if field.name not in ("set_", "no_cache", "ram", "trust_package")]
         if set_names := [name for name in own if getattr(self, name) != _DEFAULTS[name]]:
             flags = ", ".join(f"--{name}" for name in set_names)
             raise InputError(f"{path} is a plan: it has its own budgets, hardware, device and directives; leave {flags} out")
+
+
+def retyped(arguments: Sequence[str], options: Sequence[str]) -> str:
+    """The command line of ``arguments`` with ``options``, pairs of an option and its value. They replace the budgets and the inputs
+    of the same name; other options may be repeated, and are added."""
+    words, pairs = list(arguments), list(zip(options[::2], options[1::2], strict=True))
+    for option, value in pairs:
+        start = f"{value.partition('=')[0]}=" if option == "--set" else ""
+        if option == "--allow":
+            continue
+        for number in reversed(range(len(words))):
+            if words[number] == option and words[number + 1].startswith(start):
+                del words[number : number + 2]
+            elif words[number].startswith(f"{option}={start}"):
+                del words[number]
+    return shlex.join([*words, *(word for each in pairs for word in each)])
 
 
 def pair(option: str, text: str, *, may_be_empty: bool = False) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,17 +20,20 @@ from graphrun.cli.common import (
     echo,
     hardware_for,
     load,
+    look,
     named,
     native_stdout_to_stderr,
     planned,
-    say,
     show,
 )
-from graphrun.cli.options import Asked, Reuse, shared
+from graphrun.cli.options import Asked, Reuse, Verbose, shared
 from graphrun.cli.teams import FailOver, FailPeak, Limits
+from graphrun.cli.terminal import alive, width
 from graphrun.errors import InputError, PlanError
 from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
+from graphrun.report.screen import Look
+from graphrun.units import typed_size
 
 if TYPE_CHECKING:
     from graphrun.model.problem import Problem
@@ -45,6 +49,7 @@ def plan(
     reuse: Reuse = "none",
     fail_over: FailOver = None,
     fail_peak: FailPeak = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a graph within a VRAM and a RAM budget, and show the plan. Needs no weights and no GPU."""
@@ -56,7 +61,7 @@ def plan(
     summary = summarize(made.solution, made.solve_seconds)
     if out is not None:
         planfile.save(out, made.source, made.solution, summary)
-    show(summary, as_json, plan_screen(made.solution, made.solve_seconds))
+    show(summary, as_json, plan_screen(made.solution, made.solve_seconds, look(made, asked, verbose, out)))
     limits.hold(made.solution)
 
 
@@ -89,14 +94,16 @@ def explain(
 
 @app.command()
 @shared("hardware", "device", "set_", "trust_package", "no_cache")
-def estimate(graph: OnlyGraph, asked: Asked, as_json: AsJson = False) -> None:
+def estimate(graph: OnlyGraph, asked: Asked, verbose: Verbose = False, as_json: AsJson = False) -> None:
     """Show what a graph needs, without a budget: weights, activations, values, FLOPs, seconds. Needs no weights and no GPU."""
     from graphrun.report.estimate_screen import estimate_screen
 
     loaded, cache = load(graph, asked), cache_folder(asked.no_cache)
     hardware = hardware_for(asked.hardware, asked.device, False, cache)
-    found = api.survey(loaded, hardware=hardware, inputs=asked.inputs, cache=cache)
-    show(found, as_json, estimate_screen(found))
+    with alive(f"dry run of {loaded.name}"):
+        found = api.survey(loaded, hardware=hardware, inputs=asked.inputs, cache=cache)
+    then = f"next: graphrun plan {graph} {asked.flags}".rstrip() + (" --vram 8M" if hardware.device == "sim" else "")
+    show(found, as_json, estimate_screen(found, Look(width(), verbose, then=then)))
 
 
 @app.command()
@@ -107,15 +114,18 @@ def frontier(
     sweep: Annotated[
         str | None, typer.Option(help="Values of an input to try: height=512:2048:256.", metavar="NAME=FROM:TO:STEP")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file (SVG).", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve to this file: .svg or .png.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show predicted time against VRAM budget (--vram 4G:48G, 4G:48G:4G, or a single one), and with --sweep the largest value of an
     input that fits each budget."""
-    from graphrun.report.whatif_screens import frontier_json, frontier_screen, frontier_svg
+    from graphrun.report.svg import rasterized
+    from graphrun.report.whatif_screens import fastest, frontier_json, frontier_screen, frontier_svg
     from graphrun.solve.frontier import frontier as solve_all
     from graphrun.solve.frontier import sizes_between, values_between
 
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise InputError(f"--plot {plot}: ends in .svg or .png")
     planfile.require_writable(plot)
     loaded, cache = load(graph, asked), cache_folder(asked.no_cache)
     name, values = values_between(sweep) if sweep is not None else ("", ())
@@ -128,15 +138,21 @@ def frontier(
     budgets = sizes_between(asked.vram, whole_bytes=hardware.capacity_bytes if hardware.device != "sim" else None)
     rows, problems = [], []
     for value, own in swept:
-        if name:
-            say(f"  {name}={value}")
         arguments = {**asked.estimate_arguments, "hardware": hardware, "cache": cache}
-        problems.append(api.estimate(loaded, vram=budgets[0], inputs=own, **arguments))
-        with native_stdout_to_stderr():
+        what = f"{name}={value}" if name else f"plans for {len(budgets)} budgets"
+        with native_stdout_to_stderr(), alive(what):
+            problems.append(api.estimate(loaded, vram=budgets[0], inputs=own, **arguments))
             rows.append((value, solve_all(problems[-1], budgets, _planner(cache))))
     if plot is not None:
-        planfile.write_text(plot, frontier_svg(problems[0], rows, name))
-    show(frontier_json(problems[0], rows, name), as_json, frontier_screen(problems[0], rows, name))
+        drawn = frontier_svg(problems[0], rows, name)
+        if plot.suffix == ".svg":
+            planfile.write_text(plot, drawn)
+        else:
+            planfile.write_with(plot, lambda to: rasterized(drawn).save(to, format="PNG"))
+    best = fastest(rows[0][1])
+    then = f"next: graphrun plan {graph} {replace(asked, vram=typed_size(best.budget_bytes)).flags}" if best and not name else ""
+    shown = frontier_screen(problems[0], rows, name, Look(width(), then=then))
+    show(frontier_json(problems[0], rows, name), as_json, shown)
     if not any(point.fits for _, points in rows for point in points):
         raise typer.Exit(3)
 
@@ -147,7 +163,7 @@ def report(
     out: Annotated[Path, typer.Option("-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about a run: timeline, plan, planned and measured numbers, time against budget."""
-    from graphrun.report.page import measured_in, report_page
+    from graphrun.report.page import made_in, measured_in, report_page
     from graphrun.solve.frontier import budgets_around
     from graphrun.solve.frontier import frontier as solve_all
 
@@ -157,11 +173,12 @@ def report(
     planfile.require_writable(out)
     try:
         measured = measured_in(data) if traced else None
+        made = made_in(data, trace.parent) if traced else None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
-    with native_stdout_to_stderr():
+    with native_stdout_to_stderr(), alive("plans for other budgets"):
         points = solve_all(solution.problem, budgets_around(solution.problem), _planner(cache_folder(False)))
-    planfile.write_text(out, report_page(solution, measured, points))
+    planfile.write_text(out, report_page(solution, measured, points, made))
     echo(f"wrote {out}")
 
 

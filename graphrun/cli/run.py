@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, echo, named, planned, say, show
-from graphrun.cli.options import Asked, Outputs, Reuse, shared
-from graphrun.cli.running import files_for, saved, stopping
-from graphrun.errors import InputError
+from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, look, named, planned, say, show
+from graphrun.cli.options import Asked, Outputs, Overwrite, Reuse, Verbose, shared
+from graphrun.cli.running import files_for, made_of, saved, stopping
+from graphrun.cli.terminal import coloured
+from graphrun.errors import InputError, Interrupted
 from graphrun.report import plan_files as planfile
 
 
@@ -38,10 +42,16 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first broken line of --inputs, before anything runs.")
     ] = False,
+    overwrite: Overwrite = False,
+    preview: Annotated[
+        Path | None,
+        typer.Option(help="Write a preview to this PNG every few steps, made from latents without the VAE.", show_default=False),
+    ] = None,
     reuse: Reuse = "encoded",
     check_ordering: Annotated[
         bool, typer.Option("--check-ordering", help="With --device sim: look for data races between copies and compute.")
     ] = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a graph or a saved plan and show planned and measured numbers; or run a graph for every line of a file."""
@@ -50,49 +60,67 @@ def run(
     told, what = None if as_json else say, checked_reuse(reuse)
     cache = cache_folder(asked.no_cache)
     if inputs is not None or resume:
-        if plan_file is not None or trace_file is not None or check_ordering:
-            raise InputError("--plan, --trace and --check-ordering are for a single run; leave them out with --inputs and --resume")
+        if plan_file is not None or trace_file is not None or preview is not None or check_ordering:
+            single = "--plan, --trace, --preview and --check-ordering"
+            raise InputError(f"{single} are for a single run; leave them out with --inputs and --resume")
         if graph.suffix == ".json":
             raise InputError(f"{graph} is a plan for one run, and --inputs and --resume make their own plans: name the graph")
         from graphrun.cli.batches import run_batch
 
         many = {"random_weights": random_weights, "cache": cache, "reuse": what}
-        run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, **many)
+        run_batch(graph, asked, inputs, output, as_json=as_json, resume=resume, strict=strict, overwrite=overwrite, **many)
         return
     from graphrun.report.perfetto import trace_json
+    from graphrun.report.preview import Preview
     from graphrun.report.progress import Progress
-    from graphrun.report.screen import measured_screen, plan_screen
+    from graphrun.report.screen import listed, measured_screen, plan_screen
     from graphrun.report.summary import broken_caps, summarize
+    from graphrun.report.verdicts import fits
 
-    planfile.require_writable(plan_file, trace_file)
+    planfile.require_writable(plan_file, trace_file, preview)
     made = named(graph, asked)
     until = made.solution.problem.until if made.solution is not None else ""
-    target = files_for(made.graph.until(until), output, asked.inputs)
+    target = files_for(made.graph.until(until), output, asked.inputs, overwrite=overwrite)
     made = planned(made, asked, what, to_run=True, random_weights=random_weights)
-    solution = made.solution
-    if not as_json:
-        echo(plan_screen(solution, made.solve_seconds))
-    with Progress(solution.plan, solution.simulation, told) as progress, stopping(told) as stop:
-        trace = api.run(
-            solution,
-            made.graph,
-            asked.inputs,
-            random_weights=random_weights,
-            progress=stop.watched(progress),
-            tell=told,
-            cache=cache,
-            precomputed=made.precomputed,
-            reuse=what,
-            note=told,
-            check_ordering=check_ordering,
-        )
+    solution, shown = made.solution, replace(look(made, asked, verbose), then="")
+    values = api.planned_inputs(solution.problem, made.graph, asked.inputs)
+    if told is not None:
+        precomputed = listed("precomputed", solution.problem.precomputed, ": outputs of earlier runs, neither planned nor loaded")
+        verdict = "\n".join((shown.first(fits(solution, shown.made)), *precomputed))
+        coloured(plan_screen(solution, made.solve_seconds, shown) if verbose else verdict)
+        sys.stdout.flush()  # before the progress on stderr
+    progress = Progress(solution.plan, solution.simulation, told)
+    try:
+        with progress, stopping(told) as stop:
+            trace = api.run(
+                solution,
+                made.graph,
+                asked.inputs,
+                random_weights=random_weights,
+                progress=stop.watched(progress),
+                tell=told,
+                cache=cache,
+                precomputed=made.precomputed,
+                reuse=what,
+                note=told,
+                check_ordering=check_ordering,
+                journal=Preview(preview, values) if preview is not None else None,
+            )
+    except KeyboardInterrupt:
+        encoded = "; an encoded prompt is kept" if cache is not None and what != "none" else ""
+        advice = "add --resume to a run that can go on at its last step"
+        raise Interrupted(f"interrupted at {progress.last or 'loading'}: nothing is written{encoded}; {advice}") from None
     summary = summarize(solution, made.solve_seconds, trace)
     if plan_file is not None:
         planfile.save(plan_file, made.source, solution, summary)
+    written = [str(path) for path in saved(trace.outputs, target, made.graph, values, solution.problem.digest)]
     if trace_file is not None:
         plan = planfile.content(trace_file, made.source, solution, summary)
-        planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan))
-    written = saved(trace.outputs, target, made.graph, asked.inputs)
-    show(summary, as_json, measured_screen(solution, trace, [str(path) for path in written]))
+        folder = trace_file.resolve().parent
+        files = [os.path.relpath(Path(path).resolve(), folder) for path in written]
+        about = {"date": datetime.now().astimezone().isoformat(" ", "minutes"), "files": files}
+        about |= made_of(made.graph, values, solution.problem.digest)
+        planfile.write_json(trace_file, trace_json(trace_file.name, trace, plan, about))
+    show(summary, as_json, measured_screen(solution, trace, written, shown))
     if broken_caps(solution, trace):
         raise typer.Exit(4)

@@ -59,9 +59,10 @@ def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def files_for(graph: Graph, output: list[str] | None, inputs: Mapping[str, Any]) -> Files:
-    """The files for the outputs of ``graph`` with ``inputs``. Raises InputError where they cannot be written."""
-    files = output_files(output or (), graph.kinds(), Path("out") / graph.name)
+def files_for(graph: Graph, output: list[str] | None, inputs: Mapping[str, Any], *, overwrite: bool) -> Files:
+    """The files for the outputs of ``graph`` with ``inputs``. Raises InputError where they cannot be written, or are there and not
+    to be overwritten."""
+    files = output_files(output or (), graph.kinds(), Path("out") / graph.name, overwrite=overwrite)
     refuse_rate(files, graph, inputs)
     return files
 
@@ -72,9 +73,26 @@ def refuse_rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> None:
         require_rate(files, _rate(files, graph, inputs))
 
 
-def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
-    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline."""
-    return save_outputs(outputs, target, _rate(target, graph, inputs) or FPS)
+def made_of(graph: Graph, inputs: Mapping[str, Any], plan: str) -> dict[str, Any]:
+    """What an output is made of, for its metadata: graph, all inputs (media by their size), digest of the plan, versions."""
+    import diffusers
+    import torch
+    import transformers
+
+    import graphrun
+    from graphrun.graph.media import told
+
+    plain = {name: value if isinstance(value, str | int | float) else told(value) for name, value in inputs.items()}
+    libraries = {of.__name__: of.__version__ for of in (torch, diffusers, transformers)}
+    return {"graph": graph.name, "inputs": plain, "plan": plan, "versions": {"graphrun": graphrun.__version__, **libraries}}
+
+
+def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any], plan: str) -> list[Path]:
+    """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline.
+
+    ``inputs``: all of them; with ``plan``, the plan's digest, they go into the metadata of the files.
+    """
+    return save_outputs(outputs, target, _rate(target, graph, inputs) or FPS, made_of(graph, inputs, plan))
 
 
 def _rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> float | None:

@@ -157,3 +157,14 @@ def found() -> Hardware | None:
         workspace_bytes=workspace_bytes,
         spares_large_copies=properties.major == 9,
     )
+
+
+def free_bytes() -> int | None:
+    """Bytes that this machine's CUDA device has free, down to whole 256 MiB, so that the next plan is for as many; None without a
+    device."""
+    if found() is None:
+        return None
+
+    import torch
+
+    return int(torch.cuda.mem_get_info(0)[0]) // (256 * MIB) * (256 * MIB)

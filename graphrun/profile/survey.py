@@ -51,7 +51,9 @@ def survey(
         "graph": graph.name,
         "settings": dict(problem.settings),
         "versions": dict(problem.versions),
-        "hardware": {name: getattr(hardware, name) for name in ("name", "basis", "context_bytes", "workspace_bytes")},
+        "hardware": {
+            name: getattr(hardware, name) for name in ("name", "basis", "capacity_bytes", "context_bytes", "workspace_bytes")
+        },
         "components": components,
         "phases": phases,
         "values": [{"name": value.name, "bytes": value.nbytes, "basis": value.basis} for value in problem.values],

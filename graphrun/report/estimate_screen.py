@@ -4,48 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphrun.report.screen import Look
 from graphrun.report.table import Units, table
-from graphrun.units import gib, show_seconds, show_size
+from graphrun.report.verdicts import needs
+from graphrun.units import show_seconds, show_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def estimate_screen(estimate: dict[str, Any]) -> str:
-    """Three parts: the graph with its totals, a row per component, a row per phase."""
-    return "\n\n".join((_head(estimate), _components(estimate["components"]), _phases(estimate["phases"])))
-
-
-def _head(estimate: dict[str, Any]) -> str:
-    hardware, total = estimate["hardware"], estimate["all_resident"]
-    settings = " ".join(f"{name}={value}" for name, value in estimate["settings"].items())
-    outside = hardware["context_bytes"] + hardware["workspace_bytes"]
-    return "\n".join(
-        (
-            f"estimate {estimate['graph']}  {settings}",
-            f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
-            f"all resident: peak {show_size(total['peak_bytes'])} = {gib(total['weights_bytes'])} weights"
-            f" + {gib(total['peak_bytes'] - total['weights_bytes'] - outside)} activation, reserved + {gib(outside)}"
-            f"  compute {show_seconds(total['seconds'])}",
-        )
+def estimate_screen(estimate: dict[str, Any], look: Look | None = None) -> str:
+    """The graph with its totals, a row per component, a row per phase."""
+    look = look or Look()
+    phases = (_phases if look.verbose else _phases_in_short)(estimate["phases"])
+    return "\n\n".join(
+        (look.first(needs(estimate)), look.folded(*_head(estimate)), _components(estimate["components"], look), phases)
     )
 
 
-def _components(components: list[dict[str, Any]]) -> str:
+def _head(estimate: dict[str, Any]) -> tuple[str, ...]:
+    hardware, total = estimate["hardware"], estimate["all_resident"]
+    settings = " ".join(f"{name}={value}" for name, value in estimate["settings"].items())
+    outside = hardware["context_bytes"] + hardware["workspace_bytes"]
+    return (
+        f"estimate {estimate['graph']}  {settings}",
+        f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
+        f"all resident: peak {show_size(total['peak_bytes'])} = {show_size(total['weights_bytes'])} weights"
+        f" + {show_size(total['peak_bytes'] - total['weights_bytes'] - outside)} activation + {show_size(outside)} context"
+        f"  compute {show_seconds(total['seconds'])}",
+    )
+
+
+def _components(components: list[dict[str, Any]], look: Look) -> str:
     units = Units(max(row["weights"][row["dtype"]]["bytes"] for row in components))
-    rows, sources = [["component", "parameters", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]], []
+    rows, sources = [["component", "millions", "16 bit", "32 bit", "int8", "nf4", "host", "blocks"]], []
     for row in components:
         half = row["dtype"] if row["dtype"] != "float32" else "bfloat16"
         weights = [row["weights"][precision] for precision in (half, "float32", "int8", "nf4")]
         shown = [units.row(of["bytes"])[0] + ("*" if of["allowed"] else " ") for of in weights]
         blocks = " + ".join(str(k["count"]) for k in row["blocks"] if k["streamable"]) or "-"
-        rows.append(units.row(row["name"], f"{row['parameters']:,}", *shown, row["host_bytes"], blocks))
+        rows.append(units.row(row["name"], f"{row['parameters'] / 1e6:,.1f}", *shown, row["host_bytes"], blocks))
         if source := row["source"]:
             dtypes = ", ".join(f"{SHORT.get(dtype, dtype)} {show_size(nbytes)}" for dtype, nbytes in source["dtypes"].items())
             missing = f"; {source['missing']} of its tensors are missing by name" if source["missing"] else ""
             read_as = f"read as {SHORT.get(source['read_as'], source['read_as'])}{missing}"
             sources.append(f" {row['name']} on disk: {source['tensors']} tensors, {dtypes}, {read_as}  {source['folder']}")
-    what = "*: allowed by the graph; 16 and 32 bit from the configuration, int8 and nf4 by formula"
-    return "\n".join([table(rows, left=(0,)), f" weights and host in {units.size}; {what}", *sources])
+    what = "millions: of parameters; *: allowed by the graph; 16 and 32 bit from the configuration, int8 and nf4 by formula"
+    note = look.folded(f"weights and host in {units.size}; {what}")
+    return "\n".join([table(rows, left=(0,), width=look.width), f" {note}", *sources])
+
+
+def _phases_in_short(phases: list[dict[str, Any]]) -> str:
+    units = Units(max(row["reserved_bytes"] for row in phases), sum(row["seconds"] for row in phases))
+    rows = [["phase", "calls", "allocated", "reserved", "values", "TFLOP", f"compute {units.time}"]]
+    for row in phases:
+        sizes = [row[f"{name}_bytes"] for name in ("allocated", "reserved", "values")]
+        rows.append(units.row(row["phase"], str(row["calls"]), *sizes, f"{row['flops'] / 1e12:.2f}", float(row["seconds"])))
+    return f"{table(rows, left=(0,))}\n sizes in {units.size}, without weights; -v shows all figures and their basis"
 
 
 def _phases(phases: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Screens about this machine: ``graphrun doctor``, with problems last, and ``graphrun calibrate``, measured beside assumed."""
+"""Screens about this machine: ``graphrun doctor``, problems first, and ``graphrun calibrate``, measured beside assumed."""
 
 from __future__ import annotations
 
@@ -61,9 +61,16 @@ def doctor_screen(found: Mapping[str, Any]) -> str:
         *(["precision", f"{name}: {_precision(of)}"] for name, of in found["precisions"].items()),
     ]
     versions = [["", item["name"], item["version"] or "-", "; ".join(item["allows"]) or "-"] for item in found["versions"]]
-    problems = [f" ! {text}" for text in found["problems"]] or [" no problems found"]
+    problems = [f"! {text}" for text in found["problems"]] or ["no problems found"]
     shown = table([["", "package", "version", "allows"], *versions], {0, 1, 2, 3})
-    return "\n".join([table(rows, {0, 1}), "", shown, "", *problems])
+    return "\n".join([_first(found["device"]), *problems, "", table(rows, {0, 1}), "", shown])
+
+
+def _first(device: Mapping[str, Any]) -> str:
+    if (card := device["card"]) is not None:
+        return f"ready: {card['name']}, {show_size(card['free_bytes'])} of {show_size(card['total_bytes'])} free"
+    runs = "run on the simulated accelerator (--device sim)" if device["sim"] else "do not run here"
+    return f"no CUDA device: graphs can be planned for any card (--hardware),\nand {runs}"
 
 
 def _precision(of: Mapping[str, Any]) -> str:

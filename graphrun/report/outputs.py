@@ -6,10 +6,14 @@ Files are written to a temporary name and renamed, so that they are complete or 
     video     mp4 gif; a folder, or pictures, of its frames
     audio     wav; flac where the package soundfile is installed
     tensors   safetensors
+
+Files say in their metadata what they were made of (`graphrun.report.made_of`), but for flac and bmp.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +48,11 @@ def numbered(files: Files, number: int) -> Files:
     return {name: path.with_stem(f"{path.stem}-{number:04d}") for name, path in files.items()}
 
 
-def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path) -> Files:
+def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path, *, overwrite: bool = True) -> Files:
     """The output files for outputs of ``kinds`` (name -> kind).
 
     ``asked``: a path, or ``name=path`` for each output; empty: ``default`` with the kinds' suffix. Raises InputError for an unknown
-    name or suffix, a suffix that does not fit the kind, and a path that cannot be written.
+    name or suffix, a suffix that does not fit the kind, a path that cannot be written, and unless ``overwrite`` one that is there.
     """
     files: dict[str, Path] = {}
     for text in asked:
@@ -71,6 +75,8 @@ def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path) 
         first = next((suffixes[0] for kind, suffixes in SUFFIXES.items() if kind in kinds.values()), ".png")
         files = {"": default.with_name(default.name + first)}
     require_writable(*files.values())
+    if not overwrite and (there := next(_already_there(files, kinds), None)):
+        raise InputError(f"{there}: is there already: add --overwrite, or name another file with -o")
     return files
 
 
@@ -79,6 +85,22 @@ def require_rate(files: Files, fps: float | None) -> None:
     video = next((path for path in files.values() if path.suffix.lower() in VIDEOS), None)
     if video is not None and fps is not None and not SLOWEST_FPS <= fps <= FASTEST_FPS:
         raise InputError(f"{video}: {fps:g} frames per second; a video file holds {SLOWEST_FPS:g} to {FASTEST_FPS:g}")
+
+
+def _already_there(files: Files, kinds: Mapping[str, str]) -> Iterator[Path]:
+    """What a run could overwrite: the files, numbered ones such as ``a-3.png``, and what is saved beside a file for all outputs."""
+    for name, path in files.items():
+        beside = (
+            [path] if name else [path, *(path.with_suffix(suffix) for kind in kinds.values() if (suffix := _suffixes(kind)[0]))]
+        )
+        for each in dict.fromkeys(beside):
+            if each.is_file() or (each.is_dir() and any(each.iterdir())):
+                yield each
+            yield from sorted(
+                of
+                for of in each.parent.glob(f"*{each.suffix}")
+                if each.suffix and re.fullmatch(rf"{re.escape(each.stem)}(-\d+)+", of.stem)
+            )
 
 
 def _suffixes(kind: str) -> tuple[str, ...]:
@@ -105,24 +127,26 @@ def _suited(name: str, kind: str, path: Path) -> Path:
     return path
 
 
-def save_outputs(outputs: Mapping[str, Any], where: Files | Path, fps: float = FPS) -> list[Path]:
+def save_outputs(
+    outputs: Mapping[str, Any], where: Files | Path, fps: float = FPS, made_of: Mapping[str, Any] | None = None
+) -> list[Path]:
     """Writes ``outputs`` and returns the paths, in order. Where a file cannot be written, all outputs are kept as tensors beside it
     or in a temporary folder, and an InputError says where.
 
     Several images are numbered with leading zeros. Where one path is for all outputs, those that do not fit its suffix are written
     beside it with another one: audio, and all tensors (embeddings, latents) in one file under names such as
-    ``embeds.prompt_embeds``.
+    ``embeds.prompt_embeds``. ``made_of`` goes into the metadata of each file.
     """
-    files = {"": where} if isinstance(where, Path) else where
+    files, about = {"": where} if isinstance(where, Path) else where, json.dumps(made_of) if made_of else ""
     try:
-        return [path for name, to in files.items() for path in _saved({name: outputs[name]} if name else outputs, to, fps)]
+        return [path for name, to in files.items() for path in _saved({name: outputs[name]} if name else outputs, to, fps, about)]
     except Exception as error:  # whatever the encoders raise for pictures, sizes or rates that their format does not hold
         path = next(iter(files.values()))
         text = error if isinstance(error, InputError) else f"{path}: cannot be written: {type(error).__name__}: {error}"
-        raise InputError(f"{text}; the outputs are kept as tensors in {_kept(outputs, path)}") from error
+        raise InputError(f"{text}; the outputs are kept as tensors in {_kept(outputs, path, about)}") from error
 
 
-def _kept(outputs: Mapping[str, Any], path: Path) -> Path:
+def _kept(outputs: Mapping[str, Any], path: Path, about: str) -> Path:
     """Writes ``outputs`` as tensors to a safetensors file beside ``path``, or where that fails to one in a new temporary folder."""
     import numpy as np
     import torch
@@ -133,26 +157,26 @@ def _kept(outputs: Mapping[str, Any], path: Path) -> Path:
         of = thing.samples if kind == "sound" else thing
         pictures = np.stack([np.array(each) for each in of]) if isinstance(of, list) else of
         found[name] = of.clone().contiguous() if kind == "tensor" else torch.from_numpy(np.array(pictures))
-    data = packed(found)
+    data = packed(found, {KEY: about} if about else None)
     try:
         return write_with(path.with_name(f"{path.stem}-kept{TENSORS}"), lambda to: to.write_bytes(data))
     except InputError:
         return write_with(Path(tempfile.mkdtemp(prefix="graphrun-kept-")) / f"kept{TENSORS}", lambda to: to.write_bytes(data))
 
 
-def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:
+def _saved(outputs: Mapping[str, Any], path: Path, fps: float, about: str) -> list[Path]:
     found = list(_parts("", outputs, videos=path.suffix.lower() in VIDEOS))
     pictures, sounds = ([thing for each, _, thing in found if each == kind] for kind in ("picture", "sound"))
     if pictures and not path.suffix:
-        written = _folder(path, pictures)
+        written = _folder(path, pictures, about)
     else:
-        written = [_picture(to, picture, fps) for to, picture in _each(path, pictures)]
+        written = [_picture(to, picture, fps, about) for to, picture in _each(path, pictures)]
     sounding = path if path.suffix.lower() in SOUNDS else path.with_suffix(SOUNDS[0])
-    written += [_sound(to, sound) for to, sound in _each(sounding, sounds)]
+    written += [_sound(to, sound, about) for to, sound in _each(sounding, sounds)]
     if tensors := {name: tensor.clone().contiguous() for each, name, tensor in found if each == "tensor"}:
         from safetensors.torch import save as packed
 
-        data = packed(tensors)
+        data = packed(tensors, {KEY: about} if about else None)
         written.append(write_with(path.with_suffix(TENSORS), lambda to: to.write_bytes(data)))
     return written
 
@@ -164,25 +188,47 @@ def _each(path: Path, things: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
         yield path if len(things) == 1 else path.with_stem(f"{path.stem}-{number:0{digits}}"), thing
 
 
-def _picture(path: Path, picture: Any, fps: float) -> Path:
+def _picture(path: Path, picture: Any, fps: float, about: str) -> Path:
     """Writes an image, or a list of images as a video."""
     suffix, (first, *others) = path.suffix.lower(), picture if isinstance(picture, list) else [picture]
     if suffix == ".mp4":
-        return write_with(path, lambda to: _video(to, [first, *others], fps))
-    if suffix == ".gif" and isinstance(picture, list):
-        more = {"save_all": True, "append_images": others, "duration": round(1000 / fps), "loop": 0}
-        return write_with(path, lambda to: first.save(to, "GIF", **more))
+        return write_with(path, lambda to: _video(to, [first, *others], fps, about))
     kind = "GIF" if suffix == ".gif" else PICTURES.get(suffix, "PNG")
+    more = _metadata(kind, about)
+    if suffix == ".gif" and isinstance(picture, list):
+        more |= {"save_all": True, "append_images": others, "duration": round(1000 / fps), "loop": 0}
     image = first.convert("RGB") if kind == "JPEG" and first.mode not in ("RGB", "L") else first
-    return write_with(path, lambda to: image.save(to, format=kind))
+    return write_with(path, lambda to: image.save(to, format=kind, **more))
 
 
-def _video(path: Path, frames: Sequence[Any], fps: float) -> None:
+KEY = "graphrun"  # of the metadata in PNG and safetensors files
+IMAGE_DESCRIPTION = 0x010E  # tag of Exif 2.3
+
+
+def _metadata(kind: str, about: str) -> dict[str, Any]:
+    """The arguments of PIL's ``save`` that put ``about``, which is ASCII, into a picture of this kind."""
+    from PIL import Image, PngImagePlugin
+
+    if not about or kind == "BMP":
+        return {}
+    if kind == "PNG":
+        text = PngImagePlugin.PngInfo()
+        text.add_text(KEY, about)
+        return {"pnginfo": text}
+    if kind == "GIF":
+        return {"comment": about.encode()}
+    exif = Image.Exif()
+    exif[IMAGE_DESCRIPTION] = about
+    return {"exif": exif}
+
+
+def _video(path: Path, frames: Sequence[Any], fps: float, about: str) -> None:
     """H.264 in yuv420p, which every player supports; in yuv444p for odd sizes, since yuv420p needs even ones."""
     import av
 
     width, height = frames[0].size
     with av.open(str(path), "w", format="mp4") as container:
+        container.metadata["comment"] = about
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "17"})
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p" if width % 2 == height % 2 == 0 else "yuv444p"
@@ -192,7 +238,7 @@ def _video(path: Path, frames: Sequence[Any], fps: float) -> None:
         container.mux(stream.encode())
 
 
-def _sound(path: Path, sound: Any) -> Path:
+def _sound(path: Path, sound: Any, about: str) -> Path:
     def write(to: Path) -> None:
         if path.suffix.lower() == ".flac":
             import soundfile
@@ -202,11 +248,20 @@ def _sound(path: Path, sound: Any) -> Path:
             from scipy.io import wavfile
 
             wavfile.write(to, sound.rate, sound.samples.T)
+            to.write_bytes(_with_comment(to.read_bytes(), about.encode()))
 
     return write_with(path, write)
 
 
-def _folder(path: Path, pictures: Sequence[Any]) -> list[Path]:
+def _with_comment(wav: bytes, comment: bytes) -> bytes:
+    """A RIFF file with a LIST chunk of type INFO that has ``comment`` (ICMT); chunks have an even number of bytes."""
+    text = comment + b"\0" * (2 - len(comment) % 2)
+    info = b"INFOICMT" + len(text).to_bytes(4, "little") + text
+    whole = wav[8:] + b"LIST" + len(info).to_bytes(4, "little") + info
+    return b"RIFF" + len(whole).to_bytes(4, "little") + whole if comment else wav
+
+
+def _folder(path: Path, pictures: Sequence[Any], about: str) -> list[Path]:
     """Writes numbered ``pictures`` to the folder ``path``, which is renamed into place and replaces an earlier one."""
     _refuse_foreign(path)
     digits = max(4, len(str(len(pictures) - 1)))
@@ -215,7 +270,7 @@ def _folder(path: Path, pictures: Sequence[Any]) -> list[Path]:
         made = Path(name) / "made"
         made.mkdir()
         for picture, each in zip(pictures, names, strict=True):
-            picture.save(made / each, format="PNG")
+            picture.save(made / each, format="PNG", **_metadata("PNG", about))
         if path.is_dir():
             shutil.move(path, Path(name) / "before")
         made.replace(path)

@@ -5,16 +5,21 @@ Numbers come from `simulate`, from the trace file, and from plans solved for oth
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import accumulate, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from graphrun.model.problem import Problem
 from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.report.chart import timeline_svg
+from graphrun.report.memory import parts_of
+from graphrun.report.outputs import PICTURES
 from graphrun.report.screen import PHASE_HEAD, beside_cells, phase_cells, plan_screen, proof
 from graphrun.report.svg import element
 from graphrun.report.table import Units
@@ -32,18 +37,24 @@ def measured_in(data: Mapping[str, Any]) -> Trace:
     return Trace(data["plan_digest"], data["device"], slots, events, data["baseline_bytes"], data["left_bytes"])
 
 
-def report_page(solution: Solution, measured: Trace | None, points: Sequence[Point]) -> str:
-    """The HTML page: figures, planned and measured timelines, phases, planned against measured, the frontier, the plan's text."""
+def report_page(solution: Solution, measured: Trace | None, points: Sequence[Point], made: Made | None = None) -> str:
+    """The HTML page: what was made, figures, timelines, phases, planned against measured, the frontier, the plan's text."""
     problem, simulation, applied = solution.problem, solution.simulation, solution.chosen
     colours = {component.name: number % 8 for number, component in enumerate(applied.components)}
     units = Units(simulation.peak_bytes, simulation.seconds)
-    sections = [_cards(solution, simulation, measured), _legend(colours)]
+    made = made or Made(dict(problem.settings), dict(problem.versions), problem.digest)
+    sections = [_made(made), _cards(solution, simulation, measured), _legend(colours)]
+    parts = {
+        f"{report.phase} {report.part}".strip(): (report.compute_seconds, of)
+        for report, of in zip(simulation.slots, parts_of(solution), strict=True)
+    }
     drawings = [("Planned", simulation.events, _planned(simulation.slots))]
     drawings += [("Measured", measured.events, measured.slots)] if measured else []
     for name, events, slots in drawings:
         first = [event for event in events if event.slot < len(solution.plan.slots)]
-        drawn = timeline_svg(first, slots, problem.effective_bytes, colours, f"{name}: disk reads, copies, compute and memory")
-        sections.append(f'<h2>{name}</h2><div class="wide">{drawn}</div>')
+        title = f"{name}: disk reads, copies, compute and memory"
+        drawn = timeline_svg(first, slots, parts, problem.effective_bytes, colours, title)
+        sections.append(f'<h2>{name}</h2><p class="swipe">scroll sideways →</p><div class="wide">{drawn}</div>')
     sections.append(_phases(applied, simulation.slots, units))
     if measured:
         titles = (f"peak {units.size} planned", "measured", f"moved {units.size} planned", "measured", f"{units.time} planned")
@@ -66,6 +77,56 @@ def _planned(reports: Sequence[SlotReport]) -> tuple[SlotTrace, ...]:
         SlotTrace(report.phase, report.part, 0, report.peak_bytes, 0, start, end)
         for report, (start, end) in zip(reports, pairwise(ends), strict=True)
     )
+
+
+class Made(NamedTuple):
+    """What a run made, of what: inputs, versions, digest of the plan; when, and the pictures as data URIs."""
+
+    inputs: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    plan: str
+    date: str = ""
+    pictures: Sequence[str] = ()
+
+
+def made_in(data: Mapping[str, Any], folder: Path) -> Made | None:
+    """What the trace file ``data`` says about its outputs; None where it says nothing. Pictures that are no longer in ``folder``
+    are left out."""
+    of = data.get("made")
+    if not isinstance(of, dict):
+        return None
+    shown = filter(None, (_thumbnail(folder / str(name)) for name in of["files"][:4]))
+    return Made(dict(of["inputs"]), dict(of["versions"]), str(of["plan"]), str(of["date"]), list(shown))
+
+
+def _thumbnail(path: Path) -> str:
+    """The picture at ``path`` as a data URI of at most 512 pixels a side; empty where it is none."""
+    from PIL import Image
+
+    if path.suffix.lower() not in PICTURES or not path.is_file():
+        return ""
+    to = io.BytesIO()
+    try:
+        with Image.open(path) as image:
+            image.thumbnail((512, 512))
+            image.convert("RGB").save(to, "JPEG", quality=85)
+    except Exception:  # noqa: BLE001  (whatever PIL raises for a file that is no picture)
+        return ""
+    return "data:image/jpeg;base64," + base64.b64encode(to.getvalue()).decode()
+
+
+def _made(made: Made) -> str:
+    """The pictures, the prompt, and a line each for the other inputs, the versions, the plan."""
+    inputs = {name: value for name, value in made.inputs.items() if name != "prompt"}
+    rows = [("prompt", str(made.inputs.get("prompt", ""))), ("made", made.date), ("inputs", _pairs(inputs))]
+    rows += [("versions", _pairs(made.versions)), ("plan", made.plan)]
+    shown = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
+    pictures = "".join(f'<img alt="output" src="{picture}">' for picture in made.pictures)
+    return f'<div class="made">{pictures}<dl>{shown}</dl></div>'
+
+
+def _pairs(of: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in of.items())
 
 
 def _cards(solution: Solution, simulation: Simulation, measured: Trace | None) -> str:
@@ -93,7 +154,18 @@ def _cards(solution: Solution, simulation: Simulation, measured: Trace | None) -
 def _legend(colours: Mapping[str, int]) -> str:
     patches = {c: element("rect", class_=f"c{number}", width=10, height=10) for c, number in colours.items()}
     items = "".join(f"<span>{element('svg', patch, viewBox='0 0 10 10')}{escape(c)}</span>" for c, patch in patches.items())
-    return f'<div class="legend">{items}</div>'
+    shades = {
+        "copied or computed": "c0",
+        "streamed, or read from disk": "c0 stream",
+        "ring": "c0 ring",
+        "activation": "activation",
+        "values, rest of pages": "values",
+        "nothing computes": "lane waits",
+    }
+    patches = {title: element("rect", class_=kind, width=10, height=10) for title, kind in shades.items()}
+    patches["budget for tensors"] = element("path", class_="budget", d="M0 5H10")
+    shown = "".join(f"<span>{element('svg', of, viewBox='0 0 10 10')}{escape(title)}</span>" for title, of in patches.items())
+    return f'<div class="legend">{items}</div><div class="legend">{shown}</div>'
 
 
 def _phases(applied: Problem, reports: Sequence[SlotReport], units: Units) -> str:

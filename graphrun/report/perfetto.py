@@ -23,9 +23,10 @@ TRACKS = ("slots", "compute", "copies", "disk")
 TRACK_OF = {kind: track for track, kinds in chart.TRACKS.items() for kind in kinds}
 
 
-def trace_json(name: str, trace: Trace, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the trace file ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace and its ``plan``."""
-    return perfetto(trace) if name.endswith(SUFFIX) else {**trace.to_json(), "plan": plan}
+def trace_json(name: str, trace: Trace, plan: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of the trace file ``name``: for a viewer if it ends in ``.perfetto.json``, else the trace, its ``plan``, and what
+    was ``made``: the files, their date, and what they were made of."""
+    return perfetto(trace) if name.endswith(SUFFIX) else {**trace.to_json(), "plan": plan, "made": made}
 
 
 def perfetto(trace: Trace) -> dict[str, Any]:

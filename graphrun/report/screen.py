@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from graphrun.model.plan import Blocks, Evict, Load, Slot, Stream, action_text, blocks_text
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem
@@ -11,22 +12,54 @@ from graphrun.model.simulation import Simulation, SlotReport
 from graphrun.model.solution import Solution
 from graphrun.report.summary import broken_caps, directives, figures
 from graphrun.report.table import Units, table
+from graphrun.report.verdicts import done, fits
 from graphrun.trace import SlotTrace, Trace
 from graphrun.units import gib, show_seconds, show_size
 
+Held = Sequence[tuple[str, Blocks]]  # components with their blocks on the device, as `Plan.finds`
 
-def plan_screen(solution: Solution, solve_seconds: float | None = None) -> str:
-    """What ``graphrun plan`` shows: totals, a row per phase, a timeline, and why components are streamed."""
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a screen is shown: its columns, whether it has all figures, what a run makes, the line with the next command."""
+
+    width: int = 80
+    verbose: bool = False
+    made: str = "a run"
+    then: str = ""
+
+    def first(self, verdict: str) -> str:
+        """The first lines: ``verdict``, and the next command, which is not folded since it is to be copied."""
+        return "\n".join((self.folded(verdict), *([self.then] if self.then else [])))
+
+    def folded(self, *lines: str) -> str:
+        """``lines`` folded at the width."""
+        folded = (
+            textwrap.fill(line, self.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        )
+        return "\n".join(folded)
+
+
+def plan_screen(solution: Solution, solve_seconds: float | None = None, look: Look | None = None) -> str:
+    """What ``graphrun plan`` shows: whether it fits, a row per phase, and where each component is when.
+
+    With all figures also the totals, all columns, and why components are streamed.
+    """
+    look = look or Look()
     problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
+    phases, timeline = (_phases, _timeline) if look.verbose else (_phases_in_short, _places)
+    head = _head(solution, simulation, solve_seconds) if look.verbose else _subject(solution, look)
     parts = [
-        _head(solution, simulation, solve_seconds),
-        _phases(problem, simulation.slots),
-        _timeline(problem, plan.slots, plan.finds),
+        look.first(fits(solution, look.made)),
+        head,
+        phases(problem, simulation.slots, look.width),
+        timeline(problem, plan.slots, plan.finds, look.width),
     ]
     if plan.again:
-        parts += [f"every further run: {show_seconds(simulation.again_seconds)}", _phases(problem, simulation.again)]
-        parts.append(_timeline(problem, plan.again, plan.leaves))
-    parts.append(_why(solution))
+        parts += [f"every further run: {show_seconds(simulation.again_seconds)}", phases(problem, simulation.again, look.width)]
+        parts.append(timeline(problem, plan.again, plan.leaves, look.width))
+    parts.append(_why(solution) if look.verbose else " -v shows all figures, and why components are streamed")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -40,18 +73,11 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
     parts = [f"{gib(nbytes) if overhead else show_size(nbytes)}{name}" for nbytes, name in terms if nbytes]
     budget = " = ".join([show_size(problem.budget_bytes), *([" + ".join(parts)] if len(parts) > 1 else [])])
     session = f"; {problem.runs} runs take {show_seconds(simulation.total_seconds)}" if problem.runs > 1 else ""
-    chosen = [f"{stage} with {name}" for stage, name in solution.plan.options]
-    chosen += [f"stages in the order {' '.join(solution.plan.order)}"] if solution.plan.order else []
-    layered = [component.name for component in problem.components if component.granularity == "layers"]
     return "\n".join(
         (
             f"plan {subject(problem)}",
             f"hardware {hardware.name} ({hardware.basis})  budget {budget}  RAM {show_size(problem.ram_bytes)}  {regime(problem)}",
-            *listed("directives", directives(problem)),
-            *listed("precomputed", problem.precomputed, ": outputs of earlier runs, neither planned nor loaded"),
-            *listed("chosen", chosen),
-            *listed("split into layers", layered, ": blocks do not fit, or are slower"),
-            *found_and_left(solution),
+            *_choices(solution),
             f"peak {show_size(simulation.peak_bytes)} at {peak.phase}  headroom"
             f" {show_size(problem.effective_bytes - simulation.peak_bytes)}  moves {show_size(simulation.moved_bytes)} in",
             _host(problem, simulation),
@@ -60,6 +86,31 @@ def _head(solution: Solution, simulation: Simulation, solve_seconds: float | Non
             f" (bound {show_seconds(solution.bound_seconds)}{solved})",
         )
     )
+
+
+def _subject(solution: Solution, look: Look) -> str:
+    """The graph, its budgets, what was demanded and chosen, and the proof."""
+    problem = solution.problem
+    budgets = f"budget {show_size(problem.budget_bytes)}, {show_size(problem.effective_bytes)} of it for tensors"
+    reserve = f", {show_size(problem.reserve_bytes)} reserve" if problem.reserve_bytes else ""
+    proven = proof(solution, solution.simulation.total_seconds)
+    plan = f"{budgets}{reserve}; RAM {show_size(problem.ram_bytes)}; {regime(problem)}; {proven}"
+    return look.folded(f"plan {subject(problem)}", plan, *_choices(solution))
+
+
+def _choices(solution: Solution) -> list[str]:
+    """Lines with the directives, the precomputed values, what the plan chose (options, order, layers), finds and leaves."""
+    problem = solution.problem
+    chosen = [f"{stage} with {name}" for stage, name in solution.plan.options]
+    chosen += [f"stages in the order {' '.join(solution.plan.order)}"] if solution.plan.order else []
+    layered = [component.name for component in problem.components if component.granularity == "layers"]
+    return [
+        *listed("directives", directives(problem)),
+        *listed("precomputed", problem.precomputed, ": outputs of earlier runs, neither planned nor loaded"),
+        *listed("chosen", chosen),
+        *listed("split into layers", layered, ": blocks do not fit, or are slower"),
+        *found_and_left(solution),
+    ]
 
 
 def subject(problem: Problem, without: str = "") -> str:
@@ -101,7 +152,20 @@ def _host(problem: Problem, simulation: Simulation) -> str:
     return f"host peak {show_size(simulation.host_peak_bytes)}{locked}{limit}  headroom {spare}  {reads}"
 
 
-def _phases(problem: Problem, reports: Sequence[SlotReport]) -> str:
+def _phases_in_short(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
+    units = Units(max(report.peak_bytes for report in reports), sum(report.seconds for report in reports))
+    rows = [["#", "phase", "calls", "resident", "peak", "streamed", f"takes {units.time}", f"waits {units.time}"]]
+    for number, phase in enumerate(problem.phases):
+        slots, cells = phase_cells(problem, phase, reports)
+        sizes = (cells[PHASE_HEAD.index(name)] for name in ("calls", "resident", "peak", "streamed"))
+        seconds, waits = (sum((getattr(slot, name) for slot in slots), 0.0) for name in ("seconds", "stall_seconds"))
+        rows.append(units.row(str(number), phase.name, *sizes, seconds, waits))
+    return (
+        table(rows, left=(1,), width=width) + f"\n sizes in {units.size}; streamed: passes through a ring; waits: nothing computes"
+    )
+
+
+def _phases(problem: Problem, reports: Sequence[SlotReport], width: int) -> str:
     units = Units(max(report.peak_bytes for report in reports), sum(report.seconds for report in reports))
     rows = [["#", *PHASE_HEAD, f"load {units.time}", f"run {units.time}"]]
     for number, phase in enumerate(problem.phases):
@@ -145,31 +209,55 @@ def streams_of(slots: Iterable[Slot], component: str) -> dict[str, Stream]:
     }
 
 
-def _timeline(problem: Problem, slots: Sequence[Slot], finds: Sequence[tuple[str, Blocks]]) -> str:
+def _timeline(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) -> str:
     """The placement of each component in each phase of ``slots``, and its variant. ``finds``: the blocks on the device before."""
-    rows, notes = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]], []
+    placed = _placed(problem, slots, finds)
+    rows = [["", *(f"{phase.stage}/{phase.index}" for phase in problem.phases), "held as"]]
+    rows += [[name, *_bars(marks, 4), held] for name, marks, held, _ in placed]
+    notes = [
+        f" ▒ {name} streamed in {phase}: {stay} stay resident" for name, _, _, stays in placed for phase, stay in stays.items()
+    ]
+    legend = " █ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
+    return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
+
+
+def _places(problem: Problem, slots: Sequence[Slot], finds: Held, width: int) -> str:
+    """`_timeline` in narrow columns, numbered as the phases in the table above it."""
+    placed = _placed(problem, slots, finds)
+    wide = max(1, min(4, (width - max(len(name) for name, *_ in placed) - 42) // len(problem.phases) - 2))
+    rows = [["", *map(str, range(len(problem.phases))), "held as", "always there"]]
+    rows += [[name, *_bars(marks, wide), held, ", ".join(dict.fromkeys(stays.values()))] for name, marks, held, stays in placed]
+    legend = " █ resident  ▒ streamed  ░ loaded early or kept for later  · not on the device"
+    return "\n".join((table(rows, left=range(len(rows[0])), width=width), legend))
+
+
+def _bars(marks: Sequence[str], wide: int) -> list[str]:
+    return [mark * wide if mark in "█▒░" else mark[:wide] for mark in marks]
+
+
+def _placed(problem: Problem, slots: Sequence[Slot], finds: Held) -> list[tuple[str, list[str], str, dict[str, str]]]:
+    """Each component with its mark in each phase, its variant, and the blocks that stay in the phases in which it is streamed."""
+    placed = []
     for component in problem.components:
-        variant, streams, row = component.variants[0], streams_of(slots, component.name), [component.name]
+        variant, streams = component.variants[0], streams_of(slots, component.name)
+        marks, stays = list[str](), dict[str, str]()
         held = list(zip(slots, held_blocks(component, finds, slots), strict=True))
         for phase in problem.phases:
             uses = any(use.component == component.name for use in phase.uses)
             blocks = max(count for slot, count in held if slot.phase == phase.name)
             if uses and variant.device == "cpu":
-                row.append("cpu")
+                marks.append("cpu")
             elif phase.name in streams:
-                row.append("▒▒▒▒")
-                stay = f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity} stay resident"
-                notes.append(f" ▒ {component.name} streamed in {phase.name}: {stay}")
+                marks.append("▒")
+                stays[phase.name] = f"{blocks} of {sum(len(k.blocks) for k in component.groups)} {component.granularity}"
             else:
-                row.append(("████" if uses else "░░░░") if blocks else "·")
-        rows.append(
-            [*row, f"{variant.precision}, {variant.backing_store if variant.device == 'device' else 'computed on the CPU'}"]
-        )
-    legend = " █ resident  ▒ streamed  ░ on the device during another component's phase  · not on the device"
-    return "\n".join((table(rows, left=range(len(rows[0]))), legend, *notes))
+                marks.append(("█" if uses else "░") if blocks else "·")
+        where = variant.backing_store if variant.device == "device" else "computed on the CPU"
+        placed.append((component.name, marks, f"{variant.precision}, {where}", stays))
+    return placed
 
 
-def held_blocks(component: ComponentNumbers, finds: Iterable[tuple[str, Blocks]], slots: Iterable[Slot]) -> list[int]:
+def held_blocks(component: ComponentNumbers, finds: Held, slots: Iterable[Slot]) -> list[int]:
     """The number of resident blocks of ``component`` in each slot, without those in the ring."""
 
     def named(blocks: Blocks) -> set[tuple[str, int]]:
@@ -243,22 +331,36 @@ def check_screen(solution: Solution) -> str:
     )
 
 
-def measured_screen(solution: Solution, trace: Trace, written: Sequence[str]) -> str:
-    """The last screen of ``graphrun run``: planned and measured numbers of every slot, bytes left on the device, files written."""
-    simulation = solution.simulation
-    units = Units(simulation.peak_bytes, simulation.seconds)
-    rows = [["slot", "peak planned", "measured", "moved planned", "measured", f"{units.time} planned", "measured"]]
-    for pair in trace.beside(simulation.slots):
-        rows.append(units.row(pair[1].name, *beside_cells([pair])))
+def measured_screen(solution: Solution, trace: Trace, written: Sequence[str], look: Look | None = None) -> str:
+    """The last screen of ``graphrun run``: planned and measured numbers of every phase, or with all figures of every slot; bytes
+    left on the device, files written."""
+    look, simulation = look or Look(), solution.simulation
+    units, pairs = Units(simulation.peak_bytes, simulation.seconds), trace.beside(simulation.slots)
+    pairs = pairs if look.verbose else [pair for pair in pairs if pair[1].phase]
+    names = [pair[1].name if look.verbose else pair[1].phase for pair in pairs]
+    head = [
+        "slot" if look.verbose else "phase",
+        "peak planned",
+        "measured",
+        "moved planned",
+        "measured",
+        f"{units.time} planned",
+        "measured",
+    ]
+    rows = [head if look.verbose else [cell.replace("measured", "run").replace("planned", "plan") for cell in head]]
+    for name in dict.fromkeys(names):
+        rows.append(units.row(name, *beside_cells([pair for pair, of in zip(pairs, names, strict=True) if of == name])))
     sizes = (simulation.peak_bytes, trace.peak_bytes, simulation.moved_bytes, trace.moved_bytes)
     rows.append(units.row("whole run", *sizes, simulation.seconds, trace.seconds))
     return "\n".join(
         (
             "",
-            table(rows, left=(0,)),
+            look.first(done(solution, trace)),
+            *(f"wrote {path}" for path in written),
+            "",
+            table(rows, left=(0,), width=None if look.verbose else look.width),
             f" sizes in {units.size}; {units.time} {'on the virtual clock' if trace.device == 'sim' else 'on the card'}",
             verdict(solution, trace),
-            *(f"wrote {path}" for path in written),
         )
     )
 

@@ -7,12 +7,19 @@ from collections.abc import Collection, Sequence
 from graphrun.units import GIB, KIB, MIB
 
 
-def table(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
-    """``rows`` as aligned columns: those numbered in ``left`` left-aligned, the others right-aligned; one space before each row."""
+def table(rows: Sequence[Sequence[str]], left: Collection[int], width: int | None = None) -> str:
+    """``rows`` as aligned columns: those numbered in ``left`` left-aligned, the others right-aligned; one space before each row.
+
+    ``width``: a wider table has its widest left-aligned column cut.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None and left:
+        widest = max(left, key=lambda column: widths[column])
+        widths[widest] = max(8, widths[widest] - max(0, sum(widths) + 2 * len(widths) - 1 - width))
     lines = []
     for row in rows:
-        cells = (cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        cut = (cell if len(cell) <= w else f"{cell[: w - 1]}…" for cell, w in zip(row, widths, strict=True))
+        cells = (cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(cut, widths, strict=True)))
         lines.append(f" {'  '.join(cells)}".rstrip())
     return "\n".join(lines)
 

@@ -14,14 +14,15 @@ from typing import Any
 
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
-from graphrun.report.screen import listed, proof, streams_of, subject, terms
+from graphrun.report.screen import Look, listed, proof, streams_of, subject, terms
 from graphrun.report.summary import directives, figures
-from graphrun.report.svg import element, picture
+from graphrun.report.svg import element, picture, round_ticks, tick_seconds
 from graphrun.report.table import Units, table
 from graphrun.solve.alternatives import Alternative
 from graphrun.solve.frontier import Point
 from graphrun.solve.infeasible import Infeasible
-from graphrun.units import show_seconds, show_size
+from graphrun.solve.repairs import Repair
+from graphrun.units import show_seconds, show_size, typed_size
 
 # What each directive of `graphrun.solve.alternatives` means for a component; "": the plan itself.
 TITLES = {
@@ -33,29 +34,46 @@ TITLES = {
 }
 
 
-def infeasible_screen(error: Infeasible) -> str:
+def infeasible_screen(error: Infeasible, look: Look | None = None) -> str:
     """What ``graphrun plan`` and ``run`` show with exit code 3. With a byte less than the smallest budgets, no plan is found."""
+    look = look or Look()
     budgets = f"{show_size(error.budget_bytes)} of VRAM and {show_size(error.ram_bytes)} of RAM"
-    lines = [
-        f"infeasible: no plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds",
-        *_directives(error.problem),
-        "",
-    ]
+    verdict = f"fits: no. No plan runs {error.graph} on {error.hardware} within {budgets}; {error.binding} binds"
+    lines = [look.first(verdict), *_directives(error.problem), ""]
     if error.needs:
         units = Units(max(need.total_bytes for need in error.needs))
-        rows = [["phase", "slot", "weights", "ring", "activation", "values", "least", "available", "short"]]
-        names = ("phase", "part", *TERMS, "total_bytes", "available_bytes", "short_bytes")
-        rows += [units.row(*figures(need, *names).values()) for need in error.needs]
-        note = f" sizes in {units.size}; weights: what cannot be streamed; values: outputs passed between stages, and live-in bytes"
-        lines += [table(rows, left=(0, 1)), note, ""]
+        rows = [["phase", "weights", "ring", "activation", "values", "least", "have"]]
+        rows += [
+            units.row(f"{need.phase} {need.part}", *figures(need, *TERMS, "total_bytes", "available_bytes").values())
+            for need in error.needs
+        ]
+        note = f"sizes in {units.size}; weights: what cannot be streamed; values: outputs passed between stages"
+        lines += [table(rows, left=(0,), width=look.width), f" {look.folded(note)}", ""]
     if error.smallest_ram_bytes > error.ram_bytes:
         units = Units(error.smallest_ram_bytes)
         rows = [units.row(*row) for row in (*error.host_bytes, ("at one time", error.smallest_ram_bytes))]
         lines += [table([["minimum in RAM", units.size], *rows], left=(0,)), ""]
     lines += [f"{_smallest_title(error.problem)}: {_smallest(error)}", "what helps, by predicted time, changes of the output last:"]
-    for repair in error.repairs:
-        lines.append(f"  - {repair.text}: {show_seconds(repair.seconds)}{', changes the output' if repair.changes_output else ''}")
-    return "\n".join(lines)
+    rows = [
+        [options, show_seconds(repair.seconds), "changes the output" * repair.changes_output]
+        for repair in error.repairs
+        if (options := typed(repair, error.capacity_bytes))
+    ]
+    others = [repair for repair in error.repairs if repair.change and not typed(repair, error.capacity_bytes)]
+    lines += [table(rows, left=(0, 2))] if rows else []
+    return "\n".join([*lines, *(look.folded(f" {repair.text}: {show_seconds(repair.seconds)}") for repair in others)])
+
+
+SIZES = ("--vram", "--ram", "--pinned", "--disk")  # options that are sizes of which more is enough too
+
+
+def typed(repair: Repair, capacity_bytes: int) -> str:
+    """The options to type for ``repair``, with rounded sizes; empty where options alone do not do: a directive left out, a second
+    command, a larger device."""
+    for option, value in repair.change:
+        if not value or option == "--until" or (option == "--vram" and int(value) > capacity_bytes):
+            return ""
+    return " ".join(f"{option} {typed_size(int(value)) if option in SIZES else value}" for option, value in repair.change)
 
 
 # The bytes of a slot, as in `graphrun.model.least_memory.PhaseMinimum`.
@@ -76,13 +94,18 @@ def _smallest_title(problem: Problem) -> str:
 def _smallest(error: Infeasible) -> str:
     """The smallest budgets as command line options, for those budgets that are too small."""
     names = {"VRAM": "--vram", "RAM": "--ram", "pinned RAM": "--pinned", "disk": "--disk"}
-    return " and ".join(_option(names[tier.name], tier.least_bytes) for tier in error.tiers if tier.short) or (
-        "none, with what is allowed"
-    )
+    options = [
+        f"a device with {show_size(tier.least_bytes)}, and this one has {show_size(tier.have_bytes)}"
+        if tier.name == "VRAM" and tier.least_bytes > error.capacity_bytes
+        else _option(names[tier.name], tier.least_bytes)
+        for tier in error.tiers
+        if tier.short
+    ]
+    return " and ".join(options) or "none, with what is allowed"
 
 
 def _option(name: str, nbytes: int) -> str:
-    return f"{name} {nbytes} ({show_size(nbytes)})"
+    return f"{name} {typed_size(nbytes)} ({nbytes} bytes)"
 
 
 def infeasible_json(error: Infeasible) -> dict[str, Any]:
@@ -183,21 +206,23 @@ def alternatives_json(solution: Solution, component: str, found: Sequence[Altern
 Swept = Sequence[tuple[str, Sequence[Point]]]  # (value of the swept input, its points); ("", points) without one
 
 
-def frontier_screen(problem: Problem, swept: Swept, name: str = "") -> str:
-    """What ``graphrun frontier`` shows: a row per budget (and per value of the input ``name``), then conclusions."""
+def frontier_screen(problem: Problem, swept: Swept, name: str = "", look: Look | None = None) -> str:
+    """What ``graphrun frontier`` shows: conclusions, then a row per budget (and per value of the input ``name``)."""
+    look = look or Look()
     units = Units(max(point.budget_bytes for _, of in swept for point in of))
     rows = [[name, f"budget {units.size}", "predicted", "exposed", "moved", "peak", "headroom", "proof"]]
     rows += [units.row(value, point.budget_bytes, *_cells(point)) for value, of in swept for point in of]
     return "\n".join(
         (
-            f"frontier {subject(problem, name)}",
+            *(_largest(swept, name) if name else _notes(problem, swept[0][1])),
+            *([look.then] if look.then else []),
+            "",
+            look.folded(f"frontier {subject(problem, name)}"),
             f"hardware {problem.hardware.name} ({problem.hardware.basis})  RAM {show_size(problem.ram_bytes)}  cold run",
             *_directives(problem),
             "",
             table(rows if name else [row[1:] for row in rows], left=()),
             f" sizes in {units.size}; exposed: predicted time in which the device waits for copies",
-            "",
-            *(_largest(swept, name) if name else _notes(problem, swept[0][1])),
         )
     )
 
@@ -210,14 +235,26 @@ def _cells(point: Point) -> list[str | float]:
         return ["does not fit", "", "", "", "", f"needs {least}"]
     exposed = show_seconds(max(0.0, point.seconds - point.compute_seconds))
     spare_bytes = solution.problem.effective_bytes - point.peak_bytes
-    return [show_seconds(point.seconds), exposed, point.moved_bytes, point.peak_bytes, spare_bytes, proof(solution, point.seconds)]
+    return [
+        show_seconds(point.seconds),
+        exposed,
+        point.moved_bytes,
+        point.peak_bytes,
+        spare_bytes,
+        proof(solution, point.seconds).removesuffix(" of optimal"),
+    ]
+
+
+def fastest(points: Sequence[Point]) -> Point | None:
+    """The fastest point, with the smallest budget where several are as fast; None where nothing fits."""
+    fitting = [point for point in points if point.fits]
+    return min(fitting, key=lambda point: (round(point.seconds, 3), point.budget_bytes), default=None)
 
 
 def _notes(problem: Problem, points: Sequence[Point]) -> list[str]:
     notes = [f"{_smallest_title(problem)}: {_option('--vram', points[0].smallest_budget_bytes)}"]
-    if fitting := [point for point in points if point.fits]:
-        best = min(fitting, key=lambda point: (round(point.seconds, 3), point.budget_bytes))
-        notes.append(f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")
+    if (best := fastest(points)) is not None:
+        notes.insert(0, f"fastest: {show_seconds(best.seconds)}, from {show_size(best.budget_bytes)} on")
     if any(point.budget_bytes > problem.hardware.capacity_bytes for point in points):
         notes.append(f"a budget above {problem.hardware.name}'s {show_size(problem.hardware.capacity_bytes)} counts as that much")
     return notes
@@ -298,11 +335,11 @@ def frontier_svg(problem: Problem, swept: Swept, name: str = "", *, marked_bytes
             path = f"M{x(marked_bytes):.1f} {MARGIN}V{bottom}"
             yield element("path", class_="budget", d=path, stroke="#c0392b", stroke_dasharray="6 4")
             yield text(x(marked_bytes) + 6, bottom - 8, "this budget", color="#c0392b")
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            nbytes, seconds = share * most_bytes, share * most_seconds
+        for tick in round_ticks(most_bytes / units.size_bytes):
+            yield text(x(tick * units.size_bytes), bottom + 18, f"{tick:g} {units.size}", "middle")
+        for seconds in round_ticks(most_seconds):
             yield element("path", d=f"M{MARGIN} {y(seconds):.1f}H{WIDTH - MARGIN}", stroke="#ddd")
-            yield text(x(nbytes), bottom + 18, f"{nbytes / units.size_bytes:.3g} {units.size}", "middle")
-            yield text(MARGIN - 6, y(seconds) + 4, show_seconds(seconds), "end")
+            yield text(MARGIN - 6, y(seconds) + 4, tick_seconds(seconds), "end")
         for number, (value, of) in enumerate(swept):
             color = f"hsl({210 + 360 * number // len(swept)},70%,40%)"
             if spots := [(x(point.budget_bytes), y(point.seconds)) for point in of if point.fits]:

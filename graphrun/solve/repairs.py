@@ -100,7 +100,7 @@ def _budgets(problem: Problem, least: Mapping[str, int]) -> Iterator[_Proposal]:
 def _device_text(problem: Problem, device: int) -> str:
     capacity = problem.hardware.capacity_bytes
     if device > capacity:
-        return f"use a device with {device} bytes ({show_size(device)}) or more: this one has {show_size(capacity)}"
+        return f"use a device with {show_size(device)} or more: this one has {show_size(capacity)}"
     return _raise("VRAM", problem.budget_bytes, device)
 
 

@@ -62,8 +62,12 @@ def test_memory_of_each_tier_is_a_counter() -> None:
 
 
 def test_the_files_name_says_which_form_it_takes() -> None:
-    assert "traceEvents" in trace_json("run.perfetto.json", TRACE, {})
-    assert trace_json("run.json", TRACE, {"graph": "g"}) == {**TRACE.to_json(), "plan": {"graph": "g"}}
+    assert "traceEvents" in trace_json("run.perfetto.json", TRACE, {}, {})
+    assert trace_json("run.json", TRACE, {"graph": "g"}, {"date": "d"}) == {
+        **TRACE.to_json(),
+        "plan": {"graph": "g"},
+        "made": {"date": "d"},
+    }
     assert TRACE.to_json()["tiers"][1] == {"name": "pinned", "before_bytes": 100, "after_bytes": 100, "left_bytes": 0}
 
 

@@ -143,3 +143,65 @@ def test_the_default_is_by_what_there_is(tmp_path: Path) -> None:
 def test_what_will_not_do_is_refused_before_anything_is_loaded(asked: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
         output_files(asked, KINDS, Path("x"))
+
+
+def test_files_say_what_they_were_made_of(tmp_path: Path) -> None:
+    import json
+
+    import av
+    from safetensors import safe_open
+
+    made = {"graph": "g", "inputs": {"prompt": "ein Käse", "seed": 3}, "plan": "0123", "versions": {"graphrun": "1"}}
+    outputs = {
+        "image": frames(1)[0],
+        "film": frames(2),
+        "sound": Sound(np.zeros((1, 3), np.float32), 8000),
+        "latents": torch.ones(2),
+    }
+
+    def written(name: str, suffix: str) -> Path:
+        return save_outputs({name: outputs[name]}, tmp_path / f"a{suffix}", made_of=made)[0]
+
+    assert json.loads(Image.open(written("image", ".png")).text["graphrun"]) == made
+    for suffix in (".jpg", ".webp", ".tif"):
+        assert json.loads(Image.open(written("image", suffix)).getexif()[0x010E]) == made
+    assert json.loads(Image.open(written("film", ".gif")).info["comment"]) == made
+    assert json.loads(Image.open(written("film", "")).text["graphrun"]) == made
+    with av.open(str(written("film", ".mp4"))) as container:
+        assert json.loads(container.metadata["comment"]) == made
+    sound = written("sound", ".wav")
+    assert media.accept("audio", sound, rate=8000).open().shape == (1, 3)
+    data = sound.read_bytes()
+    assert int.from_bytes(data[4:8], "little") == len(data) - 8
+    assert json.loads(data[data.index(b"ICMT") + 8 :].rstrip(b"\0")) == made
+    with safe_open(written("latents", ".safetensors"), "pt") as tensors:
+        assert json.loads(tensors.metadata()["graphrun"]) == made
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "refused"),
+    [
+        ("a.png", [], "a.png"),
+        ("a-07.png", [], "a-07.png"),
+        ("a-0001-2.png", [], "a-0001-2.png"),
+        ("a.wav", [], "a.wav"),
+        ("b.gif", ["film=b.gif"], "b.gif"),
+        ("a/0000.png", ["image=a"], "a"),
+        ("a-b.png", [], ""),
+        ("a.txt", [], ""),
+        ("a.wav", ["image=a.png"], ""),
+    ],
+)
+def test_what_is_there_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, asked: list[str], refused: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(there).parent.mkdir(exist_ok=True)
+    Path(there).touch()
+    kinds = {"image": "image", "sound": "audio", "film": "video"} if asked else {"image": "image", "sound": "audio"}
+    assert output_files(asked, kinds, Path("a"), overwrite=True)
+    if refused:
+        with pytest.raises(InputError, match=f"^{refused}: is there already: add --overwrite"):
+            output_files(asked, kinds, Path("a"), overwrite=False)
+    else:
+        assert output_files(asked, kinds, Path("a"), overwrite=False)

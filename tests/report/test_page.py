@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
+
+from graphrun.report.memory import parts_of
+from graphrun.report.page import Made, made_in
+from graphrun.report.svg import round_ticks
+from graphrun.solve.solve import solve
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 SCREENSHOTS = Path(__file__).parents[2] / "out"  # to be looked at
@@ -40,6 +49,42 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, planned
 
 
+def test_the_page_shows_the_picture_and_what_it_was_made_of(pages: tuple[Path, Path]) -> None:
+    page = pages[0].read_text()
+    (picture,) = re.findall(r'<img alt="output" src="data:image/jpeg;base64,([^"]+)">', page)
+    assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (128, 128)
+    shown = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert shown["prompt"] == "a lighthouse at dusk"
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d.*", shown["made"])
+    assert "seed 0" in shown["inputs"]
+    assert {"graphrun", "torch", "diffusers"} <= {pair.split()[0] for pair in shown["versions"].split(", ")}
+    assert re.fullmatch("[0-9a-f]{16}", shown["plan"])
+    assert "<img" not in pages[1].read_text()
+
+
+def test_a_picture_that_is_gone_or_broken_is_left_out(tmp_path: Path) -> None:
+    about = {"inputs": {"prompt": "x"}, "versions": {}, "plan": "0", "date": "now", "files": ["gone.png", "broken.png", "a.wav"]}
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "a.wav").touch()
+    assert made_in({"made": about}, tmp_path) == Made({"prompt": "x"}, {}, "0", "now", [])
+
+
+def test_the_parts_of_a_slot_are_its_peak(make_problem: Any) -> None:
+    solution = solve(make_problem("flux-tiny", 6 * 2**20))
+    for parts, report in zip(parts_of(solution), solution.simulation.slots, strict=True):
+        kinds = {
+            kind: sum(part.nbytes for part in parts if part.kind == kind) for kind in ("weights", "ring", "activation", "values")
+        }
+        assert list(kinds.values()) == [report.resident_bytes, report.ring_bytes, report.activation_bytes, report.values_bytes]
+
+
+def test_ticks_are_round() -> None:
+    assert round_ticks(46.4) == [0, 10, 20, 30, 40]
+    assert round_ticks(0.9, 3) == pytest.approx([0, 0.5])
+    assert round_ticks(7.37, 3) == [0, 5]
+    assert round_ticks(6) == [0, 2, 4, 6]
+
+
 def text_of(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", " ", page))
 
@@ -58,7 +103,7 @@ def test_the_page_of_a_run_shows_plan_and_measurement_side_by_side(pages: tuple[
         assert f"<td>{phase}</td>" in page
         assert f"<td>{phase} first</td>" in page
     assert "left on the device: 0 B" in text_of(page)
-    assert page.count('class="budget"') == 3, "over both timelines' memory, and where this budget is among others"
+    assert page.count('class="budget"') == 4, "in the legend, over both timelines' memory, and where this budget is among others"
     assert " MiB</text>" in page.rpartition("<svg")[2], "sizes are in a unit that suits them"
     assert "slot denoise/0:transformer steady x3" in text_of(page)
 
@@ -72,7 +117,7 @@ def test_the_page_of_a_plan_has_nothing_measured(pages: tuple[Path, Path]) -> No
 def test_the_page_needs_no_network(pages: tuple[Path, Path]) -> None:
     for page in pages:
         found = re.findall(r"(?:src|href|url)\s*[=(]\s*['\"]?([^'\")\s>]+)", page.read_text())
-        assert found == []
+        assert [name for name in found if not name.startswith(("#", "data:image/jpeg"))] == []
         assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
 

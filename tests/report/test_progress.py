@@ -11,9 +11,9 @@ from graphrun.report.progress import BatchProgress, Progress, Shown, seconds_bef
 def test_the_remaining_time_is_predicted_at_the_pace_so_far() -> None:
     now = [10.0]
     shown = Shown(8.0, None, lambda: now[0])
-    assert shown.left == "about 8.0 s left"
+    assert shown.left == "0:08 left"
     now[0], shown.done_seconds = 14.0, 2.0
-    assert shown.left == "about 12.0 s left", "two predicted seconds took four"
+    assert shown.left == "0:12 left", "two predicted seconds took four"
 
 
 def test_the_seconds_before_a_call() -> None:
@@ -22,17 +22,46 @@ def test_the_seconds_before_a_call() -> None:
     assert seconds_before([1.0, 2.0], 1, 0, 0) == 1.0
 
 
-def test_a_run_says_a_line_for_each_slot() -> None:
+def run_of(steps: str, calls: int, lines: list[str], now: list[float]) -> Progress:
+    """Progress of a loop of ``calls`` calls, 2 s of loading and 4 s each as predicted, and of 8 s after it."""
+    parts = (("a/0:x", "load", 0), ("a/0:x", "first", 1), ("a/0:x", "steady", calls - 1), ("b/0:y", "first", 1), ("", "end", 0))
+    plan = Plan("p", tuple(Slot(phase, part, calls, ()) for phase, part, calls in parts))
+    seconds = [2.0, 4.0, 4.0 * (calls - 1), 8.0, 0.0]
+    problem = SimpleNamespace(settings=(("height", "64"), ("steps", steps)), hardware=SimpleNamespace(device="cuda"))
+    simulation = SimpleNamespace(slots=[SimpleNamespace(seconds=each) for each in seconds], problem=problem)
+    return Progress(plan, simulation, lines.append, lambda: now[0])  # type: ignore[arg-type]
+
+
+def test_a_run_says_its_steps_their_seconds_and_the_time_left() -> None:
     now, lines = [0.0], list[str]()
-    plan = Plan("p", (Slot("a/0:x", "load", 0, ()), Slot("a/0:x", "steady", 4, ())))
-    simulation = SimpleNamespace(slots=[SimpleNamespace(seconds=1.0), SimpleNamespace(seconds=4.0)])
-    with Progress(plan, simulation, lines.append, lambda: now[0]) as progress:  # type: ignore[arg-type]
+    with run_of("40", 40, lines, now) as progress:
         now[0] = 100.0  # weights were built before the first slot
         progress(0, 0, 0)
-        now[0] = 102.0
-        for call in range(5):
-            progress(1, call, 4)
-    assert lines == ["  slot 1/2 a/0:x load, about 5.0 s left", "  slot 2/2 a/0:x steady, about 8.0 s left"]
+        now[0] = 104.0
+        progress(1, 0, 1)
+        progress(1, 1, 1)
+        now[0] = 112.0  # the first step waited for weights
+        progress(2, 0, 39)
+        for call in range(1, 40):
+            progress(2, call, 39)
+            now[0] += 2.0
+        progress(3, 0, 1)
+        progress(3, 1, 1)
+        progress(4, 0, 0)
+    assert lines[0] == "  a/0:x, 2:50 left"
+    assert lines[1] == "  step 2/40, 5:28 left"
+    assert lines[2] == "  step 7/40, 2.0 s/it, 1:15 left", "34 steps of 2 s, and 8 predicted seconds at the pace so far"
+    assert [line.split(",")[0] for line in lines[2:]] == [*(f"  step {n}/40" for n in range(7, 41, 5)), "  step 40/40", "  b/0:y"]
+    assert "2.0 s/it" in lines[-2]
+
+
+def test_a_step_may_be_two_calls() -> None:
+    now, lines = [0.0], list[str]()
+    with run_of("2", 4, lines, now) as progress:
+        for slot, call, calls in ((0, 0, 0), (1, 0, 1), (1, 1, 1), (2, 0, 3), (2, 1, 3), (2, 2, 3), (2, 3, 3)):
+            progress(slot, call, calls)
+            now[0] += 20.0
+    assert [line.split(",")[0].strip() for line in lines] == ["a/0:x", "step 1/2", "step 2/2"]
 
 
 def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time() -> None:
@@ -55,7 +84,7 @@ def test_a_batch_says_a_line_for_each_run_with_its_rate_and_the_remaining_time()
         "graphrun: p.jsonl:3: is not JSON",
         "  denoise restarts at its first step after an interruption: its pipeline has 2 loops",
         "  2 of 2 requests, request by request: predicted 4.0 s",
-        "  a 1/2, about 4.0 s left",
-        "  a 2/2, 3.0 s each, about 3.0 s left",
+        "  a 1/2, 0:04 left",
+        "  a 2/2, 3.0 s each, 0:03 left",
     ]
     assert lines[5].startswith("  done 1/2: ")

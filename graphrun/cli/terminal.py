@@ -1,0 +1,79 @@
+"""What differs between a terminal and a pipe: the width, colour, and a sign of life of what takes over a second."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from graphrun.reading import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Colours of screens, which are plain text: what is coloured is found by its words. Styles are those of rich.
+COLOURS = (
+    ("bold green", r"(?m)^(?:fits: yes|done|ok|ready)\b"),
+    ("bold red", r"(?m)^(?:fits: no|infeasible)\b|the plan was BROKEN|does not fit\b"),
+    ("cyan", r"(?m)(?<=: )graphrun .*$"),
+    ("bold", r"(?m)^ (?:#|phase|slot|component|budget) .*$"),
+    ("green", "█+"),
+    ("yellow", "▒+"),
+    ("blue", "░+"),
+    ("dim", r"(?m)^ (?:sizes|weights|█|-v|why) .*$"),
+)
+WIDEST = 120  # columns of a sentence: longer ones are hard to read
+
+
+def width() -> int:
+    """The columns that screens are made for: those of the terminal, or of $COLUMNS; 80 in a pipe."""
+    return max(80, min(WIDEST, shutil.get_terminal_size().columns))
+
+
+def coloured(screen: str, *, err: bool = False) -> None:
+    """Prints ``screen`` to stdout, or to stderr: in colour on a terminal, plain in a pipe and with $NO_COLOR.
+
+    Characters that a terminal would act on are escapes: names in it may come from a file.
+    """
+    if not (sys.stderr if err else sys.stdout).isatty():
+        typer.echo(printable(screen), err=err)
+        return
+    from rich.console import Console
+
+    print_to(Console(stderr=err), screen)
+
+
+def print_to(console: Console, screen: str) -> None:
+    """Prints ``screen`` to ``console``, in its colours."""
+    from rich.text import Text
+
+    text = Text(printable(screen))
+    for style, words in COLOURS:
+        text.highlight_regex(words, style)
+    console.print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def alive(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """A context that shows on stderr what takes so long: a spinner on a terminal, and in a pipe one line after a second."""
+    if quiet:
+        yield
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        with Console(stderr=True).status(Text(printable(what))):
+            yield
+    else:
+        timer = threading.Timer(1.0, lambda: typer.echo(f"  {printable(what)}", err=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
