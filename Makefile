@@ -8,7 +8,7 @@ QUICK  := tests/graph tests/solve tests/report/test_golden.py tests/report/test_
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: run quick test sweep lint golden tables clean
+.PHONY: run quick test sweep fuzz lint golden tables clean
 
 run: $(STAMP)
 	@mkdir -p out
@@ -27,6 +27,10 @@ test: $(STAMP) lint
 sweep: $(STAMP)
 	$(BIN)/python -m pytest -m sweep -n auto --dist worksteal \
 		$(if $(PART),--part=$(PART)) $(if $(MINUTES),--minutes=$(MINUTES)) $(if $(PART)$(MINUTES),,--record=benchmarks/results/sweep.json)
+
+# Mutants of files: SEED=7, SEEDS=10, MINUTES=30. Counts are added to those of other seeds in benchmarks/results/fuzz.json.
+fuzz: $(STAMP)
+	$(BIN)/python tests/hostile/fuzzing.py $(if $(SEED),--seed=$(SEED)) $(if $(SEEDS),--seeds=$(SEEDS)) $(if $(MINUTES),--minutes=$(MINUTES))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

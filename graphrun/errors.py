@@ -23,6 +23,10 @@ class GraphError(InputError):
     """A graph file is invalid."""
 
 
+class StageError(GraphError):
+    """The pipeline's own code failed in a stage: an input that it does not take, parts that do not fit each other."""
+
+
 class PlanError(InputError):
     """A plan is refused before the run starts: its text is malformed, a digest differs, or it violates a rule."""
 

@@ -18,11 +18,13 @@ import glob
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from graphrun.errors import InputError
+from graphrun.reading import parse_json, read_bytes
 from graphrun.units import MIB
 
 
@@ -35,7 +37,6 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, lasting: bool = Fal
     handle, temporary = _locked_temporary(path)
     try:
         write(temporary)
-        os.fchmod(handle, 0o644)
         if lasting:
             os.fsync(handle)
         os.replace(temporary, path)
@@ -59,11 +60,12 @@ def _remove_unlocked(folder: Path, pattern: str) -> None:
 def _locked_temporary(path: Path) -> tuple[int, Path]:
     """A new temporary file for ``path``: its descriptor, locked, and its path."""
     while True:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path))
+        temporary = path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}")
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # less the user's umask
         with contextlib.suppress(OSError):  # on file systems without locks, `sweep` removes nothing
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
-            return handle, Path(name)
+            return handle, temporary
         os.close(handle)  # removed by `sweep` in another process before it was locked
 
 
@@ -92,11 +94,11 @@ class Store:
         """The entry; None where it is absent, damaged or unreadable."""
         path = self._path(kind, key)
         try:
-            check, _, text = path.read_bytes().partition(b"\n")
+            check, _, text = read_bytes(path).partition(b"\n")
             if hashlib.sha256(text).hexdigest().encode() != check:
                 return None
-            data = json.loads(text)
-        except (OSError, ValueError):
+            data = parse_json(text)
+        except (InputError, ValueError):
             return None
         with contextlib.suppress(OSError):
             os.utime(path)

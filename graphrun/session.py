@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +98,7 @@ class Session:
         self._recomputed_seconds = 0.0  # by runs that computed cached outputs again, since the last change of plan
         self._state = threading.Lock()  # guards _waiting and _closed
         self._waiting: deque[Mapping[str, Any]] = deque()
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="graphrun-session")
 
     def __enter__(self) -> Session:
@@ -121,6 +122,7 @@ class Session:
         Raises InputError for inputs that the graph refuses, and after `close`. What planning other sizes raises is in the future.
         """
         values = self.graph.resolve({**self._inputs, **(inputs or {})})
+        self._refuse_forked()
         with self._state:
             if self._closed:
                 raise InputError("the session is closed; create a new one")
@@ -131,8 +133,21 @@ class Session:
         """Runs once for each of ``inputs``, and returns the traces in their order."""
         return [future.result() for future in [self.submit(each) for each in inputs]]
 
+    def _refuse_forked(self) -> None:
+        """Raises InputError in a process that was forked after the session began: its worker thread is not there."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"the session belongs to process {self._process}, and this process was forked from it: create a session here, or "
+                "start the process by spawn (multiprocessing.set_start_method('spawn')), which a CUDA device needs anyway"
+            )
+
     def close(self) -> tuple[Tier, ...]:
-        """Waits for the current run, cancels the waiting ones, and frees everything. Returns bytes before and after, per tier."""
+        """Waits for the current run, cancels the waiting ones, and frees everything. Returns bytes before and after, per tier.
+
+        In a forked process it does nothing.
+        """
+        if os.getpid() != self._process:
+            return ()
         with self._state:
             self._closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -234,3 +249,7 @@ class Session:
 def _device_lock(device: str) -> threading.Lock:
     """The lock of ``device``, shared by all sessions of the process: one run at a time."""
     return threading.Lock()
+
+
+# A thread of the parent may hold a lock at the moment of the fork; the child has none of the parent's runs.
+os.register_at_fork(after_in_child=_device_lock.cache_clear)

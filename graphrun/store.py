@@ -36,6 +36,7 @@ from graphrun.modules.source_files import commits_of, config_file, file_stamps, 
 from graphrun.profile.feedback import informed, keep_shapes
 from graphrun.profile.problems import Limits, option_phases_of, problem_of
 from graphrun.profile.recording import DryRun
+from graphrun.reading import read_text
 from graphrun.solve.granularity import split_into_layers
 from graphrun.verify.solution import checked_solution
 
@@ -169,7 +170,7 @@ def _sources(graph: Graph) -> list[Any] | None:
         config = None if c.has_config else config_file(c.source)
         if not c.has_config and config is None:
             return None
-        text = config.read_text(encoding="utf-8") if config is not None else ""
+        text = read_text(config) if config is not None else ""
         found.append([c.name, text, c.variant, *(file_stamps(path, c.where, c.variant) for path in paths)])
     for p in graph.parts.values():
         if not (p.has_config or p.file):

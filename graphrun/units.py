@@ -13,6 +13,7 @@ from graphrun.errors import InputError
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 _SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", re.IGNORECASE)
+_MOST = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
@@ -29,9 +30,9 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
             raise InputError(
                 f"{name}: {text!r} is a percentage of a device's memory, but no device is known here; give bytes, such as 8G"
             )
-        nbytes = int(whole_bytes * float(percent[1]) / 100)
+        nbytes = int(min(whole_bytes * float(percent[1]) / 100, _MOST))
     elif match := _SIZE.fullmatch(text):
-        nbytes = int(float(match[1]) * _SCALE[match[2].lower()])
+        nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MOST))
     else:
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
     if nbytes <= 0:

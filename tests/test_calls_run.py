@@ -101,7 +101,7 @@ def test_a_file_that_is_given_is_planned_for(here: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--set", "image=none.png"), "none.png: there is no such file"),
+        (("--set", "image=none.png"), "none.png: no such file"),
         (("--set", "image=a.png", "-o", "image=a.xyz"), ".xyz is not known"),
         (("--set", "image=a.png", "-o", "picture=a.png"), "no such output 'picture'; outputs are image"),
         ((), "'image' is missing; it is an image"),
@@ -127,7 +127,7 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(her
     code, out = here(*many)
     assert code == 2, out
     assert "2 of 3 requests run" in out
-    assert "gone.png: there is no such file" in out
+    assert "gone.png: no such file" in out
     first, third = (Path(f"out/x-000{number}.webp").read_bytes() for number in (1, 3))
     assert first != third, "the same prompt of another picture"
     picture(seed=2).save("gone.png")

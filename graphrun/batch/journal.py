@@ -19,14 +19,17 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from graphrun.batch.cache.pack import pack, unpack
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.ops.steps import StepState
+from graphrun.reading import opened, parse_json
 
 DEPENDENCIES = "dependencies"
 T = TypeVar("T")
@@ -64,7 +67,9 @@ class Journal:
         data = _read(path)
         if data is None and kind == DEPENDENCIES and any(each.name.isdigit() for each in self.folder.iterdir()):
             raise InputError(f"{self.folder}: the state has no readable {path.name}; remove the folder to start over")
-        before: dict[str, str] = json.loads(data or b"{}")
+        before = _json(data, {})
+        if not (isinstance(before, dict) and all(isinstance(value, str) for value in before.values())):
+            raise InputError(f"{path}: is damaged; remove the folder to start over")
         changed = [
             f"  {name}: was {before[name]}, is {entries.get(name, 'gone')}" for name in before if entries.get(name) != before[name]
         ]
@@ -89,10 +94,10 @@ class RequestJournal:
     @property
     def done(self) -> bool:
         """Whether all of its output files exist, with the content that was written."""
-        data = _read(self.folder / "done.json")
+        data = _json(_read(self.folder / "done.json"), None)
         try:
-            return data is not None and all(_digest(Path(path)) == digest for path, digest in json.loads(data))
-        except OSError:
+            return data is not None and all(_digest(Path(path)) == digest for path, digest in data)
+        except (InputError, OSError, TypeError, ValueError):
             return False
 
     def finish(self, files: Iterable[Path]) -> None:
@@ -118,7 +123,7 @@ class RequestJournal:
 
     def state(self, stage: str) -> StepState | None:
         """The saved state of the loop of ``stage``; None where there is none, or it is damaged."""
-        return _unpacked(self.folder / f"{stage}.steps", lambda found: StepState(**found))
+        return _unpacked(self.folder / f"{stage}.steps", _step_state)
 
     def wants(self, stage: str, done: int, steps: int) -> bool:
         """Whether to save after step ``done``: always."""
@@ -150,19 +155,38 @@ def _write(path: Path, data: bytes) -> None:
 
 def _read(path: Path) -> bytes | None:
     """What `_write` wrote; None where there is nothing, or it is damaged."""
-    with contextlib.suppress(OSError):
-        check, _, data = path.read_bytes().partition(b"\n")
+    with contextlib.suppress(OSError, InputError):
+        with opened(path) as file:
+            check, _, data = file.read().partition(b"\n")
         return data if hashlib.sha256(data).hexdigest().encode() == check else None
     return None
 
 
+def _json(data: bytes | None, absent: Any) -> Any:
+    try:
+        return absent if data is None else parse_json(data)
+    except ValueError:
+        return None
+
+
+def _step_state(found: Any) -> StepState:
+    state = StepState(**found)
+    tensors, counts = (state.latents, state.generator), (state.done, state.steps)
+    if not (all(isinstance(each, torch.Tensor) for each in tensors) and all(type(each) is int for each in counts)):
+        raise TypeError("not the state of a loop")
+    state = replace(state, scheduler={name: (value, bool(on_device)) for name, (value, on_device) in state.scheduler.items()})
+    if not 0 < state.done <= state.steps:
+        raise ValueError(f"{state.done} of {state.steps} steps are done")
+    return state
+
+
 def _unpacked(path: Path, made: Callable[[Any], T]) -> T | None:
-    with contextlib.suppress(InputError, TypeError):
+    with contextlib.suppress(InputError, TypeError, ValueError, AttributeError):
         data = _read(path)
         return made(unpack(data)) if data is not None else None
     return None
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
+from graphrun.limits import require
+from graphrun.reading import parse_json, read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,10 @@ def read_requests(path: Path) -> list[Request]:
 
     Raises InputError where the file cannot be read or holds no request.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    data = read_bytes(path, limit="prompts_bytes")
     if not (found := list(_rows(data) if path.suffix.lower() == ".csv" else _lines(data))):
         raise InputError(f'{path}: holds no inputs; write one JSON object per line, such as {{"prompt": "a lighthouse"}}')
+    require("requests", len(found), f"it has {len(found):,} requests", str(path))
     return [replace(request, where=f"{path}:{request.number}") for request in found]
 
 
@@ -82,7 +81,7 @@ def _lines(data: bytes) -> Iterator[Request]:
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
-                yield _request(number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+                yield _request(number, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8")))
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
                 yield Request(number, {}, f"is not JSON: {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from graphrun.batch.requests import Request, read_requests
 from graphrun.batch.watch import Watcher
 from graphrun.cli.common import hardware_for, load, say, show
 from graphrun.cli.options import Asked
-from graphrun.cli.running import Stop, files_for, saved, stopping
+from graphrun.cli.running import Stop, files_for, refuse_rate, saved, stopping
 from graphrun.errors import InputError
-from graphrun.report.outputs import numbered
+from graphrun.graph.graph import Graph
+from graphrun.report.outputs import Files, numbered
 from graphrun.report.progress import BatchProgress
 from graphrun.units import show_seconds, show_size
 
@@ -41,9 +43,10 @@ def run_batch(
         raise InputError("a graph needs a budget: add --vram, such as --vram 8G")
     graph = load(source, asked)
     hardware = hardware_for(asked.hardware, asked.device, True, cache)
-    target = files_for(graph, output)
+    target = files_for(graph, output, asked.inputs)
     first = next(iter(target.values()))
     requests = read_requests(inputs) if inputs is not None else [Request(1, {}, where="the inputs")]
+    requests = [_with_rate(request, graph, target, asked.inputs) for request in requests]
     told, files = None if as_json else say, dict[int, list[str]]()
 
     def sink(request: Request, outputs: Mapping[str, Any]) -> list[Path]:
@@ -70,6 +73,15 @@ def run_batch(
     show(_batch_json(batch, len(requests), files), as_json, _batch_screen(batch, len(requests)))
     if batch.errors:
         raise typer.Exit(2)
+
+
+def _with_rate(request: Request, graph: Graph, target: Files, common: Mapping[str, Any]) -> Request:
+    """``request``, with an error where its videos cannot be saved at its frame rate."""
+    try:
+        refuse_rate(target, graph, {**common, **request.inputs})
+    except InputError as error:
+        return replace(request, error=request.error or str(error))
+    return request
 
 
 class _Progress(BatchProgress, Watcher):

@@ -16,6 +16,7 @@ import typer
 from graphrun import api
 from graphrun.cli.options import Asked
 from graphrun.errors import GraphrunError, InputError
+from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 
 if TYPE_CHECKING:
@@ -107,9 +108,14 @@ def planned(made: Planned, asked: Asked, reuse: str, *, to_run: bool = False, ra
     return replace(made, solution=solution, solve_seconds=seconds[0] if seconds else None, precomputed=precomputed)
 
 
+def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Prints ``text``, with characters that a terminal would act on as escapes: names in it may come from a file."""
+    typer.echo(printable(text), nl=nl, err=err)
+
+
 def say(line: str) -> None:
     """Prints ``line`` to stderr."""
-    typer.echo(line, err=True)
+    echo(line, err=True)
 
 
 def cache_folder(off: bool) -> Path | None:
@@ -156,16 +162,16 @@ def checked_reuse(reuse: str) -> Any:
 
 def show(summary: Any, as_json: bool, screen: str) -> None:
     """Prints ``summary`` as JSON, or ``screen``."""
-    typer.echo(json.dumps(summary, indent=1) if as_json else screen)
+    echo(json.dumps(summary, indent=1) if as_json else screen)
 
 
 def write_or_print(text: str, out: Path | None) -> None:
     """Writes ``text`` to ``out`` and says so; None: prints it."""
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         planfile.write_text(out, text)
-        typer.echo(f"wrote {out}")
+        echo(f"wrote {out}")
 
 
 @contextlib.contextmanager

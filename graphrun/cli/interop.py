@@ -12,6 +12,7 @@ from graphrun import api
 from graphrun.cli.common import AsJson, app, show, write_or_print
 from graphrun.cli.options import Trust
 from graphrun.errors import InputError, PlanError
+from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 
 
@@ -64,7 +65,7 @@ def map_(
 
 def _maps_in(path: Path) -> dict[str, dict[str, int | str]]:
     """The device maps in the file at ``path``. Raises InputError where it holds something else."""
-    found = planfile.read_json(path)
+    found = read_json(path, PlanError)
     inner = list(found.values()) if isinstance(found, dict) else [None]
     if not all(isinstance(each, dict) and all(isinstance(at, int | str) for at in each.values()) for each in inner):
         raise InputError(

@@ -16,7 +16,9 @@ import typer
 
 import graphrun
 from graphrun.cli.common import app, say
-from graphrun.errors import GraphrunError
+from graphrun.cli.options import pair
+from graphrun.errors import GraphrunError, InputError
+from graphrun.limits import LIMITS, raise_limits
 
 # Commands join the app when they are imported: in the order of --help.
 # isort: off
@@ -36,11 +38,19 @@ def about(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
     ] = False,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="Accept more of files and inputs: name=number, such as steps=20000 (docs/security.md). Repeatable."),
+    ] = None,
 ) -> None:
     """Run diffusion pipelines on GPUs that are too small for them: plan the placement of all weights, then execute that plan.
 
     Exit codes: 0 done, 2 bad input, 3 infeasible, 4 the run broke its plan.
     """
+    for name, value in (pair("--limit", text) for text in limit or ()):
+        if not value.isdecimal() or len(value) > LIMITS.digits:
+            raise InputError(f"--limit {name}={value[:40]}: give a number, such as --limit steps=20000")
+        raise_limits(**{name: int(value)})
 
 
 def main() -> NoReturn:

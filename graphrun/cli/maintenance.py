@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graphrun.cli.common import AsJson, app, cache_folder, show
+from graphrun.cli.common import AsJson, app, cache_folder, echo, show
 from graphrun.cli.options import NoCache
 from graphrun.errors import InputError
 from graphrun.units import show_seconds, show_size
@@ -51,7 +51,7 @@ def remove_entries(keys: Keys = None, every: Annotated[bool, typer.Option("--all
         if missing := [start for start in keys if not any(key.startswith(start) for key in all_keys)]:
             raise InputError(f"no entry begins with {', '.join(missing)}; graphrun cache ls shows the entries")
         chosen = sorted(key for key in all_keys if key.startswith(tuple(keys)))
-    typer.echo(f"removed {index.remove(chosen)} entries")
+    echo(f"removed {index.remove(chosen)} entries")
 
 
 @caches.command("verify")
@@ -60,8 +60,8 @@ def verify_entries() -> None:
     index = _index()
     broken = index.verify()
     for entry in broken:
-        typer.echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
-    typer.echo(f"{len(index.entries())} entries are intact, {len(broken)} were damaged")
+        echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.about}")
+    echo(f"{len(index.entries())} entries are intact, {len(broken)} were damaged")
 
 
 def _index() -> Any:

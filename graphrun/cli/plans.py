@@ -16,6 +16,7 @@ from graphrun.cli.common import (
     app,
     cache_folder,
     checked_reuse,
+    echo,
     hardware_for,
     load,
     named,
@@ -26,6 +27,7 @@ from graphrun.cli.common import (
 )
 from graphrun.cli.options import Asked, Reuse, shared
 from graphrun.errors import InputError, PlanError
+from graphrun.reading import read_json
 from graphrun.report import plan_files as planfile
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def check(
     """Check a saved plan: every rule that it breaks, with slot, action and bytes."""
     from graphrun.report.screen import check_screen
 
-    typer.echo(check_screen(planfile.read_solution(plan)[0]))
+    echo(check_screen(planfile.read_solution(plan)[0]))
 
 
 @app.command()
@@ -154,18 +156,18 @@ def report(
     from graphrun.solve.frontier import budgets_around
     from graphrun.solve.frontier import frontier as solve_all
 
-    data = planfile.read_json(trace)
+    data = read_json(trace, PlanError)
     traced = isinstance(data, dict) and "events" in data
     solution, _ = planfile.solution_in(data.get("plan") if traced else data, trace)
     planfile.require_writable(out)
     try:
         measured = measured_in(data) if traced else None
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"is a damaged trace: {type(error).__name__} {error}", str(trace)) from error
     with native_stdout_to_stderr():
         points = solve_all(solution.problem, budgets_around(solution.problem), _planner(cache_folder(False)))
     planfile.write_text(out, report_page(solution, measured, points))
-    typer.echo(f"wrote {out}")
+    echo(f"wrote {out}")
 
 
 @app.command()
@@ -173,7 +175,7 @@ def schema() -> None:
     """Print the JSON Schema of graph files, for editors."""
     from graphrun.graph.schema import schema_text
 
-    typer.echo(schema_text(), nl=False)
+    echo(schema_text(), nl=False)
 
 
 def _planner(cache: Path | None) -> Callable[[Problem], Solution | None]:

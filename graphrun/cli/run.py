@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graphrun import api
-from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, named, planned, say, show
+from graphrun.cli.common import AsJson, GraphFile, app, cache_folder, checked_reuse, echo, named, planned, say, show
 from graphrun.cli.options import Asked, Outputs, Reuse, shared
 from graphrun.cli.running import files_for, saved, stopping
 from graphrun.errors import InputError
@@ -67,11 +67,11 @@ def run(
     planfile.require_writable(plan_file, trace_file)
     made = named(graph, asked)
     until = made.solution.problem.until if made.solution is not None else ""
-    target = files_for(made.graph.until(until), output)
+    target = files_for(made.graph.until(until), output, asked.inputs)
     made = planned(made, asked, what, to_run=True, random_weights=random_weights)
     solution = made.solution
     if not as_json:
-        typer.echo(plan_screen(solution, made.solve_seconds))
+        echo(plan_screen(solution, made.solve_seconds))
     with Progress(solution.plan, solution.simulation, told) as progress, stopping(told) as stop:
         trace = api.run(
             solution,

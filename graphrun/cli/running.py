@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from graphrun.report.outputs import FPS, VIDEOS, Files, output_files, save_outputs
+from graphrun.report.outputs import FPS, VIDEOS, Files, output_files, require_rate, save_outputs
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -59,14 +59,28 @@ def stopping(tell: Callable[[str], None] | None) -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def files_for(graph: Graph, output: list[str] | None) -> Files:
-    """The files for the outputs of ``graph``. Raises InputError where they cannot be written."""
-    return output_files(output or (), graph.kinds(), Path("out") / graph.name)
+def files_for(graph: Graph, output: list[str] | None, inputs: Mapping[str, Any]) -> Files:
+    """The files for the outputs of ``graph`` with ``inputs``. Raises InputError where they cannot be written."""
+    files = output_files(output or (), graph.kinds(), Path("out") / graph.name)
+    refuse_rate(files, graph, inputs)
+    return files
+
+
+def refuse_rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> None:
+    """Raises InputError where ``files`` has a video, and no video file can have the frame rate that ``inputs`` give."""
+    with contextlib.suppress(TypeError, ValueError):  # an input that is no number is refused with the others
+        require_rate(files, _rate(files, graph, inputs))
 
 
 def saved(outputs: Mapping[str, Any], target: Files, graph: Graph, inputs: Mapping[str, Any]) -> list[Path]:
     """Writes ``outputs`` and returns the files; videos with the frame rate of ``graph`` or of its pipeline."""
+    return save_outputs(outputs, target, _rate(target, graph, inputs) or FPS)
+
+
+def _rate(files: Files, graph: Graph, inputs: Mapping[str, Any]) -> float | None:
+    """The frame rate of the videos among ``files``; None where there is no video, or the graph has no rate."""
+    if not any(path.suffix.lower() in VIDEOS for path in files.values()):
+        return None
     from graphrun.ops.pipeline import frames_per_second
 
-    video = any(path.suffix.lower() in VIDEOS for path in target.values())
-    return save_outputs(outputs, target, (frames_per_second(graph, inputs) if video else None) or FPS)
+    return frames_per_second(graph, inputs)

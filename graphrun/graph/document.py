@@ -1,11 +1,10 @@
 """Reads a YAML file as plain data with the line number of every entry, for error messages.
 
-Accepted: a single document, safe tags, unique keys, bounded alias expansion. Knows nothing of graphs.
+Accepted: one document without tags, with unique keys, bounded nesting, digits and alias expansion. Knows nothing of graphs.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 
 import yaml
 
+from graphrun import reading
 from graphrun.errors import GraphError
-
-# The most nodes of a document after its aliases are expanded. Reference graphs have about 200; a "billion laughs" file has 10**9.
-MOST_NODES = 100_000
+from graphrun.limits import LIMITS, require
 
 Location = Sequence[str | int]
 
@@ -29,6 +27,7 @@ class Document:
     data: Any
     root: yaml.Node
     problems: dict[str, int] = field(default_factory=dict)  # text -> line
+    _entries: dict[int, dict[str, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)  # of mappings, by `id` of their node
 
     def where(self, location: Location) -> str:
         """``path:line`` of the entry at ``location``, or of the nearest enclosing entry that the file has."""
@@ -38,20 +37,27 @@ class Document:
         node, line = self.root, self.root.start_mark.line
         for step in location:
             if isinstance(node, yaml.MappingNode):
-                found = [(key, value) for key, value in node.value if key.value == str(step)]
+                if id(node) not in self._entries:
+                    self._entries[id(node)] = {str(key.value): (key, value) for key, value in node.value}
+                found = self._entries[id(node)].get(str(step))
             else:
                 items = node.value if isinstance(node, yaml.SequenceNode) else []
-                found = [(item, item) for number, item in enumerate(items) if number == step]
-            if not found:
+                found = next(((item, item) for item in items[step : step + 1]), None) if isinstance(step, int) else None
+            if found is None:
                 break
-            key, node = found[-1]
+            key, node = found
             line = key.start_mark.line
         return line + 1
 
     def add(self, location: Location, text: str, *, line_of: Location | None = None) -> None:
-        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or of the one at ``line_of``."""
+        """Adds the problem ``text`` of the entry at ``location``, with the line of that entry, or of the one at ``line_of``.
+
+        Raises GraphError at the limit of problems.
+        """
         line, entry = self._line(line_of or location), ".".join(map(str, location))
         self.problems.setdefault(": ".join([f"{self.path}:{line}", *filter(None, [entry]), text]), line)
+        if len(self.problems) == LIMITS.problems:
+            self.raise_if_any()
 
     def raise_if_any(self) -> None:
         """Raises GraphError with one line per problem, ordered by line number; nothing where there is none."""
@@ -61,16 +67,16 @@ class Document:
 
 def read_document(path: Path) -> Document:
     """The YAML document in ``path``. Raises GraphError when it cannot be read, is no YAML, or repeats a key."""
-    text = read_text(path)
+    text = reading.read_text(path, GraphError)
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(path, text)
         root = loader.get_single_node()
         if root is None:
             raise GraphError("the file is empty", str(path))
         repeated: list[str] = []
         _check(path, root, {}, (), repeated)
         if repeated:
-            raise GraphError("\n".join(repeated))
+            raise GraphError("\n".join(repeated[: LIMITS.problems]))
         return Document(path, loader.construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -80,33 +86,40 @@ def read_document(path: Path) -> Document:
         raise GraphError(f"not YAML: {error.reason} at character {error.position}", str(path)) from None
     except ValueError as error:  # such as the date 2024-13-45
         raise GraphError(f"not YAML: {error}", str(path)) from None
-    except RecursionError:
-        raise GraphError("not YAML: nested too deeply", str(path)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes up to the limits, which are reached before a large or deep document is read whole."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(text)
+        self._path, self._nodes, self._depth = path, 0, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        self._nodes, self._depth = self._nodes + 1, self._depth + 1
+        if self._depth > LIMITS.nesting:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {LIMITS.nesting} deep", event.start_mark)
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise yaml.composer.ComposerError(None, None, f"the tag {event.tag!r} is not read: leave it out", event.start_mark)
+        where = f"{self._path}:{event.start_mark.line + 1}"
+        require("nodes", self._nodes, f"it has {self._nodes:,} entries or more", where, GraphError)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag.endswith(":int") and len(node.value) > LIMITS.digits + 12:  # signs, 0x and _ between digits
+                text = f"an integer has {len(node.value):,} digits"
+                raise yaml.composer.ComposerError(None, None, text, node.start_mark)
+            reading.refuse_surrogates(node.value)
+        return node
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises GraphError when it cannot be read or is something else."""
-    try:
-        data = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise GraphError(f"not JSON: {error.msg}", f"{path}:{error.lineno}") from None
-    except RecursionError:
-        raise GraphError("not JSON: nested too deeply", str(path)) from None
+    data = reading.read_json(path, GraphError)
     if not isinstance(data, dict):
         raise GraphError(f"expected a JSON object, got {type(data).__name__}", str(path))
     return data
-
-
-def read_text(path: Path) -> str:
-    """The text in ``path``. Raises GraphError when there is no such file or it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise GraphError("no such file", str(path)) from None
-    except UnicodeDecodeError as error:
-        raise GraphError(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
-    except (OSError, ValueError) as error:
-        raise GraphError(f"cannot be read: {getattr(error, 'strerror', None) or error}", str(path)) from None
 
 
 def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[int, ...], repeated: list[str]) -> int:
@@ -117,6 +130,8 @@ def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[in
     where = f"{path}:{node.start_mark.line + 1}"
     if id(node) in above:
         raise GraphError("an alias that contains itself", where)
+    if len(above) > LIMITS.nesting:
+        raise GraphError(f"nested more than {LIMITS.nesting} deep once its aliases are expanded", where)
     if id(node) not in counted:
         children: list[yaml.Node] = list(node.value) if isinstance(node, yaml.SequenceNode) else []
         keys: set[str] = set()
@@ -126,6 +141,7 @@ def _check(path: Path, node: yaml.Node, counted: dict[int, int], above: tuple[in
             keys.add(str(key.value))
             children += [key, value]
         counted[id(node)] = 1 + sum(_check(path, child, counted, (*above, id(node)), repeated) for child in children)
-        if counted[id(node)] > MOST_NODES:
-            raise GraphError("too large once its aliases are expanded", where)
+        require(
+            "nodes", counted[id(node)], f"it has {counted[id(node)]:,} entries once its aliases are expanded", where, GraphError
+        )
     return counted[id(node)]

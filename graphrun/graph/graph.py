@@ -20,6 +20,7 @@ from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.ops import OPERATIONS
 from graphrun.graph.values import Input, did_you_mean, fit
+from graphrun.reading import opened
 
 if TYPE_CHECKING:
     import networkx
@@ -373,10 +374,7 @@ class Graph:
                 ]
                 for c in self.components.values()
             },
-            "parts": {
-                p.name: [p.class_path, p.config, p.file and hashlib.sha256(p.file.read_bytes()).hexdigest()]
-                for p in self.parts.values()
-            },
+            "parts": {p.name: [p.class_path, p.config, p.file and _content_digest(p.file)] for p in self.parts.values()},
             "stages": {
                 s.name: [s.op, s.uses, {k: _plain(v) for k, v in s.arguments.items()}, *([s.options] if s.options else [])]
                 for s in self.stages
@@ -388,9 +386,15 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _content_digest(path: Path) -> str:
+    """SHA-256 of the file's content."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _header_digest(path: Path) -> str:
     """SHA-256 of the header of a safetensors file: names, shapes and dtypes of its tensors."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.sha256(file.read(min(HEADER_BYTES, int.from_bytes(file.read(8), "little")))).hexdigest()
 
 

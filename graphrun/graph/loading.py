@@ -10,6 +10,8 @@ Imports neither torch nor the packages whose classes the file names.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from graphlib import CycleError
@@ -38,6 +40,8 @@ from graphrun.graph.schema import (
     StageSpec,
 )
 from graphrun.graph.values import Input, did_you_mean, fit, of_type, outside, to_trust
+from graphrun.limits import require
+from graphrun.reading import inside
 from graphrun.units import parse_size
 
 _SECTIONS: dict[str, type[Spec]] = {
@@ -136,8 +140,9 @@ def _sentence(details: ErrorDetails, key: str) -> str:
             return "must not be empty"
         case "invalid_key":
             return f"{value!r} is not a name: write it as text"
-        case "greater_than" | "greater_than_equal":
-            return f"{value} is too small; {details['msg'].lower().removeprefix('input ')}"
+        case "greater_than" | "greater_than_equal" | "less_than_equal" as kind:
+            size = "large" if kind == "less_than_equal" else "small"
+            return f"{value} is too {size}; {details['msg'].lower().removeprefix('input ')}"
     return details["msg"]
 
 
@@ -159,6 +164,7 @@ class _Reader:
 
     def read(self) -> Graph:
         spec = self.spec
+        require("stages", len(spec.stages), f"it has {len(spec.stages):,} stages", self.document.where(("stages",)), GraphError)
         for index, package in enumerate(spec.allow or ()):
             if package not in self.allow:
                 self.add(("allow", index), f"a file may ask for {package}, and only you can trust it; {to_trust(package)}")
@@ -320,7 +326,7 @@ class _Reader:
         if not wanted:
             self.add((*at, "gguf"), "is not used: add gguf to precision:, or leave it out")
         file = self._source((*at, "gguf"), spec.gguf, None)
-        if Path(file).is_absolute() and not Path(file).is_file():
+        if Path(file).is_absolute() and not os.path.isfile(file):
             what = f"no such file: {file}; its header is needed to plan: get it, or leave gguf out of precision:"
             self.add((*at, "gguf"), what)
         return file
@@ -330,7 +336,7 @@ class _Reader:
 
     def _file(self, at: Location, name: str) -> Path:
         file = self.folder / name
-        if not file.is_file():
+        if not os.path.isfile(file):
             self.add((*at, "file"), f"no such file: {file}")
         return file
 
@@ -362,7 +368,7 @@ class _Reader:
             if config:
                 return read_json(self.folder / config)
             folder = Path(source or "")
-            found = (file for name in _CONFIG_FILES if folder.is_absolute() and (file := folder / name).is_file())
+            found = (file for name in _CONFIG_FILES if folder.is_absolute() and os.path.isfile(file := folder / name))
             return next(map(read_json, found), None)
         except GraphError as error:
             self.add(at, str(error))
@@ -392,9 +398,11 @@ class _Reader:
         Problems are added for the entry ``at``, unless that is ().
         """
         text = text.rstrip("/") or text
-        path = self.folder / Path(text).expanduser()
+        path = self.folder / os.path.expanduser(text)
         parts = text.split("/")
-        local = text.startswith((".", "/", "~")) or len(parts) < 2 or (len(parts) == 2 and text.endswith(FILES)) or path.exists()
+        local = (
+            text.startswith((".", "/", "~")) or len(parts) < 2 or (len(parts) == 2 and text.endswith(FILES)) or os.path.exists(path)
+        )
         problem = ""
         if text.endswith(PICKLED):
             problem = "is pickled, and nothing is unpickled: convert it to safetensors"
@@ -402,13 +410,19 @@ class _Reader:
             problem = f"{path} is on this machine, and only a repository has revisions: leave revision: out"
         elif not local and revision is not None and "@" in text:
             problem = "has a revision of its own: leave revision: out"
+        elif not local:
+            try:
+                for name in re.split("[@/]", f"{text}/{revision or 'main'}".replace("%2F", "/")):
+                    inside(Path(), name, "is not a repository: it has")
+            except InputError as error:
+                problem = str(error)
         if problem and at:
             self.add(at, problem)
         if local:
             return str(path.resolve())
-        owner, repository, *inside = parts
+        owner, repository, *below = parts
         pinned = f"{repository}@{revision.replace('/', '%2F')}" if revision is not None else repository
-        return "/".join((owner, pinned, *inside))
+        return "/".join((owner, pinned, *below))
 
     def _stage(self, name: str, spec: StageSpec, inputs: Mapping[str, Input]) -> Stage:
         at = ("stages", name)

@@ -11,7 +11,7 @@ Arrays and tensors from Python are passed on as they are. Knows neither pipeline
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.limits import require
+from graphrun.reading import opened as opened_file
+from graphrun.reading import parse_json
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")  # of 8 bits a channel, which PIL converts
@@ -76,8 +79,11 @@ def blank(kind: str, sizes: Mapping[str, float]) -> Any:
     if kind == "audio":
         import numpy as np
 
-        return np.zeros((1, max(1, round(sizes["rate"] * sizes["seconds"]))), dtype=np.float32)
+        length = sizes["rate"] * sizes["seconds"]
+        require("samples", math.ceil(length) if math.isfinite(length) else 2**62, f"audio of {length:g} samples")
+        return np.zeros((1, max(1, round(length))), dtype=np.float32)
     size = int(sizes["width"]), int(sizes["height"])
+    require("pixels", math.prod(size), f"{AN[kind]} of {size[0]} x {size[1]} pixels")
     if kind == "mask":
         return Image.new("L", size, FULL)
     picture = Image.new("RGB", size, GREY)
@@ -169,12 +175,10 @@ def _digest(paths: tuple[Path, ...]) -> str:
     total = hashlib.sha256()
     for path in paths:
         try:
-            with path.open("rb") as file:
+            with opened_file(path) as file:
                 total.update(hashlib.file_digest(file, "sha256").digest())
-        except FileNotFoundError:
-            raise InputError(f"{path}: there is no such file") from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     return total.hexdigest()
 
 
@@ -185,7 +189,7 @@ def _content(kind: str, paths: tuple[Path, ...]) -> Any:
     if kind != "video":
         return _picture(paths[0], "L" if kind == "mask" else "RGB")
     single = len(paths) > 1 or paths[0].suffix.lower() in PICTURES
-    frames = [_picture(path, "RGB") for path in paths] if single else _film(paths[0])
+    frames = _bounded(paths[0], (_picture(path, "RGB") for path in paths)) if single else _film(paths[0])
     if len({frame.size for frame in frames}) > 1:
         raise InputError(f"{paths[0]}: the frames are of several sizes: {', '.join(sorted({told(frame) for frame in frames}))}")
     return frames
@@ -205,6 +209,7 @@ def _picture(path: Path, mode: str) -> Any:
     from PIL import Image, ImageOps
 
     with _reading(path, "image", SyntaxError, Image.DecompressionBombError), Image.open(path) as found:
+        require("pixels", math.prod(found.size), f"it has {found.size[0]} x {found.size[1]} pixels", str(path))
         if found.mode not in MODES:
             raise InputError(f"{path}: has pixels of mode {found.mode}: save it with 8 bits a channel")
         return ImageOps.exif_transpose(found).convert(mode)
@@ -215,15 +220,25 @@ def _film(path: Path) -> list[Any]:
         from PIL import Image, ImageSequence
 
         with _reading(path, "animation", SyntaxError, Image.DecompressionBombError), Image.open(path) as found:
-            return [frame.convert("RGB") for frame in ImageSequence.Iterator(found)]
+            return _bounded(path, (frame.convert("RGB") for frame in ImageSequence.Iterator(found)))
     import av
 
     with _reading(path, "video", av.FFmpegError), av.open(str(path)) as container:
         decoded: Iterable[Any] = container.decode(video=0) if container.streams.video else ()
-        frames = [frame.to_image() for frame in decoded]
+        frames = _bounded(path, (frame.to_image() for frame in decoded))
     if not frames:
         raise InputError(f"{path}: holds no pictures")
     return frames
+
+
+def _bounded(path: Path, frames: Iterable[Any]) -> list[Any]:
+    """``frames`` as a list, decoded one by one up to the limit."""
+    found, pixels = list[Any](), 0
+    for frame in frames:
+        pixels += math.prod(frame.size)
+        require("film_pixels", pixels, f"its first {len(found) + 1} frames have {pixels:,} pixels", str(path))
+        found.append(frame)
+    return found
 
 
 def _sound(path: Path) -> tuple[int, Any]:
@@ -249,6 +264,7 @@ def _sound(path: Path) -> tuple[int, Any]:
             raise InputError(f"{path}: only wav is read where the package soundfile is not installed") from None
         with _reading(path, "sound", RuntimeError, TypeError):
             samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    require("samples", samples.size, f"it has {samples.size:,} samples", str(path))
     return int(rate), np.ascontiguousarray(samples.T, dtype=np.float32)
 
 
@@ -257,6 +273,6 @@ def parse_list(text: str) -> Any:
     if not text.lstrip().startswith("["):
         return text
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is not a JSON list: {error}") from None

@@ -18,6 +18,8 @@ from graphrun.graph.ops import OPERATIONS
 _NAME, _GRAPH_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$", r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 _CLASS_PATH, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", r"^[^\x00-\x1f]+$"
 _FILE_VARIANT = r"^[A-Za-z0-9_]+$"
+# Frame rates that both kinds of video files can hold: a GIF's delay is 0.01 to 655.35 s, mp4's rates here are fractions up to 1001.
+SLOWEST_FPS, FASTEST_FPS = 0.01, 1000.0
 _NO_NAME = "is not a name: letters, digits and underscores, at most 64, no digit first"
 # What is said of a text that does not match a pattern, after the text.
 PATTERNS = {
@@ -172,7 +174,9 @@ class GraphSpec(Spec):
     source: Source | None = None
     revision: Revision | None = None
     variant: FileVariant | None = None
-    fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of its videos, as files.")
+    fps: Annotated[float, Field(ge=SLOWEST_FPS, le=FASTEST_FPS)] | None = Field(
+        default=None, description="Frames per second of its videos, as files."
+    )
     allow: list[Name] | None = Field(
         default=None,
         description="Packages that classes come from, in place of diffusers and transformers. This only requests them: "

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graphrun.graph import media
+from graphrun.limits import require
+from graphrun.reading import refuse_surrogates
 
 InputType = Literal["str", "int", "float", "bool", "image", "mask", "video", "audio"]
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -55,7 +57,11 @@ def to_trust(package: str) -> str:
 
 def of_type(kind: str, value: Any) -> Any:
     """``value`` as ``kind`` (str, int, float or bool); an int is accepted as a float. Raises ValueError for anything else."""
-    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
+    if kind == "str" and isinstance(value, str):
+        refuse_surrogates(value)
+        require("characters", len(value), f"a text of {len(value):,} characters")
+        return value
+    if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:

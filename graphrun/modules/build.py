@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from graphrun.errors import GraphError
+from graphrun.errors import GraphError, GraphrunError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Component, Graph, Part
 from graphrun.graph.values import did_you_mean
+from graphrun.limits import require
 from graphrun.modules.adapters import adapter_tensors, add_ip_adapters
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.classes import refusal, resolve_class
@@ -390,12 +393,30 @@ def _check_keys(config: dict[str, Any], known: frozenset[str], label: str, where
 
 
 @contextmanager
+def _bounded_modules(label: str, where: str) -> Iterator[None]:
+    """Ends the construction of a module that has more modules than the limit, such as ten million layers in a configuration."""
+    made, thread = 0, threading.get_ident()
+
+    def count(*_: object) -> None:
+        nonlocal made
+        if threading.get_ident() == thread:
+            made += 1
+            require("modules", made, f"{label} has {made:,} modules or more", where, GraphError)
+
+    counting = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        counting.remove()
+
+
+@contextmanager
 def _graph_errors(label: str, class_path: str, where: str, source: str | None = None) -> Iterator[None]:
     """Turns every exception of a library's constructor or loader into a GraphError at ``where``."""
     try:
-        with no_code_prompt():
+        with no_code_prompt(), _bounded_modules(f"{label}: {class_path}", where):
             yield
-    except GraphError:
+    except GraphrunError:
         raise
     except Exception as error:
         text = " ".join(str(error).split())

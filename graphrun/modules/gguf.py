@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +20,15 @@ from typing import Any, BinaryIO
 
 import torch
 
-from graphrun.errors import GraphError
-from graphrun.modules.source_files import Stored, broken
+from graphrun.errors import GraphError, InputError
+from graphrun.modules.source_files import Stored, broken, refuse_overflow
+from graphrun.reading import opened
 
 # Types that torch has: used as they are, or cast to the component's dtype when they are read.
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ALIGNMENT = 32  # of the data, unless `general.alignment` is set
 _MAX_ENTRIES = 1 << 20  # keys, tensors and array elements together: a damaged count must not exhaust memory
+_MAX_DIMENSIONS = 4  # ggml's GGML_MAX_DIMS
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
@@ -42,13 +45,11 @@ def gguf_tensors(file: Path, where: str) -> tuple[Stored, ...]:
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     known = _PLAIN.keys() | quantized_types().keys()
     try:
-        length = file.stat().st_size
-        with file.open("rb") as opened:
-            tensors, start = _header(opened)
-    except FileNotFoundError:
-        raise GraphError(
-            f"no such file: {file}; its header is needed to plan: get it, or leave gguf out of precision:", where
-        ) from None
+        with opened(file) as content:
+            length = os.fstat(content.fileno()).st_size
+            tensors, start = _header(content)
+    except InputError as error:
+        raise GraphError(f"{error}; its header is needed to plan: get it, or leave gguf out of precision:", where) from None
     except OSError as error:
         raise GraphError(f"{file} cannot be read: {error.strerror}", where) from error
     except (ValueError, struct.error, KeyError, EOFError, OverflowError) as error:
@@ -107,12 +108,19 @@ def _header(opened: BinaryIO) -> tuple[list[tuple[str, tuple[int, ...], int, int
     alignment = _ALIGNMENT
     for _ in read.entries(keys):
         key, value = read.text(), read.value(read.number("I"))
-        alignment = int(value) if key == "general.alignment" else alignment
+        alignment = value if key == "general.alignment" else alignment
+    if type(alignment) is not int or alignment <= 0:
+        raise ValueError("the alignment is not a positive integer")
     found = []
     for _ in read.entries(tensors):
-        name = read.text()
-        shape = tuple(read.number("Q") for _ in range(read.number("I")))
+        name, dimensions = read.text(), read.number("I")
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError("too many dimensions")
+        shape = tuple(read.number("Q") for _ in range(dimensions))
+        refuse_overflow(shape)
         found.append((name, shape[::-1], read.number("I"), read.number("Q")))
+    if len({name for name, *_ in found}) < len(found):
+        raise ValueError("a name is there twice")
     end = opened.tell()
     return found, end + -end % alignment
 
@@ -149,6 +157,8 @@ class _Reader:
         if kind != _ARRAY:
             return self.number(_SCALARS[kind])
         inner, length = self.number("I"), int(self.number("Q"))
+        if inner == _ARRAY:  # the format allows it, and nothing writes it
+            raise ValueError("an array of arrays")
         if inner in _SCALARS:  # such as a language model's token scores: not needed
             self._opened.seek(length * struct.calcsize(f"<{_SCALARS[inner]}"), io.SEEK_CUR)
             return None

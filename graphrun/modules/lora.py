@@ -8,7 +8,7 @@ weight's dtype and added in that.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 
 from graphrun.graph.graph import Adapter, Component
 from graphrun.modules.classes import refusal
+from graphrun.reading import parse_json
 
 _SUFFIXES = {".lora_A.weight": "down", ".lora_B.weight": "up", ".lora.down.weight": "down", ".lora.up.weight": "up"}
 
@@ -73,13 +74,22 @@ def _deltas(component: Component, lora: Adapter, shapes: Mapping[str, tuple[int,
         name, shape = f"{path}.weight", shapes.get(f"{path}.weight")
         if shape is None:
             raise refusal(component, f"{lora.file} changes {path}, which {component.class_path} does not have", ".loras")
-        if pair.keys() != {"down", "up"} or sizes[pair["up"]][0] != shape[0] or sizes[pair["down"]][1] != shape[1]:
+        if pair.keys() != {"down", "up"} or not _fit(sizes[pair["down"]], sizes[pair["up"]], shape):
             text = ", ".join(f"{half} {list(sizes[key])}" for half, key in sorted(pair.items()))
             raise refusal(component, f"{lora.file} does not fit {name} {list(shape)}: it has {text}", ".loras")
         rank = sizes[pair["down"]][0]
         alpha = alphas.get(f"{prefix if prefixed else ''}{path}.alpha", metadata.get("lora_alpha", rank))
-        found[name] = Delta(lora.file, pair["down"], pair["up"], lora.scale * float(alpha) / rank)
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise refusal(component, f"{lora.file}: the alpha of {path} is {alpha!r}, and must be a finite number", ".loras")
+        found[name] = Delta(lora.file, pair["down"], pair["up"], lora.scale * alpha / rank)
     return found
+
+
+def _fit(down: tuple[int, ...], up: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether up [out r ...] x down [r in ...], the dimensions after the first taken as one, is a weight of ``shape``."""
+    if min(len(down), len(up), len(shape)) < 2 or down[0] == 0:
+        return False
+    return (up[0], math.prod(up[1:]), math.prod(down[1:])) == (shape[0], down[0], math.prod(shape[1:]))
 
 
 def _contents(component: Component, lora: Adapter) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, Any]]:
@@ -90,11 +100,16 @@ def _contents(component: Component, lora: Adapter) -> tuple[dict[str, tuple[int,
         raise refusal(component, f"no such file: {lora.file}", ".loras")
     try:
         with safe_open(lora.file, framework="pt") as opened:
-            sizes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
-            alphas = {key: float(opened.get_tensor(key)) for key in sizes if key.endswith(".alpha")}
-            text = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
-        settings = json.loads(text)
-    except (SafetensorError, OSError, ValueError) as error:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            factors = {key: slices[key].get_dtype() for key in slices if key.endswith(tuple(_SUFFIXES))}
+            if odd := [f"{key} is {dtype}" for key, dtype in factors.items() if "F" not in dtype]:
+                raise ValueError(f"{odd[0]}, and factors are floating-point numbers")
+            sizes = {key: tuple(each.get_shape()) for key, each in slices.items()}
+            alphas = {key: opened.get_tensor(key).double().item() for key in sizes if key.endswith(".alpha")}
+            settings = parse_json((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        if not isinstance(settings, dict):
+            raise ValueError("lora_adapter_metadata is not a JSON object")
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise refusal(component, f"{lora.file} cannot be read: {error}", ".loras") from error
     prefix = f"{component.name}."
     return sizes, alphas, {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}

@@ -12,16 +12,18 @@ their source, commit, and each file's size, modification time and, where the hub
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphrun.errors import GraphError
+from graphrun.errors import GraphError, InputError
 from graphrun.graph.graph import Component
+from graphrun.limits import require
+from graphrun.reading import inside, opened, parse_json, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
 _IGNORED_PATTERNS = ["*.fp16.*", "*.fp16-*", "*.non_ema.*", "*openvino*", "*onnx*"]
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 
-# Bits per element of each dtype of the format, and torch's name for it (safetensors' own `Dtype`). A header has 100 MB at most
-# (safetensors' `MAX_HEADER_SIZE`).
+# Bits per element of each dtype of the format, and torch's name for it (safetensors' own `Dtype`).
 _DTYPES = {
     **{"F64": (64, "float64"), "F32": (32, "float32"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "BOOL": (8, "bool")},
     **{"I64": (64, "int64"), "I32": (32, "int32"), "I16": (16, "int16"), "I8": (8, "int8"), "U8": (8, "uint8")},
@@ -39,7 +40,6 @@ _DTYPES = {
     **{"F6_E2M3": (6, "float6_e2m3fn"), "F6_E3M2": (6, "float6_e3m2fn")},
     **{"F8_E4M3": (8, "float8_e4m3fn"), "F8_E5M2": (8, "float8_e5m2"), "F8_E8M0": (8, "float8_e8m0fnu"), "F4": (4, "float4")},
 }
-_MAX_HEADER_BYTES = 100_000_000
 _INDEX, _WEIGHTS = "*.safetensors.index*.json", "*.safetensors"
 _FILES = (".safetensors", ".gguf")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -77,7 +77,7 @@ def find_folder(source: str, patterns: tuple[str, ...], where: str, variant: str
     wanted. Raises GraphError at ``where``.
     """
     if Path(source).is_absolute():
-        if not Path(source).exists():
+        if not os.path.exists(source):
             raise GraphError(f"no such folder: {source}; give the path of a folder, or remove source: for random weights", where)
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -120,7 +120,7 @@ def local_place(source: str) -> Path | None:
     """
     snapshot = Path("/") if Path(source).is_absolute() else _snapshot(source)
     inside = source if Path(source).is_absolute() else split_source(source)[2]
-    return place if snapshot is not None and (place := snapshot / inside).exists() else None
+    return place if snapshot is not None and os.path.exists(place := snapshot / inside) else None
 
 
 def _snapshot(source: str) -> Path | None:
@@ -178,7 +178,7 @@ def _listed(place: Path, where: str, variant: str) -> list[Path]:
     if place.is_file():
         return [place]
     indices = _of_variant(place, _INDEX, variant)
-    if files := [place / name for name in _shards(indices[0], where)] if indices else _of_variant(place, _WEIGHTS, variant):
+    if files := _shards(indices[0], where) if indices else _of_variant(place, _WEIGHTS, variant):
         return files
     others = sorted({name for path in place.glob("*.safetensors*") if (name := _variant_of(path.name)) != variant})
     pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
@@ -204,34 +204,37 @@ def _variant_of(name: str) -> str:
     return _SHARD.sub("", stem.partition(".")[2]) or index.removeprefix(".index").removesuffix(".json").strip(".")
 
 
-def _shards(index: Path, where: str) -> list[str]:
+def _shards(index: Path, where: str) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("a file name must be a string")
-        return names
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (InputError, KeyError, TypeError, AttributeError) as error:
         raise GraphError(f"{index} is not a safetensors index: {_first_line(error)}", where) from error
+    return [inside(index.parent, name, f"{index} is not a safetensors index: it names", where, GraphError) for name in names]
 
 
 def _header(file: Path, where: str) -> list[Stored]:
     """The tensors in the header of ``file``, checked against itself and the file's size."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        with opened(file) as content:
+            size, length = os.fstat(content.fileno()).st_size, int.from_bytes(content.read(8), "little")
+            if size < 8 or length > size - 8:
                 raise broken(file, f"is truncated or corrupt: its header should have {length} bytes and the file has {size}", where)
-            header = json.loads(opened.read(length))
-        items = {name: item for name, item in header.items() if name != "__metadata__"}
-        end = 8 + length + max((item["data_offsets"][1] for item in items.values()), default=0)
-        tensors = [_stored(name, item, str(file), 8 + length) for name, item in items.items()]
-    except FileNotFoundError as error:
-        raise broken(file, "is missing", where) from error
+            require("text_bytes", length, f"{file} has a header of {length:,} bytes", where, GraphError)
+            header = parse_json(content.read(length))
+        tensors = [_stored(name, item, str(file), 8 + length) for name, item in header.items() if name != "__metadata__"]
+    except GraphError:
+        raise
+    except InputError as error:
+        raise broken(file, "is missing" if not os.path.lexists(file) else str(error).removeprefix(f"{file}: "), where) from error
     except OSError as error:
         raise broken(file, f"cannot be read: {error.strerror}", where) from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise broken(file, "is corrupt: its header is not a safetensors header", where) from error
+    end = 8 + length  # tensors lie end to end: a tensor may have no bytes in common with another one, and no bytes are unused
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
+        if tensor.begin != end:
+            raise broken(file, f"is corrupt: {tensor.name} is not where the tensor before it ends", where)
+        end += tensor.nbytes
     if end != size:
         raise broken(file, f"is truncated or corrupt: its header describes {end} bytes and the file has {size}", where)
     return tensors
@@ -243,7 +246,14 @@ def _stored(name: str, item: Any, file: str, start: int) -> Stored:
     shape, (begin, end) = tuple(item["shape"]), item["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or 8 * (end - begin) != bits * math.prod(shape):
         raise ValueError(name)
+    refuse_overflow(shape)
     return Stored(name, dtype, shape, end - begin, file, start + begin)
+
+
+def refuse_overflow(shape: Sequence[int]) -> None:
+    """Raises ValueError where torch cannot hold ``shape``, whose strides must fit 64 bits even where it has no elements."""
+    if math.prod(max(1, n) for n in shape) >= 2**63:
+        raise ValueError(f"a tensor of shape {list(shape)}")
 
 
 def broken(file: Path, what: str, where: str) -> GraphError:

@@ -15,7 +15,7 @@ import torch
 from graphrun.graph.graph import Reference
 from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
-from graphrun.ops.call import graph_errors, output_field, refuse
+from graphrun.ops.call import output_field, refuse
 from graphrun.ops.diffusion import StageContext, without_pictures
 from graphrun.ops.modular import begun, blocks_in, is_modular_class, quietly
 
@@ -48,7 +48,7 @@ def block(context: StageContext, *, blocks: Sequence[str] = (), seed: int | None
     if context.planning and inputs.get("output_type") == "pil" and not arguments.get("padding_mask_crop"):
         without_pictures(pipeline)
     state = begun(pipeline, inputs, {name: arguments[name] for name in from_stages})
-    with graph_errors(context), quietly(), torch.no_grad():
+    with quietly(), torch.no_grad():
         for inner in [whole.sub_blocks[name] for name in blocks] or [whole]:
             _, state = inner(pipeline, state)
     return {name: _output(context, state, name) for name in wanted}

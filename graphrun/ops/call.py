@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from graphrun.errors import GraphError, GraphrunError, InputError
+from graphrun.errors import GraphError, InputError
 from graphrun.graph.media import size_of
 from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.values import did_you_mean
@@ -62,7 +61,7 @@ def call(context: StageContext, *, seed: int | None = None, **arguments: Any) ->
         inputs["output_type"] = kind
     if context.planning and inputs.get("output_type") == "pil" and "padding_mask_crop" not in inputs:
         without_pictures(pipeline)
-    with graph_errors(context), torch.no_grad():
+    with torch.no_grad():
         made = pipeline(**inputs)
     fields = made if isinstance(made, Mapping) else getattr(made, "__dict__", {})
     return {name: output_field(context, fields, name) for name in wanted}
@@ -145,22 +144,6 @@ def _rate(context: StageContext) -> int:
             if isinstance(rate := getattr(owner, "sampling_rate", None), int):
                 return rate
     refuse(context, f"the components of {_class_of(context)} have no sampling_rate, which its audio output needs")
-
-
-@contextmanager
-def graph_errors(context: StageContext) -> Iterator[None]:
-    """Turns errors of the pipeline's own code into a GraphError at the stage: the usual kinds in a run, every exception while
-    planning.
-    """
-    kinds = (Exception,) if context.planning else (ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError)
-    try:
-        yield
-    except GraphrunError:
-        raise
-    except kinds as error:
-        text = " ".join(str(error).split())
-        what = f"{_class_of(context)} fails: {type(error).__name__}: {text[:600]}"
-        raise GraphError(f"stages.{context.stage.name}: {what}", context.stage.where) from error
 
 
 def _class_of(context: StageContext) -> str:

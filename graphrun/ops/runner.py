@@ -5,18 +5,21 @@ Knows nothing of memory: to act when a component is called, enter a `CallInterce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from graphrun.errors import GraphError
+from graphrun.errors import GraphError, GraphrunError, StageError
 from graphrun.graph.graph import Graph, Reference, Stage
 from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
+from graphrun.limits import require
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.modules.trees import walk
 from graphrun.ops.block import block
@@ -121,14 +124,16 @@ class Stages:
         used = {name: self.modules[name] for name in graph.components if name in stage.uses}
         absent = {name: module for name, module in self.meta_modules.items() if name not in used}
         partial = all(stage.op == "encode_prompt" for stage in graph.stages)
-        with CallInterceptor(absent, device, self._refuse), torch.no_grad():
+        arguments = {key: self._value(value) for key, value in stage.arguments.items()}
+        _refuse_large(stage, arguments)
+        failing = _typed_errors(stage, graph.pipeline.rpartition(".")[2], _plain(arguments))
+        with failing, CallInterceptor(absent, device, self._refuse), torch.no_grad():
             pipeline = assemble(graph, {**absent, **used}, self.parts, device, partial=partial)
             option = self.options.get(stage.name)
             with apply_option(option, pipeline, used, device) if option else nullcontext():
-                arguments = {key: self._value(value) for key, value in stage.arguments.items()}
                 context = StageContext(stage, pipeline, device, None if self.planning else self.steps)
                 made = OPS[stage.op](context, **arguments)
-                del arguments
+        del arguments
         self.steps.forget(stage.name)
         if self.after_stage is not None:
             self.after_stage(stage.name, made)
@@ -158,3 +163,31 @@ class Stages:
         if value.kind == "input":
             return opened(self.inputs[value.name])
         return materialized(self.named[f"{value.name}.{value.output}"], self.device)
+
+
+def _refuse_large(stage: Stage, arguments: Mapping[str, Any]) -> None:
+    """Raises InputError for arguments above the limits: pipelines compute tables of their sizes on the host, or loop."""
+    numbers = {name: value for name, value in arguments.items() if isinstance(value, int)}
+    for name, value in numbers.items():
+        if name.endswith("steps"):
+            require("steps", value, f"stages.{stage.name}: {name} is {value:,}", stage.where)
+    height, width = numbers.get("height", 1), numbers.get("width", 1)
+    require("pixels", height * width, f"stages.{stage.name}: {width} x {height} are {height * width:,} pixels", stage.where)
+
+
+def _plain(arguments: Mapping[str, Any]) -> str:
+    """The numbers and texts among ``arguments``, for an error message."""
+    return ", ".join(f"{name}={str(value)[:60]}" for name, value in arguments.items() if isinstance(value, str | int | float))
+
+
+@contextmanager
+def _typed_errors(stage: Stage, pipeline: str, inputs: str) -> Iterator[None]:
+    """Turns every error of the pipeline's own code into a StageError at the stage, with its ``inputs`` and where it was raised."""
+    try:
+        yield
+    except GraphrunError:
+        raise
+    except Exception as error:
+        last, text = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
+        what = f"{pipeline} fails: {type(error).__name__}: {text[:600]} ({Path(last.filename).name}:{last.lineno})"
+        raise StageError(f"stages.{stage.name}: {what}; its inputs are {inputs or 'tensors'}", stage.where) from error

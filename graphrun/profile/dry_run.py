@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrun import sim
 from graphrun.graph.graph import Component, Graph
+from graphrun.limits import require
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.modules.build import build_part, held_meta_module, leave_behind, meta_module, on_host
 from graphrun.modules.contents import as_stored
@@ -100,6 +101,8 @@ class Prober:
 
     def answer(self, component: str, entry: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a call into a component: appends a mark to the recording and returns zeros on `sim`."""
+        made = len(self.recording.items) + 1
+        require("calls", made, f"it makes {made:,} calls of components or more")
         call, result = self.trace(component, entry, proceed, args, kwargs)
         self.recording.items.append(call)
         return result.materialize((args, kwargs), sim.device)

@@ -14,10 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.model.problem import Hardware
 from graphrun.profile import hardware as devices
+from graphrun.reading import read_json
 
 
 def kept(cache: Path | None) -> dict[str, Hardware]:
@@ -74,10 +77,10 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     loaded: list[tuple[int, dict[str, Any]]] = []
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
-            data = json.loads(path.read_text())
-            profile = {**data, "hardware": Hardware(**data["hardware"]), "device": str(data["device"])}
+            data = read_json(path)
+            profile = {**data, "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]), "device": str(data["device"])}
             loaded.append((path.stat().st_mtime_ns, profile))
-        except (OSError, ValueError, TypeError, KeyError):
+        except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
     return [profile for _, profile in reversed(sorted(loaded, key=lambda item: item[0]))]
 

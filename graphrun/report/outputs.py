@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.graph.schema import FASTEST_FPS, SLOWEST_FPS
 from graphrun.report.plan_files import require_writable, write_with, writing
 
 PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF", ".tiff": "TIFF"}
@@ -73,6 +74,13 @@ def output_files(asked: Sequence[str], kinds: Mapping[str, str], default: Path) 
     return files
 
 
+def require_rate(files: Files, fps: float | None) -> None:
+    """Raises InputError where ``files`` has a video and no video file can have ``fps`` frames per second."""
+    video = next((path for path in files.values() if path.suffix.lower() in VIDEOS), None)
+    if video is not None and fps is not None and not SLOWEST_FPS <= fps <= FASTEST_FPS:
+        raise InputError(f"{video}: {fps:g} frames per second; a video file holds {SLOWEST_FPS:g} to {FASTEST_FPS:g}")
+
+
 def _suffixes(kind: str) -> tuple[str, ...]:
     return SUFFIXES.get(kind, (TENSORS,))
 
@@ -98,14 +106,38 @@ def _suited(name: str, kind: str, path: Path) -> Path:
 
 
 def save_outputs(outputs: Mapping[str, Any], where: Files | Path, fps: float = FPS) -> list[Path]:
-    """Writes ``outputs`` and returns the paths, in order. Raises InputError where a file cannot be written.
+    """Writes ``outputs`` and returns the paths, in order. Where a file cannot be written, all outputs are kept as tensors beside it
+    or in a temporary folder, and an InputError says where.
 
     Several images are numbered with leading zeros. Where one path is for all outputs, those that do not fit its suffix are written
     beside it with another one: audio, and all tensors (embeddings, latents) in one file under names such as
     ``embeds.prompt_embeds``.
     """
     files = {"": where} if isinstance(where, Path) else where
-    return [path for name, to in files.items() for path in _saved({name: outputs[name]} if name else outputs, to, fps)]
+    try:
+        return [path for name, to in files.items() for path in _saved({name: outputs[name]} if name else outputs, to, fps)]
+    except Exception as error:  # whatever the encoders raise for pictures, sizes or rates that their format does not hold
+        path = next(iter(files.values()))
+        text = error if isinstance(error, InputError) else f"{path}: cannot be written: {type(error).__name__}: {error}"
+        raise InputError(f"{text}; the outputs are kept as tensors in {_kept(outputs, path)}") from error
+
+
+def _kept(outputs: Mapping[str, Any], path: Path) -> Path:
+    """Writes ``outputs`` as tensors to a safetensors file beside ``path``, or where that fails to one in a new temporary folder."""
+    import numpy as np
+    import torch
+    from safetensors.torch import save as packed
+
+    found = {}
+    for kind, name, thing in _parts("", outputs, videos=True):
+        of = thing.samples if kind == "sound" else thing
+        pictures = np.stack([np.array(each) for each in of]) if isinstance(of, list) else of
+        found[name] = of.clone().contiguous() if kind == "tensor" else torch.from_numpy(np.array(pictures))
+    data = packed(found)
+    try:
+        return write_with(path.with_name(f"{path.stem}-kept{TENSORS}"), lambda to: to.write_bytes(data))
+    except InputError:
+        return write_with(Path(tempfile.mkdtemp(prefix="graphrun-kept-")) / f"kept{TENSORS}", lambda to: to.write_bytes(data))
 
 
 def _saved(outputs: Mapping[str, Any], path: Path, fps: float) -> list[Path]:

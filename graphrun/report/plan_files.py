@@ -21,6 +21,7 @@ from graphrun.files import write_whole
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.reading import read_json
 from graphrun.verify.check import check
 from graphrun.verify.solution import solution_of
 
@@ -40,17 +41,7 @@ def content(path: Path, graph: Path, solution: Solution, summary: Mapping[str, A
 
 def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
     """The problem, the plan and all entries of the plan file at ``path``. Raises PlanError saying what is wrong with it."""
-    return plan_in(read_json(path), path)
-
-
-def read_json(path: Path) -> Any:
-    """The content of the JSON file at ``path``. Raises InputError where it cannot be read, PlanError where it is not JSON."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"is not JSON: {error}", str(path)) from error
+    return plan_in(read_json(path, PlanError), path)
 
 
 def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
@@ -102,15 +93,18 @@ def refuse_violations(path: Path, problem: Problem, plan: Plan) -> None:
 
 def read_solution(path: Path) -> tuple[Solution, dict[str, Any]]:
     """The solution in the plan file at ``path``, checked and simulated, and all entries of the file. Raises PlanError."""
-    return solution_in(read_json(path), path)
+    return solution_in(read_json(path, PlanError), path)
 
 
 def solution_in(data: Any, path: Path) -> tuple[Solution, dict[str, Any]]:
     """As `read_solution` for ``data``, the content of ``path``. The proof is taken from it unchecked."""
     problem, plan, saved = plan_in(data, path)
     refuse_violations(path, problem, plan)
-    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(saved.get("bound_seconds") or 0.0))
-    objective = float(saved.get("objective_seconds") or solution.simulation.total_seconds)
+    bound, objective = (saved.get(name) or 0.0 for name in ("bound_seconds", "objective_seconds"))
+    if not (isinstance(bound, int | float) and isinstance(objective, int | float)):
+        raise PlanError("is damaged: bound_seconds and objective_seconds are numbers; plan again", str(path))
+    solution = solution_of(problem, plan, bool(saved.get("proven_optimal")), float(bound))
+    objective = float(objective) or solution.simulation.total_seconds
     gap = max(0.0, objective - solution.bound_seconds) / max(objective, 1e-12)
     return replace(solution, objective_seconds=objective, gap=gap), saved
 

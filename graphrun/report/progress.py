@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 
 from graphrun.model.plan import Plan
 from graphrun.model.simulation import Simulation
+from graphrun.reading import printable
 from graphrun.units import show_seconds
 
 Say = Callable[[str], None]
@@ -32,7 +33,8 @@ class Shown:
         self.say, self._clock, console = say, clock, Console(stderr=True)
         self.begin(total_seconds)
         hidden = say is None or not console.is_terminal
-        self._bar = Bar(TextColumn("{task.description}"), BarColumn(), console=console, transient=True, disable=hidden)
+        columns = TextColumn("{task.description}", markup=False), BarColumn()
+        self._bar = Bar(*columns, console=console, transient=True, disable=hidden)
         self._task = self._bar.add_task("loading", total=1.0)
 
     def __enter__(self) -> Self:
@@ -57,7 +59,7 @@ class Shown:
     def _reach(self, done_seconds: float, text: str) -> None:
         self.done_seconds = done_seconds
         share = done_seconds / max(self.total_seconds, 1e-12)
-        self._bar.update(self._task, completed=share, description=f"{text}, {self.left}")
+        self._bar.update(self._task, completed=share, description=printable(f"{text}, {self.left}"))
 
     def _line(self, text: str, *, always: bool = False) -> None:
         if self.say is not None and (always or self._bar.disable):

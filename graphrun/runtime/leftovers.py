@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.errors import GraphrunError
+from graphrun.errors import GraphrunError, StageError
 from graphrun.runtime.devices.device import Device
 from graphrun.units import show_size
 
@@ -97,11 +97,11 @@ def error_to_raise(error: BaseException, device: Device, where: str) -> BaseExce
 
 def _typed(chain: list[BaseException], device: Device, where: str) -> GraphrunError | None:
     for link in chain:
-        if isinstance(link, GraphrunError):
-            return link
         if (found := device.explain(link)) is not None:
             return type(found)(f"{where}: {found}")
-    return None
+        if isinstance(link, GraphrunError) and not isinstance(link, StageError):
+            return link
+    return next((link for link in chain if isinstance(link, StageError)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

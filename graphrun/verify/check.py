@@ -3,6 +3,7 @@
 Rules, by the name that a `Violation` carries. Choices of the plan:
 
 digest           the plan was made for this problem
+problem          the problem's numbers fit each other (`coherence`)
 variant, option  each choice exists, is permitted, and is made once; every component with several variants has one
 pin              the backing store is pinned if a directive demands it
 order            the order of stages is one that `Problem.precedence` allows; actions are in the order of `KINDS`, with one run in
@@ -60,6 +61,7 @@ from graphrun.model.choices import apply_choices
 from graphrun.model.plan import Blocks, Drop, Evict, Load, Plan, Read, Restore, Run, Slot, Spill, Stream, Violation
 from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, PhaseNumbers, Problem, Use, ValueNumbers, Variant
 from graphrun.units import round_up
+from graphrun.verify.coherence import incoherent
 
 
 def _broken_choices(problem: Problem, plan: Plan) -> Iterator[Violation]:
@@ -289,6 +291,9 @@ def check(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
 def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
     if plan.problem != problem.digest:
         yield Violation("digest", -1, -1, f"the plan was made for problem {plan.problem}, this is problem {problem.digest}")
+    if wrong := [_broken("problem", text) for text in incoherent(problem)]:
+        yield from wrong
+        return
     choices = list(_broken_choices(problem, plan))
     yield from choices
     if any(violation.rule in ("variant", "pin", "option", "order") for violation in choices):

@@ -50,7 +50,7 @@ def test_killed_at_any_write_it_resumes_and_ends_with_the_same_bits(
     assert not again.traces, "what is done is not done again"
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     pass
 
 

@@ -95,7 +95,7 @@ def test_what_is_no_file_of_its_kind_is_said(tmp_path: Path) -> None:
     picture(tmp_path / "two" / "0.png")
     picture(tmp_path / "two" / "1.png", (8, 8))
     wrong = {
-        ("image", "none.png"): "there is no such file",
+        ("image", "none.png"): "no such file",
         ("image", "a.png"): "is no image that can be read",
         ("image", "cut.png"): "is no image that can be read: .*truncated",
         ("image", "deep.png"): "pixels of mode I;16: save it with 8 bits",

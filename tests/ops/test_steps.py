@@ -30,7 +30,7 @@ GRAPHS = Path(__file__).parent.parent.parent / "graphs"
 sys.path.append(str(GRAPHS.parent / "tests/standins"))  # Pyramid Flow's pipeline
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """Represents anything that ends a run."""
 
 

@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from graphrun.errors import InputError
+from graphrun.reading import opened
 from graphrun.units import GIB
 
 # The embeddings of a FLUX prompt take 4 MiB, so this holds about a thousand prompts.
@@ -37,6 +38,11 @@ _EVICT = """
 WITH newest_first AS (SELECT key, SUM(nbytes) OVER (ORDER BY key = ? DESC, used DESC, key DESC) AS total FROM entries)
 DELETE FROM entries WHERE key IN (SELECT key FROM newest_first WHERE total > ?)
 """
+# SQLite's columns take values of any type: rows that this program did not write are deleted.
+_TYPES: Mapping[str, type] = {"key": str, "graph": str, "stage": str, "about": str, "nbytes": int, "made": float, "used": float}
+_DELETE_ODD = "DELETE FROM entries WHERE " + " OR ".join(
+    f"typeof({name}) != '{ {str: 'text', int: 'integer', float: 'real'}[kind] }'" for name, kind in _TYPES.items()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,12 @@ class Index:
     def entries(self) -> list[Entry]:
         """All entries, the most recently used first."""
         query = "SELECT key, graph, stage, about, nbytes, made, used FROM entries ORDER BY used DESC, key"
-        return [Entry(*row) for row in self._select(query)]
+        found = [Entry(*row) for row in self._select(query)]
+        if any(not isinstance(value, _TYPES[name]) for entry in found for name, value in asdict(entry).items()):
+            with self._open() as rows:
+                rows.execute(_DELETE_ODD)
+            found = [Entry(*row) for row in self._select(query)]
+        return found
 
     def remove(self, keys: list[str] | None = None) -> int:
         """Removes the entries ``keys`` (None: all). Returns how many were removed."""
@@ -105,7 +116,7 @@ class Index:
         with contextlib.suppress(InputError):
             for (known,) in self._select("SELECT digest FROM files WHERE path = ? AND stamp = ?", str(path), stamp):
                 return str(known)
-        with path.open("rb") as file:
+        with opened(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         with contextlib.suppress(InputError), self._open() as rows:
             rows.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (str(path), stamp, digest))
@@ -114,7 +125,7 @@ class Index:
     def _read(self, key: str) -> bytes | None:
         query = "SELECT digest, data FROM entries LEFT JOIN contents USING (key) WHERE key = ?"
         for digest, data in self._select(query, key):
-            if data is not None and hashlib.sha256(data).hexdigest() == digest:
+            if isinstance(data, bytes) and hashlib.sha256(data).hexdigest() == digest:
                 return bytes(data)
             with self._open() as rows:  # unless another process has written it again
                 rows.execute("DELETE FROM entries WHERE key = ? AND digest = ?", (key, digest))

@@ -43,7 +43,7 @@ def unpack(data: bytes) -> Any:
         if header["graphrun"] != str(VERSION):
             raise ValueError(f"version {header['graphrun']}")
         return _made(json.loads(header["value"]), load(data))
-    except (SafetensorError, KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise InputError(f"is not a saved value: {type(error).__name__} {error}") from error
 
 
@@ -87,8 +87,8 @@ def _made(shape: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(_made(item, tensors) for item in items)
         case ["plain", value]:
             return value
-        case ["dtype", name]:
-            return getattr(torch, name)
+        case ["dtype", name] if isinstance(found := getattr(torch, name), torch.dtype):
+            return found
         case ["array", number]:
             return tensors[str(number)].numpy()
         case ["picture", [mode, size, number]]:

@@ -81,6 +81,8 @@ class Reuse:
                     return dict(unpack(data))
         except InputError as error:
             self._report(error)
+        except (TypeError, ValueError):  # what is cached is no mapping
+            self._report(InputError(f"{self.index.folder}: the entry of {stage.name} is damaged; remove it: graphrun cache rm"))
         return None
 
     def _report(self, error: InputError) -> None:

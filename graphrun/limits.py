@@ -1,0 +1,52 @@
+"""How much of a file or a request is accepted. Files cannot raise a limit; whoever runs graphrun can.
+
+graphrun --limit steps=20000 run GRAPH ...            graphrun.raise_limits(steps=20000)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from graphrun.errors import InputError
+
+
+@dataclass(slots=True)
+class Limits:
+    """Each limit, and why it is what it is. Units are in the names; what has no unit is counted."""
+
+    text_bytes: int = 2**24  # of a JSON file: plans take 0.1 MB, traces a few; parsed JSON takes up to 25 times its text
+    prompts_bytes: int = 2**26  # of a file of requests: 100,000 long prompts
+    requests: int = 100_000  # of one batch: a month at 25 s each
+    nesting: int = 100  # of JSON and YAML: the deepest configurations of transformers have 6; Python's own limit is 1000 frames
+    digits: int = 20  # of an integer: those of 2**64. Python refuses to read or print more than 4300
+    nodes: int = 20_000  # of a graph file, with its aliases expanded: the largest reference graph has 400
+    problems: int = 100  # of a graph file that are reported at once
+    stages: int = 16  # of a graph: reference graphs have 3 to 6; orders of stages are searched, and their number is exponential
+    calls: int = 10_000  # of components in a dry run: 1,000 steps with guidance and a ControlNet make 4,000
+    steps: int = 1_000  # of a denoising loop: diffusers' schedulers have 1,000 training timesteps
+    pixels: int = 2**25  # of an image, made or read: 8K UHD has 33.2 million
+    film_pixels: int = 2**28  # of all frames of a video together: 257 frames of 1216 x 704, 0.8 GB in RAM
+    samples: int = 2**26  # of audio, all channels together: 12 minutes of stereo at 44.1 kHz
+    characters: int = 2**20  # of a text input: more than any text encoder reads
+    modules: int = 20_000  # of one component, layers within layers: HunyuanVideo's transformer has 2,000
+
+
+LIMITS = Limits()
+
+
+def raise_limits(**values: int) -> None:
+    """Sets limits of this process by name. Raises InputError for an unknown name."""
+    names = [field.name for field in fields(Limits)]
+    for name, value in values.items():
+        if name not in names:
+            raise InputError(f"there is no limit {name!r}; limits are {', '.join(names)}")
+        if not 0 < value < 2**63:
+            raise InputError(f"limit {name}={value}: give a positive integer")
+        setattr(LIMITS, name, value)
+
+
+def require(name: str, found: int, what: str, where: str = "", kind: type[InputError] = InputError) -> None:
+    """Raises ``kind`` where ``found`` exceeds the limit ``name``. ``what`` has the number, as in ``it has 4,000 stages``."""
+    if found > (most := getattr(LIMITS, name)):
+        advice = f"if this is meant: graphrun --limit {name}={found} ..., in Python graphrun.raise_limits({name}={found})"
+        raise kind(f"{what}, and at most {most:,} are accepted; {advice}", where)

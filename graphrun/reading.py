@@ -1,0 +1,127 @@
+"""Reads files that may be malformed or hostile: regular files of bounded size, JSON of bounded nesting and digits.
+
+Everything that graphrun parses itself is read here; what a library parses (pictures, safetensors) is opened here first, so that a
+named pipe or a device is refused and never waited for. Errors are of the class ``kind`` and name the file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from graphrun.errors import InputError
+from graphrun.limits import LIMITS, require
+
+Kind = type[InputError]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Controls and marks that move the cursor, change colours or reorder text: C0 and C1 without tab and line feed, and Unicode's
+# bidirectional formatting characters (UAX 9, table 4) and line separators.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def opened(path: Path, kind: Kind = InputError) -> io.BufferedReader:
+    """The regular file ``path``, open for reading in binary."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a named pipe would wait for its writer
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(handle)
+            raise kind(f"cannot be read: {'Is a directory' if stat.S_ISDIR(mode) else 'it is not a regular file'}", str(path))
+        return os.fdopen(handle, "rb")
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        absent = isinstance(error, FileNotFoundError)
+        reason = "no such file" if absent else f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise kind(reason, str(path)) from None
+
+
+def read_bytes(path: Path, kind: Kind = InputError, limit: str = "text_bytes") -> bytes:
+    """The content of ``path``, as long as the limit ``limit`` allows."""
+    with opened(path, kind) as file:
+        try:
+            data = file.read(getattr(LIMITS, limit) + 1)
+            size = max(len(data), os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise kind(f"cannot be read: {error.strerror}", str(path)) from None
+    require(limit, size, f"it has {size:,} bytes", str(path), kind)
+    return data
+
+
+def read_text(path: Path, kind: Kind = InputError) -> str:
+    """The UTF-8 text in ``path``."""
+    try:
+        return read_bytes(path, kind).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise kind(f"not a text file: byte {error.start} is not UTF-8", str(path)) from None
+
+
+def read_json(path: Path, kind: Kind = InputError) -> Any:
+    """The JSON value in ``path``."""
+    text = read_text(path, kind)
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        raise kind(f"is not JSON: {error.msg}", f"{path}:{error.lineno}") from None
+    except ValueError as error:
+        raise kind(f"is not JSON: {error}", str(path)) from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The JSON value in ``text``. Raises ValueError where it is none, nests too deeply, or has a number or text that is of no use:
+    too many digits, not finite, half of a surrogate pair."""
+    try:
+        data = json.loads(text, parse_int=_integer, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level, depth = [data], 0
+    while level:
+        depth += 1
+        if depth > LIMITS.nesting:
+            raise ValueError(f"nested more than {LIMITS.nesting} deep")
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                refuse_surrogates(item)
+            elif isinstance(item, dict):
+                below += item
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, float) and item - item != 0:
+                raise ValueError("a number is too large")
+        level = below
+    return data
+
+
+def _integer(text: str) -> int:
+    if len(text.lstrip("-")) > LIMITS.digits:
+        raise ValueError(f"an integer has {len(text):,} digits")
+    return int(text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def refuse_surrogates(text: str) -> None:
+    """Raises ValueError where ``text`` has half of a surrogate pair: an escape in a file, or a byte of a command line."""
+    if not text.isascii() and (found := _SURROGATE.search(text)):
+        raise ValueError(f"character {found.start() + 1} is half of a surrogate pair or not UTF-8: {found[0]!r}")
+
+
+def inside(folder: Path, name: Any, what: str, where: str = "", kind: Kind = InputError) -> Path:
+    """``folder``/``name`` for a ``name`` that a file gave. Raises ``kind`` where that is not a path below ``folder``."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if "\0" in str(name) or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
+        raise kind(f"{what} {str(name)[:100]!r}, which is no name of a file below {folder}", where)
+    return folder.joinpath(*parts)
+
+
+def printable(text: str) -> str:
+    """``text`` with characters that a terminal acts on, or that reorder text, as escapes: ``\\x1b``, ``\\u202e``."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,0 +1,127 @@
+"""Whether the numbers of a problem fit each other: names are unique and known, there is one number per block group, blocks exist.
+
+A problem from a dry run always does; one from a plan file may say anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, Variant
+
+# Larger numbers of bytes, seconds and calls overflow 64 bits when they are added up.
+_MOST = 2.0**53
+_PER_GROUP = ("block_bytes", "load_seconds")
+_PER_GROUP_OR_EMPTY = ("read_seconds", "disk_seconds", "block_seconds", "read_bytes")
+
+
+def incoherent(problem: Problem) -> Iterator[str]:
+    """What does not fit, as text; nothing where all does."""
+    yield from _odd_numbers("problem", problem)
+    if problem.runs < 1:
+        yield f"problem.runs is {problem.runs}"
+    yield from _twice("components", [component.name for component in problem.components])
+    yield from _twice("phases", [phase.name for phase in problem.phases])
+    yield from _twice("values", [value.name for value in problem.values])
+    yield from _twice("options", [f"{option.stage} {option.name}" for option in problem.options])
+    for component in problem.components:
+        yield from _component(component)
+    components = {component.name: component for component in problem.components}
+    stages = {phase.stage for phase in problem.phases}
+    for phase in (*problem.phases, *(phase for option in problem.options for phase in option.phases)):
+        yield from _phase(phase, components)
+    for option in problem.options:
+        if any(phase.stage != option.stage for phase in option.phases) or option.stage not in stages:
+            yield f"the option {option.name} of {option.stage} has phases of other stages, or there is no such stage"
+    for pair in problem.precedence or ():
+        if not stages.issuperset(pair):
+            yield f"precedence {' before '.join(pair)}: no such stage"
+    for value in problem.values:
+        if not 0 <= value.first_phase <= value.last_phase + 1 <= len(problem.phases):
+            yield f"{value.name} is live from phase {value.first_phase} to {value.last_phase} of {len(problem.phases)}"
+    hardware = problem.hardware
+    for name in ("h2d", "pageable", "d2h", "disk", "memory"):
+        if not getattr(hardware, f"{name}_bytes_per_second") > 0:
+            yield f"hardware.{name}_bytes_per_second is not positive"
+    if not (hardware.flops_per_second > 0 and hardware.cpu_flops_per_second > 0 and 0 < hardware.bidirectional <= 1):
+        yield "a rate of the hardware is not positive"
+
+
+def _odd_numbers(where: str, of: Any) -> Iterator[str]:
+    """Numbers below ``of`` that are negative, not finite or too large."""
+    if isinstance(of, tuple):
+        for item in of:
+            yield from _odd_numbers(where, item)
+    elif is_dataclass(of):
+        name = getattr(of, "name", "")
+        for field in fields(of):
+            yield from _odd_numbers(f"{name or where}.{field.name}", getattr(of, field.name))
+    elif isinstance(of, int | float) and not (math.isfinite(of) and 0 <= of <= _MOST) and not where.endswith("_phase"):
+        yield f"{where} is {of}"
+
+
+def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
+    for name in {name for name in names if names.count(name) > 1}:
+        yield f"{what}: {name} is there twice"
+
+
+def _component(component: ComponentNumbers) -> Iterator[str]:
+    name, groups = component.name, component.groups
+    if not component.variants:
+        yield f"{name} has no variant"
+    yield from _twice(name, [variant.name for variant in component.variants])
+    yield from _twice(name, [group.name for group in groups])
+    yield from _twice(name, [path for group in groups for path in group.blocks])
+    for group in groups:
+        if not group.blocks:
+            yield f"{name}: the block group {group.name} has no blocks"
+    for variant in component.variants:
+        yield from _variant(name, variant, len(groups))
+    if component.layers is not None:
+        if component.layers.name != name or component.layers.layers is not None:
+            yield f"{name}.layers is not {name} split into layers"
+        yield from _component(component.layers)
+
+
+def _variant(name: str, variant: Variant, groups: int) -> Iterator[str]:
+    lengths = {field: len(getattr(variant, field)) for field in (*_PER_GROUP, *_PER_GROUP_OR_EMPTY)}
+    for field, length in lengths.items():
+        if length != groups and (length or field in _PER_GROUP):
+            yield f"{name} {variant.name}: {field} has {length} numbers for {groups} block groups"
+    if variant.device not in ("device", "cpu") or variant.slowdown <= 0:
+        yield f"{name} {variant.name} computes on {variant.device} with the slowdown {variant.slowdown}"
+
+
+def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iterator[str]:
+    yield from _twice(phase.name, [use.component for use in phase.uses])
+    for use in phase.uses:
+        if use.component not in components:
+            yield f"{phase.name} uses {use.component}, which is no component"
+            continue
+        yield from _use(phase.name, use, components[use.component])
+        layers = components[use.component].layers
+        if use.layers is not None and layers is not None:
+            yield from _use(phase.name, use.layers, layers)
+
+
+def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
+    where, counts = f"{phase}: {use.component}", [len(group.blocks) for group in component.groups]
+    for field in ("group_calls", "seconds", "passes", "beside_bytes"):
+        length = len(getattr(use, field))
+        if length != len(counts) and (length or field in ("group_calls", "seconds")):
+            yield f"{where}: {field} has {length} numbers for {len(counts)} block groups"
+            return
+    if use.calls < 1 or any(calls > use.calls for calls in use.group_calls):
+        yield f"{where}: {use.calls} calls, and of block groups {list(use.group_calls)}"
+    ran = {(k, index) for k, index, _ in use.order}
+    if odd := sorted((k, i) for k, i in ran if not (0 <= k < len(counts) and 0 <= i < counts[k])):
+        yield f"{where}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
+        return
+    streamed = [k for k, group in enumerate(component.groups) if group.streamable and use.group_calls[k] and use.order]
+    needed = {(k, i) for k in streamed for i in range(counts[k])}
+    if missing := sorted(needed - ran):
+        k, index = missing[0]
+        yield f"{where}: order lacks {component.groups[k].blocks[index] or component.name}, which runs in the phase"

@@ -1,0 +1,160 @@
+"""Inputs that are well typed and make no sense, outputs that cannot be written, forked sessions, text for terminals."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import graphrun as package
+from graphrun.errors import GraphError, InputError, StageError
+from graphrun.report.outputs import save_outputs
+from graphrun.verify.check import check
+
+GRAPHS = Path(__file__).parents[2] / "graphs"
+Cli = Callable[..., tuple[int, str, str]]
+FLUX = str(GRAPHS / "flux-tiny.yaml")
+
+EXTREME = {
+    "height=16000000": "stages.denoise: 128 x 16000000 are 2,048,000,000 pixels, and at most 33,554,432 are accepted",
+    "height=9223372036854775792": "pixels, and at most 33,554,432 are accepted",
+    "steps=1000000000000": "stages.denoise: steps is 1,000,000,000,000, and at most 1,000 are accepted",
+    "guidance_scale=1e308": "stages.denoise: FluxPipeline fails: RuntimeError: value cannot be converted",
+}
+
+
+@pytest.mark.parametrize(("change", "message"), EXTREME.items())
+def test_extreme_inputs(change: str, message: str, graphrun: Cli, tmp_path: Path) -> None:
+    code, out, err = graphrun("plan", FLUX, "--hardware", "sim", "--vram", "6M", "--set", change, "-o", "plan.json")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "flux-tiny.yaml:" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_placeholder_is_no_larger_than_a_picture(graphrun: Cli) -> None:
+    path = str(GRAPHS / "sdxl-inpaint-tiny.yaml")
+    code, _, err = graphrun("plan", path, "--hardware", "sim", "--vram", "6M", "--set", "height=16000000")
+    assert (code, "x 16000000 pixels, and at most 33,554,432 are accepted" in err) == (2, True)
+
+
+def test_the_error_of_a_pipeline_names_stage_and_inputs(graphrun: Cli) -> None:
+    _, _, err = graphrun("plan", FLUX, "--hardware", "sim", "--vram", "6M", "--set", "guidance_scale=1e308")
+    assert "its inputs are height=128, width=128, steps=4, guidance_scale=1e+308, seed=0" in err
+
+
+def test_a_part_of_the_wrong_class(edited: Callable[..., Any]) -> None:
+    graph = edited(
+        "flux-tiny", ("FlowMatchEulerDiscreteScheduler, config: configs/flux-scheduler.json", "DDIMScheduler, config: {}")
+    )
+    with pytest.raises(StageError, match="stages.denoise: FluxPipeline fails: ValueError: .*does not support custom sigmas"):
+        package.estimate(graph, vram="6M", ram="8G", hardware="sim")
+
+
+def test_a_width_that_is_no_width(edited: Callable[..., Any]) -> None:
+    graph = edited("auraflow-tiny", ("width: {type: int, default: 64, multiple_of: 16}", "width: {type: int, default: 1}"))
+    with pytest.raises(StageError, match="stages.denoise: AuraFlowPipeline fails: .*width=1"):
+        package.estimate(graph, vram="6M", ram="8G", hardware="sim")
+
+
+def test_ten_million_layers(edited: Callable[..., Any], tmp_path: Path) -> None:
+    config = json.loads((GRAPHS / "configs/tiny-flux-transformer.json").read_text())
+    (tmp_path / "many.json").write_text(json.dumps({**config, "num_layers": 10_000_000}))
+    graph = edited("flux-tiny", ("configs/tiny-flux-transformer.json", f"{tmp_path}/many.json"))
+    with pytest.raises(GraphError, match=r"components.transformer: diffusers.FluxTransformer2DModel has 20,001 modules or more"):
+        package.estimate(graph, vram="6M", ram="8G", hardware="sim")
+
+
+def test_an_order_that_lacks_a_block(make_problem: Callable[..., Any]) -> None:
+    """A plan file may hold any problem with a digest of its own: one block of the order is another one's copy."""
+    solution = package.plan(make_problem("flux-tiny", 6 * 2**20))
+    problem, plan = solution.problem, solution.plan
+    assert not check(problem, plan)
+    number, phase = next((n, phase) for n, phase in enumerate(problem.phases) if phase.stage == "denoise")
+    use = phase.uses[0]
+    groups = problem.component(use.component).groups
+    at = next(n for n, (k, i, _) in enumerate(use.order) if i == 1 and groups[k].streamable)
+    for wrong in (0, 10_000, -1):
+        order = list(use.order)
+        order[at] = (order[at][0], wrong, order[at][2])
+        phases = list(problem.phases)
+        phases[number] = replace(phase, uses=(replace(use, order=tuple(order)), *phase.uses[1:]))
+        changed = replace(problem, phases=tuple(phases))
+        assert {violation.rule for violation in check(changed, replace(plan, problem=changed.digest))} == {"problem"}
+
+
+NOISE = [Image.effect_noise((16, 16), 20.0 + n).convert("RGB") for n in range(3)]
+
+
+@pytest.mark.parametrize(("name", "fps"), [("a.mp4", float("inf")), ("a.gif", 1e-320), ("a.gif", 1e-5)])
+def test_a_rate_is_refused_before_the_run(name: str, fps: float, tmp_path: Path) -> None:
+    from graphrun.report.outputs import require_rate
+
+    with pytest.raises(InputError, match="frames per second; a video file holds 0.01 to 1000"):
+        require_rate({"": tmp_path / name}, fps)
+    with pytest.raises(InputError, match="the outputs are kept as tensors in .*a-kept.safetensors"):
+        save_outputs({"video": NOISE}, tmp_path / name, fps)
+    kept = load_file(tmp_path / "a-kept.safetensors")["video"]
+    assert torch.equal(kept, torch.from_numpy(np.stack([np.asarray(frame) for frame in NOISE])))
+    assert [path.name for path in tmp_path.iterdir()] == ["a-kept.safetensors"]
+
+
+def test_a_picture_that_its_format_cannot_hold_is_kept(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (70_000, 2), (1, 2, 3))
+    with pytest.raises(InputError, match=r"b.jpg: cannot be written: .*kept as tensors in .*b-kept.safetensors"):
+        save_outputs({"image": wide, "latents": torch.ones(2)}, tmp_path / "b.jpg")
+    kept = load_file(tmp_path / "b-kept.safetensors")
+    assert kept["image"].shape == (2, 70_000, 3)
+    assert kept["latents"].tolist() == [1.0, 1.0]
+
+
+def test_a_forked_session() -> None:
+    graph = package.load(FLUX)
+    fork = multiprocessing.get_context("fork")
+    with package.Session(graph, vram="6M", ram="8G", hardware="sim", inputs={"steps": 1}) as session:
+        before = session.run({"seed": 1}).outputs["image"]
+        answers = fork.SimpleQueue()
+        child = fork.Process(target=_refused, args=(session, answers))
+        child.start()
+        child.join(20)
+        hung = child.is_alive()
+        child.kill()
+        assert not hung
+        assert f"the session belongs to process {multiprocessing.current_process().pid}" in answers.get()
+        assert answers.get() == ()
+        assert np.array_equal(session.run({"seed": 1}).outputs["image"], before)
+
+
+def _refused(session: Any, answers: Any) -> None:
+    try:
+        session.run({"seed": 2})
+    except InputError as error:
+        answers.put(str(error))
+    answers.put(session.close())
+
+
+ODD = "e\x9b31mvil\u202e\x1b]0;x\x07\u2066\r"
+
+
+def test_names_of_a_plan_reach_a_terminal_as_escapes(graphrun: Cli, tmp_path: Path, make_problem: Callable[..., Any]) -> None:
+    from graphrun.report import plan_files
+    from graphrun.report.summary import summarize
+    from graphrun.verify.solution import solution_of
+
+    found = package.plan(make_problem("flux-tiny", 6 * 2**20))
+    problem = replace(found.problem, graph=ODD)
+    solution = solution_of(problem, replace(found.plan, problem=problem.digest))
+    plan_files.save(tmp_path / "odd.json", GRAPHS / "flux-tiny.yaml", solution, summarize(solution, None))
+    for command in (["check"], ["plan"], ["explain"], ["run"]):
+        code, out, err = graphrun(*command, "odd.json")
+        assert not set(ODD) & set(out + err) - set("evil31m]0;x")
+        assert command != ["plan"] or (code, "e\\x9b31mvil\\u202e\\x1b]0;x\\x07\\u2066\\r" in out) == (0, True)
