@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from graphrun.model.phase_trace import CALL, PhaseTrace
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 
 # Larger numbers of bytes, seconds and calls overflow 64 bits when they are added up.
@@ -46,6 +47,8 @@ def incoherent(problem: Problem) -> Iterator[str]:
     for name in ("h2d", "pageable", "d2h", "disk", "memory"):
         if not getattr(hardware, f"{name}_bytes_per_second") > 0:
             yield f"hardware.{name}_bytes_per_second is not positive"
+    if not 1e-6 <= hardware.page_scale <= 1:
+        yield f"hardware.page_scale is {hardware.page_scale}"
     if not (hardware.flops_per_second > 0 and hardware.cpu_flops_per_second > 0 and 0 < hardware.bidirectional <= 1):
         yield "a rate of the hardware is not positive"
 
@@ -55,7 +58,7 @@ def _odd_numbers(where: str, of: Any) -> Iterator[str]:
     if isinstance(of, tuple):
         for item in of:
             yield from _odd_numbers(where, item)
-    elif is_dataclass(of):
+    elif is_dataclass(of) and not isinstance(of, PhaseTrace):
         name = getattr(of, "name", "")
         for field in fields(of):
             yield from _odd_numbers(f"{name or where}.{field.name}", getattr(of, field.name))
@@ -97,6 +100,7 @@ def _variant(name: str, variant: Variant, groups: int) -> Iterator[str]:
 
 def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iterator[str]:
     yield from _twice(phase.name, [use.component for use in phase.uses])
+    yield from _trace(phase.name, phase.trace, components)
     for use in phase.uses:
         if use.component not in components:
             yield f"{phase.name} uses {use.component}, which is no component"
@@ -107,9 +111,27 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
             yield from _use(phase.name, use.layers, layers)
 
 
+def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
+    """Calls are of components, and release what they allocated; sizes are sizes."""
+    for call in trace.calls:
+        live = set[int]()
+        for key, nbytes in call.events:
+            if not 0 <= nbytes <= _MOST or (key in live) == bool(nbytes):
+                yield f"{phase}: the trace of {call.component} allocates or releases {key} with {nbytes} bytes"
+                return
+            live ^= {key}
+        if call.component not in components or live - set(call.kept):
+            yield f"{phase}: the trace of {call.component} is of no component, or does not release what it allocates"
+            return
+    for key, nbytes in (*trace.prelude, *trace.first, *trace.steady):
+        if not (0 <= key < len(trace.calls) if nbytes == CALL else 0 <= nbytes <= _MOST):
+            yield f"{phase}: the trace has an item of {nbytes} bytes with key {key}"
+            return
+
+
 def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     where, counts = f"{phase}: {use.component}", [len(group.blocks) for group in component.groups]
-    for field in ("group_calls", "seconds", "passes", "beside_bytes"):
+    for field in ("group_calls", "seconds", "passes"):
         length = len(getattr(use, field))
         if length != len(counts) and (length or field in ("group_calls", "seconds")):
             yield f"{where}: {field} has {length} numbers for {len(counts)} block groups"
@@ -120,7 +142,9 @@ def _use(phase: str, use: Use, component: ComponentNumbers) -> Iterator[str]:
     if odd := sorted((k, i) for k, i in ran if not (0 <= k < len(counts) and 0 <= i < counts[k])):
         yield f"{where}: order has block {odd[0][1]} of group {odd[0][0]}, which does not exist"
         return
-    streamed = [k for k, group in enumerate(component.groups) if group.streamable and use.group_calls[k] and use.order]
+    # Blocks of a component that is split into layers are streamed in this order; an order of blocks is that of one of the calls.
+    layered = component.granularity == "layers" and bool(use.order)
+    streamed = [k for k, group in enumerate(component.groups) if layered and group.streamable and use.group_calls[k]]
     needed = {(k, i) for k in streamed for i in range(counts[k])}
     if missing := sorted(needed - ran):
         k, index = missing[0]
