@@ -324,11 +324,12 @@ def test_a_run_above_its_planned_peak_says_where_and_leaves_with_4(graphrun: Cli
     def above_the_plan(*args: Any, **kwargs: Any) -> Any:
         trace = honest(*args, **kwargs)
         slots = list(trace.slots)
-        slots[0] = replace(slots[0], peak_bytes=slots[0].peak_bytes + 1)
+        planned = {(slot.phase, slot.part): slot.peak_bytes for slot in args[0].simulation.slots}
+        slots[1] = replace(slots[1], peak_bytes=planned[slots[1].phase, slots[1].part] + 1)
         return replace(trace, slots=tuple(slots))
 
     monkeypatch.setattr(package, "run", above_the_plan)
     code, out, _ = graphrun("run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "--reuse", "none")
     assert code == 4
-    (measured, planned) = re.findall(r"the plan was BROKEN: encode/0:text_encoder load: (\d+) > (\d+)", out)[0]
+    (measured, planned) = re.findall(r"the plan was BROKEN: encode/0:text_encoder first: (\d+) > (\d+)", out)[0]
     assert int(measured) == int(planned) + 1
