@@ -7,6 +7,7 @@ GPUs are sold and reported that way (an "8 GB" card has 8 x 2**30 bytes).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from graphrun.errors import InputError
 
@@ -16,10 +17,10 @@ _SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", re.IGNORE
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
-def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size") -> int:
+def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
     """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, or is a
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is less than ``least``, or is a
     percentage while ``whole_bytes`` is None.
     """
     if isinstance(text, int):
@@ -34,8 +35,8 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
         nbytes = int(float(match[1]) * _SCALE[match[2].lower()])
     else:
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
-    if nbytes <= 0:
-        raise InputError(f"{name}: {text!r} is not a positive size")
+    if nbytes < least:
+        raise InputError(f"{name}: {text!r} is not a {'positive ' if least else ''}size")
     return nbytes
 
 
@@ -57,6 +58,12 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def show_range(seconds: float, within: Sequence[float]) -> str:
+    """``seconds``, and the range ``within`` which they probably are: ``24.1 s (19.3 s to 30.1 s)``."""
+    low, high = within
+    return show_seconds(seconds) if low == high else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
 
 
 def round_up(nbytes: int, step: int) -> int:

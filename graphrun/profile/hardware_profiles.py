@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.model.problem import Hardware
@@ -75,7 +77,7 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = json.loads(path.read_text())
-            profile = {**data, "hardware": Hardware(**data["hardware"]), "device": str(data["device"])}
+            profile = {**data, "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]), "device": str(data["device"])}
             loaded.append((path.stat().st_mtime_ns, profile))
         except (OSError, ValueError, TypeError, KeyError):
             continue

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from graphrun.model.choices import overlap_seconds
 from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Use
+from graphrun.profile.costs import work_seconds
 from graphrun.profile.phase_memory import PhaseMemory
 from graphrun.profile.recording import Call
 
@@ -46,6 +47,8 @@ def _block_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
     reads = [sum(number in groups_of[id(call)] for call in calls) for number in range(len(component.groups))]
     # `Use` counts a group's first call in the component's first call: the group must be loaded for it.
     group_calls = [count + (count > 0 and number not in groups_of[id(calls[0])]) for number, count in enumerate(reads)]
+    if not group_calls[0]:
+        orders = {key: _without_remainder(order) for key, order in orders.items()}
     order = orders[id(calls[0])] if len(distinct) == 1 else ()
     return Use(component.name, len(calls), tuple(group_calls), _block_seconds(component, calls, orders, group_calls), order)
 
@@ -71,14 +74,14 @@ def _compute_order(component: ComponentNumbers, call: Call, hardware: Hardware) 
     loose_paths = tuple(path for path in positions if _block_at(positions, path.rpartition(".")[0])[0])
     positions = {path: position for path, position in positions.items() if path not in loose_paths}
     found: list[tuple[int, int, float]] = []
-    for path, flops in call.flops:
+    for (path, _), seconds in zip(call.work, work_seconds(call, hardware), strict=True):
         position = _block_at(positions, path)
         if f"{path}.".startswith(tuple(f"{of}." for of in loose_paths)) and (not found or found[-1][:2] != position):
             position = (0, 0)  # a loose module of a block computes while the block does not
         if found and found[-1][:2] == position and (component.granularity == "blocks" or not position[0]):
-            flops += found.pop()[2]
-        found.append((*position, flops))
-    return tuple((number, i, flops / hardware.flops_per_second) for number, i, flops in found)
+            seconds += found.pop()[2]
+        found.append((*position, seconds))
+    return tuple(found)
 
 
 def _block_at(positions: Mapping[str, tuple[int, int]], path: str) -> tuple[int, int]:
@@ -121,7 +124,7 @@ def _layer_use(component: ComponentNumbers, calls: Sequence[Call], hardware: Har
 
 
 def _without_remainder(order: Order) -> Order:
-    """``order`` for calls that read nothing of the remainder: compute outside of layers is added to the layer before it."""
+    """``order`` for calls that read nothing of the remainder: compute outside of blocks is added to the block before it."""
     found: list[tuple[int, int, float]] = []
     for number, i, seconds in order:
         if number or not found:
