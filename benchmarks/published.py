@@ -1,6 +1,7 @@
 """Bytes and seconds that others published beside those of ``graphrun estimate``: every row of data/published.csv.
 
     .venv/bin/python benchmarks/published.py             runs every row's command; writes benchmarks/results/published.json
+    .venv/bin/python benchmarks/published.py cogvideox   runs the rows with this word in their arguments, keeps the others
     .venv/bin/python benchmarks/published.py --left-out  also each row with constants fitted without its source (fit_costs.py)
 
 A row's command is ``graphrun estimate`` with its ``arguments`` and ``--json``. ``of``: the whole call, a stage, or a phase. Bytes
@@ -77,10 +78,16 @@ def within(rows: list[dict[str, Any]], name: str, percent: float) -> str:
 def main() -> None:
     """Runs the rows, prints and writes them."""
     os.chdir(ROOT)
+    path, words = ROOT / "benchmarks/results/published.json", [word for word in sys.argv[1:] if word != "--left-out"]
+    before: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    kept = {(row["arguments"], row["source"]): row for row in before.get("rows", ())} if words else {}
     estimates: dict[str, dict[str, Any]] = {}
     rows = []
     for row in published():
         arguments = row["arguments"]
+        if (known := kept.get((arguments, row["source"]))) and not any(word in arguments for word in words):
+            rows.append(known)
+            continue
         if arguments not in estimates:
             estimates[arguments] = estimate(arguments)
         result = compared(row, predicted(row, estimates[arguments]))
@@ -94,12 +101,12 @@ def main() -> None:
         for kind, of in (("required", listed), ("all", rows))
         for percent in (15, 30)
     }
-    result = {"date": datetime.date.today().isoformat(), "summary": summary, "rows": rows}
+    left = {name: before[name] for name in ("left_out_within_25_percent", "constants", "left_out") if name in before}
+    result = {"date": datetime.date.today().isoformat(), "summary": summary, "rows": rows, **left}
     if "--left-out" in sys.argv:
         from fit_costs import left_out
 
         result |= left_out(list(published()))
-    path = ROOT / "benchmarks/results/published.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(*(f"{name}: {value}" for name, value in summary.items()), sep="\n")
     print(f"wrote {path}")

@@ -45,7 +45,7 @@ DYNAMIC_INPUT_BYTES = 5
 def work_seconds(call: Call, hardware: Hardware) -> list[float]:
     """Seconds of each entry of ``call.work``. Where launching takes longer than computing, in proportion to the latter."""
     each = [kernel_seconds(kernel, hardware) for kernel in call.kernels]
-    found = [sum(each[number] for number in numbers) for _, numbers in call.work]
+    found = [sum((each[number] for number in numbers), 0.0) for _, numbers in call.work]
     total, launching = sum(found), hardware.launch_seconds * sum(len(numbers) for _, numbers in call.work)
     return [seconds * launching / total for seconds in found] if 0 < total < launching else found
 

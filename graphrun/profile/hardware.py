@@ -5,9 +5,9 @@ A prior is a card's data sheet (`SHEETS`) times the share that kernels reach of 
 data sheets of V100, T4, A100, H100, H200, B200, A10, L4, L40S and RTX A6000, AMD's of MI300X. Laptops' rates are those of the
 highest power limit.
 
-Shares are fitted by ``benchmarks/fit_costs.py`` on published seconds (``benchmarks/data/published.yaml``), as are the constants so
-named in `costs`; errors of rows whose source was left out are in ``benchmarks/results/published.json``. Architectures without rows
-take the shares of the one before. Exponentials: 16 per multiprocessor and clock (CUDA programming guide, throughput of native
+Shares are fitted by ``benchmarks/fit_costs.py`` on published seconds (``benchmarks/data/published.csv``), as are the constants so
+named in `costs`; errors of rows whose source was left out are in ``benchmarks/results/published.json``. V100 takes the shares of
+A100, B200 and MI300X those of H100. Exponentials: 16 per multiprocessor and clock (CUDA programming guide, throughput of native
 arithmetic instructions); softmax costs about three of them per score.
 
 Copies: pinned rates (GB/s) are what PCIe reaches: 3.0 x16 12, 4.0 x8 12, x16 25, 5.0 x8 25, x16 50 to 55. Pageable copies to the
@@ -56,14 +56,14 @@ class Shares:
     convolution: float
 
 
-# Data center cards of Ampere, and of Hopper; GeForce and workstation cards, whose tensor cores are half as wide.
+# A100; H100; GeForce and workstation cards.
 SHARES = {
     "ampere": Shares(0.866, 0.712, 0.881),
     "hopper": Shares(0.724, 0.675, 0.48),
     "geforce": Shares(0.977, 1.023, 0.849),
 }
-# Cards whose power limit is far below what their tensor cores would draw: the part of the sheet's clock that remains. L4: 72 W,
-# T4: 70 W, A10: 150 W for 125 TFLOP/s.
+# Cards whose power limit (72, 70 and 150 W) is far below what their tensor cores would draw: the part of the sheet's clock that is
+# assumed to remain. No published row is of these.
 THROTTLED = {"l4": 0.55, "t4": 0.6, "a10": 0.7}
 
 

@@ -28,7 +28,7 @@ from graphrun.model.problem import Hardware
 from graphrun.modules.classes import resolve_class
 from graphrun.profile.asked import FORMATS
 from graphrun.profile.costs import extra_seconds, work_seconds
-from graphrun.profile.quantized import quantized_shapes, weights_by_precision
+from graphrun.profile.quantized import weights_by_precision
 from graphrun.profile.recording import Call, ComponentProfile, DryRun
 
 ModeName = Literal["resident", "model", "sequential", "group", "leaf"]
@@ -67,10 +67,11 @@ def weight_bytes(graph: Graph, name: str, module: nn.Module, formats: Mapping[st
     """Bytes that a component's weights are allocated with, in its first precision or in a format of another library."""
     component = graph.components[name]
     sizes = weights_by_precision(module, component.dtype, allocated=True)
-    if name in formats:
-        shapes = quantized_shapes(module, component.dtype).values()
-        return sizes["fp8"] + sum(FORMATS[formats[name]] * outputs for outputs, _ in shapes)
-    return sizes.get(component.precision[0], sizes[component.dtype])
+    if name not in formats:
+        return sizes.get(component.precision[0], sizes[component.dtype])
+    weights = {id(layer.weight): layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)}.values()
+    scales = FORMATS[formats[name]] * sum(weight.shape[0] for weight in weights)
+    return sizes[component.dtype] - sum(weight.nbytes - weight.numel() for weight in weights) + scales
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphrun.report.table import Units, table
-from graphrun.units import gib, show_range, show_size
+from graphrun.units import show_range, show_size
 
 MODES = {
     "resident": "all resident",
@@ -33,8 +33,9 @@ def _head(estimate: dict[str, Any]) -> str:
         (
             f"estimate {estimate['graph']}  {settings}{formats}",
             f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
-            f"{MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])}, {gib(outside)} of it context and workspace;"
-            f" weights {show_size(mode['weights_bytes'])}{copies}; {show_range(mode['seconds'], mode['seconds_range'])}",
+            f"{MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])} with context and workspace, reserved;"
+            f" weights {show_size(mode['weights_bytes'])}{copies}",
+            f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
         )
     )
 

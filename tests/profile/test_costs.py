@@ -77,6 +77,7 @@ def test_a_call_takes_at_least_what_the_host_needs_to_launch_it() -> None:
     small = Kernel("elementwise", "bfloat16", 0.0, 1024)
     call = Call(work=[("a", [0] * 10), ("b", [0] * 30)], kernels=[small])
     assert work_seconds(call, H100) == pytest.approx([10 * H100.launch_seconds, 30 * H100.launch_seconds])
+    assert all(isinstance(each, float) for each in work_seconds(replace(call, work=[("a", [])]), H100)), "0 would read back as 0.0"
     large = replace(call, kernels=[small._replace(nbytes=10**9)])
     assert sum(work_seconds(large, H100)) == pytest.approx(40 * 1e9 / H100.memory_bytes_per_second)
 
