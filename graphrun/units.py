@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from graphrun.errors import InputError
 
@@ -19,11 +19,11 @@ _MOST = 2.0**62  # bytes; solvers compute with 64 bits
 _SCALE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
-def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size") -> int:
+def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "size", least: int = 1) -> int:
     """Number of bytes in ``text``: ``"8G"``, ``"7.5 GiB"``, ``"900M"``, ``"1048576"``, or ``"50%"`` of ``whole_bytes``.
 
-    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is not positive, is a percentage
-    while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
+    ``name`` is what error messages call the value. Raises InputError when the text is not a size, is less than ``least``, is a
+    percentage while ``whole_bytes`` is None, or a number below 1024 without a unit, which was meant to have one.
     """
     if isinstance(text, float) or (str(text).strip().isdecimal() and 0 < int(text) < KIB):
         raise InputError(f"{name}: {text!r} has no unit: did you mean {float(text):g}G?")
@@ -39,8 +39,8 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None, name: str = "
         nbytes = int(min(float(match[1]) * _SCALE[match[2].lower()], _MOST))
     else:
         raise InputError(f"{name}: {text!r} is not a size; write it as 8G, 7.5GiB, 900M or a number of bytes")
-    if nbytes <= 0:
-        raise InputError(f"{name}: {text!r} is not a positive size")
+    if nbytes < least:
+        raise InputError(f"{name}: {text!r} is not a {'positive ' if least else ''}size")
     return nbytes
 
 
@@ -70,6 +70,12 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 0.9995 or seconds == 0:  # what is less is shown with at most three digits
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def show_range(seconds: float, within: Sequence[float]) -> str:
+    """``seconds``, and the range ``within`` which they probably are: ``24.1 s (19.3 s to 30.1 s)``."""
+    low, high = within
+    return show_seconds(seconds) if low == high else f"{show_seconds(seconds)} ({show_seconds(low)} to {show_seconds(high)})"
 
 
 def round_up(nbytes: int, step: int) -> int:

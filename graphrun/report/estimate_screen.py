@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from graphrun.report.table import Units, table
-from graphrun.units import gib, show_seconds, show_size
+from graphrun.units import show_range, show_size
 
+MODES = {
+    "resident": "all resident",
+    "model": "model offloading",
+    "sequential": "sequential offloading",
+    "group": "group offloading by block",
+    "leaf": "group offloading by leaf",
+}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -16,16 +23,19 @@ def estimate_screen(estimate: dict[str, Any]) -> str:
 
 
 def _head(estimate: dict[str, Any]) -> str:
-    hardware, total = estimate["hardware"], estimate["all_resident"]
+    hardware, mode = estimate["hardware"], estimate["mode"]
     settings = " ".join(f"{name}={value}" for name, value in estimate["settings"].items())
     outside = hardware["context_bytes"] + hardware["workspace_bytes"]
+    copied = mode["copied_in_bytes"], mode["copied_out_bytes"]
+    copies = f"; copies {show_size(copied[0])} to the device, {show_size(copied[1])} back" if any(copied) else ""
+    formats = "".join(f"  {name} in {of}" for name, of in mode["formats"].items())
     return "\n".join(
         (
-            f"estimate {estimate['graph']}  {settings}",
+            f"estimate {estimate['graph']}  {settings}{formats}",
             f"hardware {hardware['name']} ({hardware['basis']})  context and workspace {show_size(outside)}",
-            f"all resident: peak {show_size(total['peak_bytes'])} = {gib(total['weights_bytes'])} weights"
-            f" + {gib(total['peak_bytes'] - total['weights_bytes'] - outside)} activation, reserved + {gib(outside)}"
-            f"  compute {show_seconds(total['seconds'])}",
+            f"{MODES[mode['name']]}: peak {show_size(mode['peak_bytes'])} with context and workspace, reserved;"
+            f" weights {show_size(mode['weights_bytes'])}{copies}",
+            f"predicted {show_range(mode['seconds'], mode['seconds_range'])}",
         )
     )
 
